@@ -1,0 +1,96 @@
+"""Settings of the team and of its rollouts. Import-light: pydantic only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Settings(BaseModel):
+    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class AgentConfig(Settings):
+    """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
+
+    policy: str = Field("main", description="name under `policies` whose weights answer")
+    prompt: str | None = Field(None, description="prompt set; default: the task's own prompt for this agent's role")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
+    top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
+    top_k: int = Field(-1, ge=-1, description="trained agents need -1 (off)")
+    max_input_tokens: int = Field(32768, gt=0, description="longer prompts are not asked and counted")
+    loss_weight: float = Field(1.0, ge=0, description="factor on this agent's advantages")
+    pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
+        "adaptive", description="which of the predecessor's outputs this agent is asked about"
+    )
+    parser: Literal["strict", "compat"] = Field("strict", description="verdict parser (Verifiers)")
+    missing_verdict: Literal["wrong", "correct"] = Field(
+        "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
+    )
+
+
+class VllmOptions(Settings):
+    """Passed on to vLLM."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
+    max_num_seqs: int = Field(256, gt=0, description="requests decoded at once by one engine")
+    kv_cache_mib: int | None = Field(None, gt=0, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
+    tensor_parallel: int = Field(1, gt=0, description="GPUs of one engine")
+    enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
+
+
+class RolloutConfig(Settings):
+    """How problems are played."""
+
+    engine: Literal["vllm", "local", "scripted"] = Field("vllm", description="what decodes tokens")
+    placement: Literal["local", "disaggregated"] = Field(
+        "disaggregated", description="local: in the trainer's process, no Ray; disaggregated: Ray actors of their own"
+    )
+    engines: int = Field(1, gt=0, description="engine replicas of every policy")
+    threads: int | None = Field(None, gt=0, description="CPU threads of one engine; default: all cores shared evenly")
+    ray_address: str | None = Field(None, description="Ray cluster to join; default: start one on this machine")
+    ray_timeout_s: float = Field(30.0, gt=0, description="give up on an unreachable cluster after this long")
+    object_store_mib: int = Field(256, ge=80, description="object store of a cluster started here, MiB")
+    prompts_per_step: int = Field(8, gt=0, description="new problems a stage")
+    group_size: int = Field(8, gt=0, description="G: samples of one agent on one input")
+    picks: int = Field(2, gt=0, description="outputs handed to the next agent, for one rollout instance and agent")
+    max_response_tokens: int = Field(1024, gt=0, description="global maximum length of a completion")
+    segments: int = Field(1, gt=0, description="stages a completion may take; 1 = whole completions")
+    segment_length: int | None = Field(None, gt=0, description="tokens a stage; default max_response_tokens / segments")
+    pipeline: Literal["agentic", "trajectory"] = Field("agentic", description="train on finished groups, or on whole trajectories")
+    group_completion: Literal["wait", "drop_stragglers"] = Field("wait", description="what a group does about unfinished samples")
+    max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
+    max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
+    deadline_s: float = Field(1800.0, gt=0, description="a stage that takes longer is an error")
+    vllm: VllmOptions = VllmOptions()
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> RolloutConfig:
+        if self.segment_length is not None and self.segment_length * self.segments < self.max_response_tokens:
+            raise ValueError(
+                f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
+                f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
+            )
+        return self
+
+    @property
+    def tokens_per_stage(self) -> int:
+        """Decoding budget of one sample in one stage."""
+        return self.segment_length or -(-self.max_response_tokens // self.segments)
+
+
+class EvaluateConfig(Settings):
+    """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
+
+    num_problems: int = Field(300, gt=0, description="held-out problems")
+    repeat: int = Field(1, gt=0, description="avg@n: draws of every problem")
+    accept_after: int = Field(4, gt=0, description="consecutive 'correct' verdicts that accept a candidate")
+    max_iterations: int = Field(10, gt=0, description="Verifier calls before giving up")
+    temperature: float = Field(0.6, gt=0)
+    top_p: float = Field(0.95, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    probe_size: int = Field(160, gt=0, description="fixed Verifier inputs, half of them right (and as many for the Corrector)")

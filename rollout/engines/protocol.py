@@ -1,0 +1,109 @@
+"""What every engine offers the scheduler, and what crosses the border to it.
+
+An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
+
+    engine.generate([DecodeRequest, ...], version=3)  -> [DecodeResult, ...]   same order as the requests
+    engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole, as trained agents need."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """Go on from these tokens by at most max_new_tokens.
+
+    token_ids [N] int32: the prompt and what was decoded of the completion in earlier segments.
+    seed: of this request alone, derived from (run seed, sample uid, segment index).
+    affinity: requests with the same key share a prefix and are best served by one engine.
+    """
+
+    uid: str
+    token_ids: IntArray
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    affinity: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """What was decoded. finish is STOP, LENGTH (max_new_tokens used up) or ERROR; logprobs in nats, at the sampling
+    temperature, of exactly the tokens drawn."""
+
+    uid: str
+    token_ids: IntArray
+    logprobs: FloatArray
+    finish: Finish
+    version: int
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Who serves: class and version of the real library, for summary.json and `doctor`."""
+
+    kind: str
+    engine_class: str
+    library: str
+    library_version: str
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """New weights of one policy: a safetensors file with HF names, in a place every engine of this host can read."""
+
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReceipt:
+    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}."""
+
+    version: int
+    checksums: Mapping[str, int]
+    seconds: float
+
+
+class WrongVersion(RuntimeError):
+    """A request was tagged with a policy version that the engine does not hold."""
+
+
+class Engine(Protocol):
+    """One replica of one policy. Calls are synchronous; `num_decoded` may be read from another thread meanwhile."""
+
+    def info(self) -> EngineInfo: ...
+
+    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        """Decode all requests; raises WrongVersion unless the engine holds `version`."""
+
+    def num_decoded(self) -> int:
+        """Tokens decoded since the engine started (for progress bars)."""
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Load, drop every cached prefix, and report checksums of what is now held."""
+
+    def close(self) -> None: ...

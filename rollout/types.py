@@ -1,0 +1,143 @@
+"""The data contract between rollout and trainer, in the order the data flows.
+
+    Problem -> Ask (an agent is asked) -> Sample (one completion) -> reward -> Group (same agent, same input)
+
+Everything here is immutable, and holds numpy arrays and plain values only: it crosses process borders.
+Token ids travel; text is decoded once for parsing and viewing and is never tokenised again as a completion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+MISSING = math.nan
+"""The reward of a sample that could not be judged: left out of mean, std and count, advantage 0, never picked."""
+
+
+class Finish(StrEnum):
+    """Why a completion ended, or that it has not."""
+
+    STOP = "stop"  # the model ended it (end token)
+    LENGTH = "length"  # it reached the global maximum length
+    UNFINISHED = "unfinished"  # its segment budget is used up; it goes on in a later stage
+    ERROR = "error"  # the engine gave it up; its reward is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question and what judges an answer to it."""
+
+    id: str
+    question: str
+    answer: str | None  # the reference; None where only a judge can tell
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn, before the chat template."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [start, end) of a completion, decoded in one stage by one policy version."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A judged completion.
+
+    value: what the trainer uses (after penalties); NaN = missing (algorithms: left out everywhere).
+    correct: the task's own judgement before penalties, in [0, 1]; NaN = unknown.
+    parts: the addends of `value` by name. note: why, for people (a reason for a missing reward, an unparsable answer).
+    """
+
+    value: float
+    correct: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        return math.isnan(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that one agent answers with a whole group: same agent, same input.
+
+    group_id = (rollout_id, agent, parent uid): two picks with equal text still open two groups.
+    solution / report are the samples whose text the input shows (None where the agent sees none).
+    """
+
+    rollout_id: str
+    problem: Problem
+    agent: str
+    parent: Sample | None = None
+    solution: Sample | None = None
+    report: Sample | None = None
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.rollout_id}/{self.agent}/{self.parent.uid if self.parent else 'root'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion by one agent: the unit that is trained.
+
+    token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
+    sampled) cover the completion only, end token included. is_sampled [N] is False where a tool wrote the token.
+    segments partition [0, N) by the policy version that decoded them. verdict: a Verifier's parsed verdict,
+    True = "correct"; answer: a Solver's or Corrector's parsed final answer; None = not parsable or not that role.
+    """
+
+    uid: str
+    rollout_id: str
+    problem_id: str
+    agent: str
+    group_id: str
+    parent_uid: str | None
+    prompt_ids: IntArray
+    token_ids: IntArray
+    is_sampled: BoolArray
+    rollout_logprobs: FloatArray
+    segments: tuple[Segment, ...]
+    finish: Finish
+    text: str = ""
+    prompt_text: str = ""
+    answer: str | None = None
+    verdict: bool | None = None
+    reward: Reward = Reward(MISSING, MISSING, note="not judged")
+
+    @property
+    def oldest_version(self) -> int:
+        return min(segment.version for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Samples that are compared with each other: same agent, same input, in order of their index."""
+
+    group_id: str
+    rollout_id: str
+    agent: str
+    samples: tuple[Sample, ...]

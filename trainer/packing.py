@@ -1,0 +1,192 @@
+"""How credited samples become packed micro-batches: cut over ranks, first-fit-decreasing into bins, laid end to end.
+
+The target shift is made here, once: position t predicts token t+1 of its own sequence, and `mask[t]` says whether that
+token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise in t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from marsrl.rollout.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One sample with its credit, ready to be packed.
+
+    Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
+    supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
+    """
+
+    uid: str
+    prompt_ids: IntArray
+    token_ids: IntArray
+    is_sampled: BoolArray
+    rollout_logprobs: FloatArray | None
+    advantage: float
+    agent: int  # index into the run's agents
+    temperature: float
+    is_positive: bool = False  # task reward before penalties >= 1 (DMMPT)
+    token_weights: FloatArray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return int(np.count_nonzero(self.is_sampled))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One micro-batch: S sequences end to end, T tokens (padding of the last alignment included).
+
+    All [T] arrays are in the frame of the *predicting* position. cu_seqlens covers T, so padding belongs to the last
+    sequence, whose mask is False there.
+    """
+
+    uids: tuple[str, ...]
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarts at every sequence
+    targets: Tensor  # [T] int64, 0 where there is none
+    mask: Tensor  # [T] bool
+    advantages: Tensor  # [S] float32
+    token_advantages: Tensor | None  # [T] float32; given instead of `advantages` in supervised training
+    rollout_logprobs: Tensor | None  # [T] float32, 0 where mask is False
+    temperature: Tensor | float  # [T] float32, or one number for the batch
+    cu_seqlens: Tensor  # [S+1] int32
+    max_seqlen: int
+    agent_of: Tensor  # [S] int64
+    is_positive: Tensor  # [S] bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.numel()
+
+
+def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which sequence goes into which micro-batch of which rank: plan[rank][micro_batch] = indices.
+
+    First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
+    runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
+    are even. Cost of a sequence: its tokens plus a quadratic term for attention, the heaviest bin first to the
+    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks.
+
+    Raises:
+        ValueError: a sequence is longer than max_tokens.
+    """
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"packing: a sequence has {longest} tokens but trainer.max_tokens_per_micro_batch is {max_tokens}; raise it, or "
+            "lower rollout.max_response_tokens or the agents' max_input_tokens"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    bins = _first_fit(order, lengths, max_tokens)
+    num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
+    if len(bins) != num_bins:
+        bins = _spread(order, lengths, num_bins, max_tokens)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    cost_of = [sum(_cost(lengths[i]) for i in b) for b in bins]
+    cost = [0.0] * num_ranks
+    for b in sorted(range(num_bins), key=lambda b: (-cost_of[b], b)):
+        rank = min((r for r in range(num_ranks) if len(ranks[r]) < num_bins // num_ranks), key=lambda r: (cost[r], r))
+        ranks[rank].append(bins[b])
+        cost[rank] += cost_of[b]
+    return ranks
+
+
+def _cost(length: int) -> float:
+    """Relative work of one sequence: linear layers plus causal attention (length^2; equal to the rest near 16k tokens)."""
+    return length * (1.0 + length / 16384.0)
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        for b, free in enumerate(room):
+            if lengths[i] <= free:
+                bins[b].append(i)
+                room[b] -= lengths[i]
+                break
+        else:
+            bins.append([i])
+            room.append(max_tokens - lengths[i])
+    return bins
+
+
+def _spread(order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]]:
+    """The same sequences over more bins than first-fit needs: each to the emptiest bin."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    fill = [0] * num_bins
+    for i in order:
+        b = min(range(num_bins), key=lambda b: (fill[b], b))
+        if fill[b] + lengths[i] > max_tokens:  # first-fit packs tighter than emptiest-first: fall back to where it fits
+            b = next(b for b in range(num_bins) if fill[b] + lengths[i] <= max_tokens)
+        bins[b].append(i)
+        fill[b] += lengths[i]
+    return bins
+
+
+def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
+    """Lay sequences end to end. T is padded up to a multiple of `align` (tensor parallelism cuts T).
+
+    An empty list packs to one masked token, so that a rank without work still takes part in every collective.
+    """
+    if not sequences:
+        empty = np.zeros(1, np.int32)
+        sequences = [
+            TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, 0, 1.0)
+        ]
+    lengths = [s.num_tokens for s in sequences]
+    padding = -sum(lengths) % align
+    total = sum(lengths) + padding
+    tokens = np.zeros(total, np.int64)
+    positions = np.zeros(total, np.int64)
+    targets = np.zeros(total, np.int64)
+    mask = np.zeros(total, bool)
+    temperature = np.ones(total, np.float32)
+    rollout = np.zeros(total, np.float32)
+    weights = np.zeros(total, np.float32)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for sequence, start, end in zip(sequences, starts[:-1], starts[1:], strict=True):
+        ids = np.concatenate([sequence.prompt_ids, sequence.token_ids])
+        tokens[start:end] = ids
+        positions[start:end] = np.arange(len(ids))
+        targets[start : end - 1] = ids[1:]
+        temperature[start:end] = sequence.temperature
+        predicts = slice(start + len(sequence.prompt_ids) - 1, end - 1)  # the positions whose target is a completion token
+        mask[predicts] = sequence.is_sampled
+        if sequence.rollout_logprobs is not None:
+            rollout[predicts] = np.where(sequence.is_sampled, sequence.rollout_logprobs, 0)
+        if sequence.token_weights is not None:
+            weights[predicts] = sequence.token_weights
+    cu_seqlens = starts.copy()
+    cu_seqlens[-1] += padding
+    positions[total - padding :] = np.arange(padding) + lengths[-1]
+    known = all(s.rollout_logprobs is not None for s in sequences)
+    weighted = any(s.token_weights is not None for s in sequences)
+    same_temperature = len({s.temperature for s in sequences}) == 1
+    return PackedBatch(
+        uids=tuple(s.uid for s in sequences),
+        token_ids=torch.from_numpy(tokens),
+        position_ids=torch.from_numpy(positions),
+        targets=torch.from_numpy(targets),
+        mask=torch.from_numpy(mask),
+        advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
+        token_advantages=torch.from_numpy(weights) if weighted else None,
+        rollout_logprobs=torch.from_numpy(rollout) if known else None,
+        temperature=sequences[0].temperature if same_temperature else torch.from_numpy(temperature),
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
+        agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
+        is_positive=torch.tensor([s.is_positive for s in sequences], dtype=torch.bool),
+    )
