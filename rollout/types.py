@@ -84,7 +84,8 @@ class Reward:
 class Ask:
     """A request that one agent answers with a whole group: same agent, same input.
 
-    group_id = (rollout_id, agent, parent uid): two picks with equal text still open two groups.
+    group_id is (rollout_id, agent, parent uid) as a path, `17/solver:3/verifier1`, and a sample's uid adds its index,
+    `17/solver:3/verifier1:0`: a uid names its ancestors, and two picks with equal text still open two groups.
     solution / report are the samples whose text the input shows (None where the agent sees none).
     """
 
@@ -97,7 +98,7 @@ class Ask:
 
     @property
     def group_id(self) -> str:
-        return f"{self.rollout_id}/{self.agent}/{self.parent.uid if self.parent else 'root'}"
+        return f"{self.parent.uid if self.parent else self.rollout_id}/{self.agent}"
 
 
 @dataclass(frozen=True, slots=True)

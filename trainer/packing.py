@@ -91,8 +91,8 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _first_fit(order, lengths, max_tokens)
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
-    if len(bins) != num_bins:
-        bins = _spread(order, lengths, num_bins, max_tokens)
+    while len(bins) < num_bins:
+        bins = _split_largest(bins, lengths)
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     cost_of = [sum(_cost(lengths[i]) for i in b) for b in bins]
     cost = [0.0] * num_ranks
@@ -123,17 +123,13 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
     return bins
 
 
-def _spread(order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]]:
-    """The same sequences over more bins than first-fit needs: each to the emptiest bin."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    fill = [0] * num_bins
-    for i in order:
-        b = min(range(num_bins), key=lambda b: (fill[b], b))
-        if fill[b] + lengths[i] > max_tokens:  # first-fit packs tighter than emptiest-first: fall back to where it fits
-            b = next(b for b in range(num_bins) if fill[b] + lengths[i] <= max_tokens)
-        bins[b].append(i)
-        fill[b] += lengths[i]
-    return bins
+def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """One bin more: the fullest bin that holds several sequences is halved; an empty bin where none does."""
+    several = [b for b, members in enumerate(bins) if len(members) > 1]
+    if not several:
+        return [*bins, []]
+    b = max(several, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
+    return [*bins[:b], bins[b][::2], bins[b][1::2], *bins[b + 1 :]]
 
 
 def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:

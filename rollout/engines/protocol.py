@@ -8,7 +8,7 @@ An engine holds one policy's weights at one version. It decodes, scores given to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,10 @@ class WeightReceipt:
     seconds: float
 
 
+Progress = Callable[[int], None]
+"""Called now and then with the number of tokens decoded since the call began."""
+
+
 class WrongVersion(RuntimeError):
     """A request was tagged with a policy version that the engine does not hold."""
 
@@ -105,5 +109,24 @@ class Engine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop every cached prefix, and report checksums of what is now held."""
+
+    def close(self) -> None: ...
+
+
+class EnginePool(Protocol):
+    """All replicas of one policy behind one door; results come back in the order of the requests."""
+
+    def infos(self) -> list[EngineInfo]: ...
+
+    def generate(
+        self, requests: Sequence[DecodeRequest], *, version: int, on_progress: Progress | None = None
+    ) -> list[DecodeResult]: ...
+
+    def tokens_per_engine(self) -> list[int]: ...
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
+        """Engine.score of every replica."""
+
+    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]: ...
 
     def close(self) -> None: ...

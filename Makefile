@@ -1,0 +1,41 @@
+# make help lists the targets. Everything runs in .venv, which `make install` makes.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+# Ray reports usage and vLLM statistics over the network unless told not to.
+export RAY_USAGE_STATS_ENABLED ?= 0
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help install train test check parity bench gpu clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## .venv with the pinned libraries and marsrl
+
+$(STAMP): constraints/install.sh constraints/cpu.txt constraints/gpu.txt constraints/dev.txt setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
+	constraints/install.sh
+	@touch $@
+
+train: install  ## MarsRL end to end on this machine: warm start, RL, report
+	torchrun --nproc-per-node 1 trainer/main.py
+
+test: install  ## all tests that need no GPU
+	python -m pytest -m "not gpu and not multi_gpu" --durations=15 -q
+
+check: install  ## ruff, types, and the fast tests
+	ruff check .
+	mypy
+	python -m pytest -m "not slow and not gpu and not multi_gpu" -q
+
+bench: install  ## benchmarks on this machine, and the default run on three seeds
+	python benchmarks/train_step.py
+	python benchmarks/rollout.py
+	python benchmarks/learning.py --seeds 0 1 2
+
+clean:  ## build products (not .venv, not runs)
+	rm -rf build dist *.egg-info kernels/_lib

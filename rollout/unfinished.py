@@ -1,0 +1,57 @@
+"""What a stage leaves behind: groups whose samples are still being decoded, carried over with their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from marsrl.rollout.types import Ask, FloatArray, Group, IntArray, Sample, Segment
+
+
+@dataclass(slots=True)
+class Partial:
+    """A completion so far. Token ids, never text, go on in the next stage; each segment keeps its policy version."""
+
+    token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # [N]
+    logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] nats
+    segments: tuple[Segment, ...] = ()
+
+    def extend(self, token_ids: IntArray, logprobs: FloatArray, version: int) -> None:
+        """Append one segment. A segment without tokens (an engine gave up at once) leaves no trace."""
+        if len(token_ids):
+            start = len(self.token_ids)
+            self.segments = (*self.segments, Segment(start, start + len(token_ids), version))
+            self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
+            self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group being decoded: its input, its finished samples and its partial ones, by index.
+
+    opened_version: the policy version at which it was first submitted; its age is counted from there.
+    """
+
+    ask: Ask
+    prompt_ids: IntArray
+    prompt_text: str
+    opened_version: int
+    finished: dict[int, Sample] = field(default_factory=dict)
+    partial: dict[int, Partial] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.partial
+
+
+@dataclass(slots=True)
+class Round:
+    """All groups of one agent of one rollout instance: picks pool over them, and wait until the last one is closed."""
+
+    asks: dict[str, Ask] = field(default_factory=dict)  # by group_id
+    groups: dict[str, Group] = field(default_factory=dict)  # the closed ones
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.groups) == len(self.asks)

@@ -1,0 +1,63 @@
+"""The order of import: kernels < rollout < trainer, heavy libraries only in files named for them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = ("kernels", "rollout", "trainer")
+FILES = [p for folder in ORDER for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Every module a file imports anywhere, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_imports_upward(path: Path) -> None:
+    layer = ORDER.index(path.relative_to(ROOT).parts[0])
+    above = {f"marsrl.{name}" for name in ORDER[layer + 1 :]}
+    wrong = {name for name in imported(path) if any(name == a or name.startswith(a + ".") for a in above)}
+    assert not wrong, f"{path.relative_to(ROOT)} imports from a layer above its own: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("library", ["vllm", "ray"])
+def test_only_files_named_for_a_library_import_it(library: str) -> None:
+    users = [p for p in FILES if any(n == library or n.startswith(library + ".") for n in imported(p))]
+    wrong = [str(p.relative_to(ROOT)) for p in users if library not in p.name and library not in p.parent.name]
+    assert users, f"no file imports {library}: the test looks for the wrong name"
+    assert not wrong
+
+
+def test_only_the_learner_side_imports_megatron() -> None:
+    users = [p.relative_to(ROOT) for p in FILES if any(n.split(".")[0] == "megatron" for n in imported(p))]
+    wrong = [str(p) for p in users if p.parts[:2] != ("trainer", "megatron") and p.name not in ("learner.py", "checkpoint.py")]
+    assert users
+    assert not wrong
+
+
+def modules_after(statement: str) -> set[str]:
+    script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
+    loaded = modules_after("import marsrl.trainer.read_config, marsrl.rollout.config")
+    assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
+
+
+def test_the_loop_and_the_scheduler_import_neither_vllm_nor_ray_nor_megatron() -> None:
+    loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.scheduler")
+    assert not loaded & {"vllm", "ray", "megatron"}

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+
+from marsrl.trainer.read_config import CONFIGS, ConfigError, read_config
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(None, words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", sorted(p.name for p in CONFIGS.glob("*.yaml")))
+def test_every_preset_is_valid(preset: str) -> None:
+    config, name = read_config(CONFIGS / preset)
+    assert name == Path(preset).stem
+    assert config.agents
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("rollout.segmnts=2", "did you mean rollout.segments?"),
+        ("agents.solver.temprature=1", "did you mean agents.solver.temperature?"),
+        ("policies.main.optimizer.lrr=1", "did you mean policies.main.optimizer.lr?"),
+        ("group_size=8", "did you mean rollout.group_size?"),
+        ("segments=4", "did you mean rollout.segments?"),
+        ("mpt.xyzzy=1", "keys of mpt: scope, probability, entropy"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(word: str, hint: str) -> None:
+    message = refusal(word)
+    assert word.split("=")[0] in message
+    assert hint in message
+
+
+def test_a_wrong_type_names_the_key_and_the_value_as_written() -> None:
+    message = refusal("run.steps=many")
+    assert message.startswith("run.steps: ")
+    assert "'many'" in message
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
+
+
+def test_a_truncated_sampling_distribution_of_a_trained_agent_is_refused() -> None:
+    assert "trained agents need top_p 1" in refusal("agents.solver.top_p=0.9")
+    config, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
+    assert config.agents["solver"].top_p == 0.9
+
+
+def test_normalisation_over_an_instance_needs_whole_trajectories() -> None:
+    assert "rollout.pipeline=trajectory" in refusal("credit.normalise=agent")
+    read_config(None, ["credit.normalise=agent", "rollout.pipeline=trajectory"])
+
+
+def test_an_agent_of_an_unknown_policy_is_refused() -> None:
+    assert "agents.solver.policy is 'big', which is not under `policies` (main)" in refusal("agents.solver.policy=big")
+
+
+def test_words_that_are_no_settings_are_refused() -> None:
+    assert "'fast' is not a setting" in refusal("fast")
+
+
+def test_a_missing_file_lists_the_presets() -> None:
+    with pytest.raises(ConfigError, match="no such file; presets here: .*cpu_default.yaml"):
+        read_config("nowhere.yaml")
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match="list.yaml"):
+        read_config(path)
+
+
+def test_the_task_chooses_its_preset() -> None:
+    assert read_config(None, ["task=math"])[1] == "math_default"
+    assert "tasks: arithmetic, math" in refusal("task=mathh")
+
+
+def test_later_words_win() -> None:
+    assert read_config(None, ["run.steps=3", "run.steps=4"])[0].run.steps == 4

@@ -1,0 +1,76 @@
+"""Train a team: `torchrun trainer/main.py [--config FILE] [key.sub=value ...]`, or `python trainer/main.py` alone.
+
+With no words at all it runs configs/cpu_default.yaml: MarsRL from random weights on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Running this file puts trainer/ first on sys.path, where its modules would shadow other packages' (spawned children run
+# this line again, so it filters and does not pop).
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+from types import FrameType  # noqa: E402
+
+from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
+
+EXAMPLES = """examples:
+  torchrun trainer/main.py
+  torchrun trainer/main.py task=math policies.main.model=/models/Qwen3-0.6B data.train=problems.jsonl
+  torchrun --nproc-per-node 8 trainer/main.py --config configs/math_default.yaml policies.main.model=/models/Qwen3-8B
+  python trainer/main.py --dry-run rollout.group_size=16
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 the run failed, 2 the command line or config cannot be used, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="trainer/main.py",
+        description="Train a team of LLM agents by reinforcement learning.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", help="YAML file (default: the task's preset, configs/cpu_default.yaml for arithmetic)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, then exit")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
+    words = parser.parse_intermixed_args(arguments)
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    from marsrl.trainer.preflight import preflight
+
+    try:
+        config, preset = read_config(words.config, words.settings)
+        checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except (ConfigError, ValueError, OSError) as error:
+        if is_first:
+            print(f"marsrl: {error}", file=sys.stderr, flush=True)
+        return 2
+    if is_first:
+        print(checked.text(with_config=words.dry_run), flush=True)
+    if words.dry_run:
+        return 0
+    signal.signal(signal.SIGTERM, _stop)
+    from marsrl.trainer.build import open_run
+    from marsrl.trainer.loop import train
+
+    try:
+        with open_run(checked, preset) as run:
+            train(run)
+    except KeyboardInterrupt:
+        if is_first:
+            print("marsrl: interrupted; the last checkpoint is whole, go on with run.resume=auto", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    """torchrun passes Ctrl-C on as SIGTERM: the same way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
