@@ -97,7 +97,6 @@ class MptConfig(Settings):
 
 class TrainerConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
-    updates_per_step: int = Field(1, gt=0)
     max_bad_steps: int = Field(3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops")
     threads: int | None = Field(None, gt=0, description="CPU threads of the trainer; default: torch's")
 

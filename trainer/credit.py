@@ -87,7 +87,7 @@ def credit(
                 )
             )
     by_uid = {s.uid: v for s, v in zip(samples, advantage, strict=True) if not s.reward.is_missing}
-    return Credited(tuple(sequences), num_tokens, by_uid, _metrics(trained, by_uid))
+    return Credited(tuple(sequences), num_tokens, by_uid, variance_inflation(trained))
 
 
 def outcome_rewards(trained: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
@@ -124,20 +124,21 @@ def _indices(names: Iterable[str]) -> list[int]:
     return [seen.setdefault(name, len(seen)) for name in names]
 
 
-def _metrics(groups: Sequence[Group], advantages: Mapping[str, float]) -> dict[str, float]:
-    """advantage/{agent}/fraction_zero, and Dr. MAS' variance inflation (sigma_k^2 + (mu_k - mu)^2) / sigma^2
-    (arXiv:2602.08847): what the gradient's second moment would gain under one baseline for all agents."""
-    metrics: dict[str, float] = {}
+def variance_inflation(groups: Sequence[Group]) -> dict[str, float]:
+    """drmas/{agent}/variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (Dr. MAS, arXiv:2602.08847).
+
+    What the second moment of agent k's gradient would gain under one baseline for all agents; 1 = nothing.
+    """
     rewards = {
         agent: [s.reward.value for g in groups if g.agent == agent for s in g.samples if not s.reward.is_missing]
         for agent in sorted({g.agent for g in groups})
     }
     everything = torch.tensor([r for values in rewards.values() for r in values], dtype=torch.float64)
+    if len(everything) < 2 or everything.var(correction=0) == 0:
+        return {}
+    metrics = {}
     for agent, values in rewards.items():
-        mine = [advantages[s.uid] for g in groups if g.agent == agent for s in g.samples if s.uid in advantages]
-        if mine:
-            metrics[f"advantage/{agent}/fraction_zero"] = sum(a == 0 for a in mine) / len(mine)
-        if values and everything.var(correction=0) > 0:
+        if values:
             own = torch.tensor(values, dtype=torch.float64)
             inflation = (own.var(correction=0) + (own.mean() - everything.mean()) ** 2) / everything.var(correction=0)
             metrics[f"drmas/{agent}/variance_inflation"] = inflation.item()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 from marsrl.rollout.state import decode, encode
+from marsrl.trainer.collective import broadcast_bytes, world_size
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
 
 
@@ -37,18 +35,11 @@ def share(work: Work | None, *, data_rank: int, data_size: int, max_tokens: int,
 
 
 def _broadcast(work: Work | None) -> Work:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         assert work is not None, "share: one rank alone needs the batch"
         return work
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    data = encode(work) if work is not None else b""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
-    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if work is not None:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
-    return work if work is not None else decode(Work, buffer.cpu().numpy().tobytes())
+    data = broadcast_bytes(encode(work) if work is not None else None)
+    return work if work is not None else decode(Work, data)
 
 
 def micro_batches_alone(sequences: Sequence[TrainSequence], *, data_rank: int, data_size: int, max_tokens: int, align: int) -> list[PackedBatch]:

@@ -1,0 +1,37 @@
+"""The loop, for every mode: problems -> groups -> advantages -> batch -> step -> publish. Read this first.
+
+One step is one pass through the training queue and makes one new policy version. Rank 0 plays the problems and knows
+the groups; all ranks share the update. What a line hides lives in the file named after it.
+"""
+
+from __future__ import annotations
+
+from marsrl.trainer.build import Run
+from marsrl.trainer.credit import credit
+from marsrl.trainer.share import Work, share
+
+
+def train(run: Run) -> None:
+    """Train until run.config.run.steps, evaluate, write the report. Collective over all ranks."""
+    run.begin()  # weights to the engines, evaluation before
+    for step in run.steps_left():
+        with run.timed("rollout"):
+            batch = run.play()  # rank 0: finished groups of this stage, every agent; None elsewhere
+        for policy, learner in run.learners.items():
+            work = None
+            if batch is not None:
+                with run.timed("credit"):
+                    credited = credit(run.groups_of(policy, batch), run.config.credit, run.agents, keep_zero=run.keeps_zero)
+                    run.note_credit(credited)
+                    work = Work(credited.sequences, credited.num_tokens)
+            with run.timed("pack"):
+                micro_batches, num_tokens = share(work, **run.share_of_this_rank)
+            with run.timed("step"):
+                stats = learner.step(micro_batches, normaliser=float(num_tokens))
+                run.note_step(policy, stats)
+            if stats.is_updated:
+                with run.timed("publish"):
+                    run.publish(policy)  # version + 1, engines hold it and have proven it
+        run.record(step, batch)
+        run.checkpoint_if_due(step)
+    run.finish()  # evaluation after, summary, report
