@@ -1,0 +1,123 @@
+"""What the groups of a step say about the agents: rewards, advantages, lengths, verdicts, as named numbers.
+
+Pure functions. A name whose value nothing defines (the mean of no reward) is left out; it is never NaN and never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from marsrl.rollout.types import Finish, Group, Sample
+
+ONE_SIDED = 0.95
+MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, one dissenting verdict already is more than the share we look for
+
+
+def summarise(
+    groups: Iterable[Group],
+    *,
+    version: int,
+    num_unfinished: int = 0,
+    advantages: Mapping[str, float] | None = None,
+    verifiers: Collection[str] | None = None,
+) -> dict[str, float]:
+    """The metrics of the groups that one step consumes.
+
+    Args:
+        groups: finished groups, every agent.
+        version: the policy version that consumes them: staleness is measured here.
+        num_unfinished: samples carried over to a later stage.
+        advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
+        verifiers: agents that give verdicts; default: those with at least one that could be read.
+
+    Returns:
+        reward/{agent}/mean           over present rewards
+        reward/{agent}/correct        the task's judgement before penalties, over known ones
+        reward/{agent}/missing        number of samples without reward
+        advantage/{agent}/fraction_zero
+        response_length/{agent}/mean, max, clip_ratio   tokens; share that hit the global maximum
+        verdicts/{agent}/fraction_wrong, missing        of readable verdicts; share of samples without one
+        rollout/groups, samples, tokens, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
+    """
+    groups = list(groups)
+    samples = [sample for group in groups for sample in group.samples]
+    metrics: dict[str, float] = {
+        "rollout/groups": len(groups),
+        "rollout/samples": len(samples),
+        "rollout/tokens": sum(len(sample.token_ids) for sample in samples),
+        "rollout/unfinished": num_unfinished,
+    }
+    for finish in Finish:
+        metrics[f"rollout/finish_{finish.value}"] = sum(sample.finish is finish for sample in samples)
+    # a sample that an engine gave up before its first token has no segment and no age
+    staleness = [version - sample.oldest_version for sample in samples if sample.segments]
+    if staleness:
+        metrics["rollout/staleness_mean"] = _mean(staleness)
+        metrics["rollout/staleness_max"] = max(staleness)
+    by_agent: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_agent.setdefault(sample.agent, []).append(sample)
+    for agent, own in sorted(by_agent.items()):
+        metrics.update(_reward_metrics(agent, own))
+        metrics.update(_length_metrics(agent, own))
+        if advantages is not None:
+            zero = sum(advantages.get(sample.uid, 0.0) == 0 for sample in own)
+            metrics[f"advantage/{agent}/fraction_zero"] = zero / len(own)
+        if agent in verifiers if verifiers is not None else any(sample.verdict is not None for sample in own):
+            metrics.update(_verdict_metrics(agent, own))
+    return metrics
+
+
+def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
+    """A sentence for every agent whose readable verdicts are over 95% the same: it no longer judges.
+
+    Fewer than 20 verdicts of an agent say nothing and give no warning.
+    """
+    counts: dict[str, list[int]] = {}
+    for group in groups:
+        for sample in group.samples:
+            if sample.verdict is not None:
+                counts.setdefault(sample.agent, [0, 0])[sample.verdict] += 1
+    warnings = []
+    for agent, (wrong, correct) in sorted(counts.items()):
+        total = wrong + correct
+        if total >= MIN_VERDICTS and max(wrong, correct) > ONE_SIDED * total:
+            said, count = ("wrong", wrong) if wrong > correct else ("correct", correct)
+            warnings.append(
+                f"{agent} said '{said}' in {count} of {total} verdicts: it no longer tells right from wrong; "
+                f"agents.{agent}.pick=paired or balanced shows it both"
+            )
+    return warnings
+
+
+def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
+    values = [sample.reward.value for sample in samples if not sample.reward.is_missing]
+    correct = [sample.reward.correct for sample in samples if not math.isnan(sample.reward.correct)]
+    metrics: dict[str, float] = {f"reward/{agent}/missing": len(samples) - len(values)}
+    if values:
+        metrics[f"reward/{agent}/mean"] = _mean(values)
+    if correct:
+        metrics[f"reward/{agent}/correct"] = _mean(correct)
+    return metrics
+
+
+def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [len(sample.token_ids) for sample in samples]
+    return {
+        f"response_length/{agent}/mean": _mean(lengths),
+        f"response_length/{agent}/max": max(lengths),
+        f"response_length/{agent}/clip_ratio": _mean([sample.finish is Finish.LENGTH for sample in samples]),
+    }
+
+
+def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
+    verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
+    metrics = {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)}
+    if verdicts:
+        metrics[f"verdicts/{agent}/fraction_wrong"] = _mean([not verdict for verdict in verdicts])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

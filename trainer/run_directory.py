@@ -1,0 +1,201 @@
+"""Where a run leaves what it did, and how a directory is never overwritten.
+
+    runs/<name>/
+        config.yaml               the resolved settings
+        metrics.jsonl             one object a step            (metrics.py)
+        tensorboard/              the same, as event files
+        samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
+        trace.json                who was busy when            (trace.py)
+        checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+        hf/                       an exported model
+        summary.json, report.html (summary.py, report.py)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
+_STEP = re.compile(r"step_(\d+)")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing: a reader, or a crash, never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder: a rename cannot cross file systems
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Atomic, valid JSON: a NaN or an infinity in it is a ValueError, because no other JSON reader takes them."""
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{path}: not written, {error}; write a missing number as null") from error
+    write_atomically(path, text.encode("ascii") + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: its folder and the step after which it was taken."""
+
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The folder of one run. Rank 0 makes it with `create`; everybody else looks at it with `RunDirectory(path)`."""
+
+    path: Path
+    existed: bool = False  # the run goes on in a folder that was there (run.resume=auto)
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        name: str | None,
+        preset: str,
+        resume: Literal["off", "auto"] = "off",
+        now: datetime | None = None,
+    ) -> RunDirectory:
+        """Make directory/name, or for resume="auto" find it.
+
+        Without a name it is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... behind it where that is taken; the name is
+        claimed by mkdir, so that two runs started in the same second do not share it.
+
+        Raises:
+            ValueError: the name exists and resume is off; it is there but is no run directory; it is no plain file
+                name; resume="auto" without a name.
+        """
+        root = Path(directory)
+        root.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            if resume == "auto":
+                raise ValueError("run.resume=auto goes on with the run called run.name, and run.name is not set; set it")
+            return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"run.name={name!r} is not a plain folder name (letters, digits and ._+=,@- , the first a letter or digit); "
+                "put the folder it goes into in run.dir"
+            )
+        path = root / name
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if resume == "off":
+                raise ValueError(
+                    f"run.name={name}: {path} exists and is not overwritten; take another run.name, or set "
+                    "run.resume=auto to go on from its last checkpoint"
+                ) from None
+            run = cls(path, existed=True)
+            if not path.is_dir() or (any(path.iterdir()) and not run.config.is_file()):
+                raise ValueError(
+                    f"run.resume=auto: {path} is there but holds no config.yaml, so it is no run directory; take another "
+                    "run.name"
+                ) from None
+            return run
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint taken after `step` goes."""
+        return self.checkpoints / f"step_{step}"
+
+    def write_config(self, resolved: object) -> Path:
+        """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
+
+        A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml.
+        """
+        content = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False).encode("ascii")
+        path, resumes = self.config, 0
+        while path.exists():
+            if path.read_bytes() == content:
+                return path
+            resumes += 1
+            path = self.path / f"config.resumed_{resumes}.yaml"
+        write_atomically(path, content)
+        return path
+
+    def mark_latest(self, step: int) -> None:
+        """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
+        path = self.checkpoint(step)
+        if not path.is_dir():
+            raise RuntimeError(f"{path} is not there, so it cannot become the latest checkpoint; save it first")
+        write_atomically(self.checkpoints / "latest", f"{path.name}\n".encode("ascii"))
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there."""
+        pointer = self.checkpoints / "latest"
+        if not pointer.exists():
+            return None
+        content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
+        found = _STEP.fullmatch(content)
+        if not found:
+            raise RuntimeError(f"{pointer} holds {content!r}; expected step_N; write the folder to resume from into it")
+        path = self.checkpoints / content
+        if not path.is_dir():
+            raise RuntimeError(f"{pointer} names {content}, and {path} is not there; write a folder that is into it")
+        return Checkpoint(path, int(found[1]))
+
+
+def _claim(root: Path, name: str) -> Path:
+    """A new folder called name, name-2, name-3, ...: the first that is free."""
+    attempt = 1
+    while True:
+        path = root / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            attempt += 1

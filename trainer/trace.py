@@ -1,0 +1,122 @@
+"""trace.json: who was busy when, in the Chrome trace format that Perfetto (ui.perfetto.dev) opens.
+
+A lane is "kind/which": engine/0, rank/1, reward/3, sync/main. Perfetto shows a process for each kind and a thread for
+each lane. Format: "Trace Event Format" (Google), complete events ("ph": "X") and metadata events ("ph": "M").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from marsrl.trainer.run_directory import write_atomically
+
+Argument = int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Work of one lane. start_s, end_s: seconds since the trace began."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+
+
+class TraceLog:
+    """Collects spans from any thread; `save` writes them.
+
+        trace = TraceLog(run.trace)
+        with trace.span("rank/0", "step", step=3):
+            learner.step(batch)
+        trace.save()
+
+    The clock is time.monotonic(): it never jumps, and every process of a Linux host reads the same one, so spans timed
+    in engine actors of this host can be `add`ed as they are. Where the file exists (a resumed run) its spans are kept
+    and the clock goes on behind them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._spans: list[Span] = read_trace(path) if path.exists() else []
+        self._zero = time.monotonic() - max((span.end_s for span in self._spans), default=0.0)
+
+    def add(
+        self, lane: str, name: str, start: float, end: float, arguments: Mapping[str, Argument] | None = None
+    ) -> None:
+        """Record work done between two readings of time.monotonic()."""
+        if end < start:
+            raise ValueError(f"trace: span {name!r} of lane {lane!r} ends {start - end:.6f} s before it starts")
+        span = Span(lane, name, start - self._zero, end - self._zero, dict(arguments or {}))
+        with self._lock:
+            self._spans.append(span)
+
+    @contextmanager
+    def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:
+        """Record the body's time, also where it raises."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, time.monotonic(), arguments)
+
+    def save(self) -> None:
+        """Write everything recorded so far, atomically."""
+        with self._lock:
+            spans = list(self._spans)
+        content = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, allow_nan=False)
+        write_atomically(self._path, content.encode("ascii"))
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace.json that TraceLog wrote."""
+    try:
+        events = json.loads(path.read_bytes())["traceEvents"]
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        return [
+            Span(lanes[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"])
+            for e in events
+            if e["ph"] == "X"
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a trace of a run ({error!r}); move it away") from error
+
+
+def _events(spans: list[Span]) -> list[dict[str, object]]:
+    lanes = sorted({span.lane for span in spans}, key=_natural)
+    kinds = list(dict.fromkeys(lane.partition("/")[0] for lane in lanes))
+    process = {lane: kinds.index(lane.partition("/")[0]) + 1 for lane in lanes}  # from 1: Perfetto hides process 0
+    thread = {lane: index + 1 for index, lane in enumerate(lanes)}
+    events: list[dict[str, object]] = []
+    for index, kind in enumerate(kinds, start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": kind}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": index, "tid": 0, "args": {"sort_index": index}})
+    for lane in lanes:
+        where = {"pid": process[lane], "tid": thread[lane]}
+        events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": lane}})
+        events.append({"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": thread[lane]}})
+    for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        microseconds = {"ts": round(span.start_s * 1e6, 3), "dur": round((span.end_s - span.start_s) * 1e6, 3)}
+        where = {"pid": process[span.lane], "tid": thread[span.lane]}
+        arguments = {key: _json_safe(value) for key, value in span.arguments.items()}
+        events.append({"ph": "X", "name": span.name, "cat": "marsrl", **microseconds, **where, "args": arguments})
+    return events
+
+
+def _json_safe(value: Argument) -> Argument:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _natural(lane: str) -> tuple[str, int, str]:
+    """engine/2 before engine/10."""
+    kind, _, which = lane.partition("/")
+    return kind, int(which) if which.isdecimal() else -1, which
