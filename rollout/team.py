@@ -11,7 +11,8 @@ import numpy as np
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, EnginePool, Progress, Sampling
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
 from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
 from marsrl.rollout.unfinished import Partial
 

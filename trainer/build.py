@@ -16,7 +16,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.protocol import EnginePool
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.collective import broadcast_bytes, rank

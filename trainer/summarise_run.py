@@ -21,7 +21,7 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     """The summary of a run that has just ended."""
     config = run.config
     info = next(iter(driver.team.pools.values())).infos()[0]
-    tokens = [count for pool in driver.team.pools.values() for count in pool.tokens_per_engine()]
+    tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
     started = None
     if run.started is not None:
         low, high = config.warm_start.gate_solver, config.warm_start.gate_verifier
