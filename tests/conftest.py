@@ -1,8 +1,9 @@
-"""A team whose engine is a script, for tests of the scheduler and of evaluation: real rules, real tokenizer, no model."""
+"""For every test: the root off sys.path, and a team whose engine is a script (real rules, real tokenizer, no model)."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team
+
+# A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
