@@ -24,7 +24,8 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
 from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron.parallel import parallel
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_shape import read_shape
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory
@@ -43,7 +44,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        stack.enter_context(parallel(next(iter(config.policies.values())).layout))
+        parallel.start(parallel.resolve(next(iter(config.policies.values())).layout), config.run.seed)
+        stack.callback(parallel.stop)
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
@@ -68,7 +70,6 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         correction_low=loss.correction_low,
         correction_high=loss.correction_high,
         entropy_coef=loss.entropy_coef,
-        mpt_probability=config.mpt.probability if config.mpt.scope != "off" else None,
     )
     return Learner(
         config.policies[name],
@@ -78,6 +79,7 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         num_agents=len(config.agents),
         total_steps=config.run.steps,
         seed=config.run.seed,
+        old_policy=loss.old_policy,
     )
 
 
@@ -89,12 +91,14 @@ def _driver(
     config = checked.config
     with ExitStack() as stack:
         team = stack.enter_context(open_team(checked, models))
-        syncs = {
-            name: stack.enter_context(
-                WeightSync(pool, tolerance=config.sync.tolerance, verify_every=config.sync.verify_every)
+        syncs = {}
+        for name, pool in team.pools.items():
+            vocab_size = read_shape(models[name]).vocab_size
+            sync = WeightSync(
+                pool, vocab_size=vocab_size, tolerance=config.sync.tolerance, verify_every=config.sync.verify_every
             )
-            for name, pool in team.pools.items()
-        }
+            stack.callback(sync.close)
+            syncs[name] = sync
         source = checked.task.problems(config.run.seed)
         scheduler = Scheduler(config.rollout, team, source, seed=config.run.seed)
         evaluator = Evaluator(

@@ -15,6 +15,8 @@ from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.megatron.hf_shape import read_shape
+from marsrl.trainer.megatron.parallel import check, resolve
 from marsrl.trainer.read_config import ConfigError
 
 
@@ -49,9 +51,7 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     config = _with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
         if policy.model is not None:
-            from marsrl.trainer.megatron.shape import read_shape
-
-            read_shape(policy.model).check_layout(policy.layout, world_size)
+            check(resolve(policy.layout), read_shape(policy.model), world_size)
         elif config.task != "arithmetic":
             raise ConfigError(
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "

@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.scheduler import Batch, Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team, derive_seed
-from marsrl.rollout.types import Group
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Group, IntArray
 from marsrl.trainer.checkpoint import RolloutState, load_checkpoint, save_checkpoint
 from marsrl.trainer.collective import barrier
 from marsrl.trainer.config import RunConfig
@@ -29,11 +28,12 @@ from marsrl.trainer.report import write_report
 from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share
+from marsrl.trainer.step_metrics import step_metrics
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.summarise_run import summarise_run
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weight_sync import WeightSync, probe_sequences
 
 
 @dataclass(slots=True)
@@ -80,7 +80,6 @@ class Run:
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
         self.bad_steps = 0
-        self.probes = {name: _sync_probe(learner.vocab_size, config.run.seed) for name, learner in learners.items()}
 
     @property
     def share_of_this_rank(self) -> Share:
@@ -151,7 +150,7 @@ class Run:
         Raises:
             RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
         """
-        self.bad_steps = self.bad_steps + 1 if stats.is_bad else 0
+        self.bad_steps = self.bad_steps + 1 if stats.is_skipped else 0
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             raise RuntimeError(
                 f"step {self.step}: the loss or gradient of policy {policy} was not finite in {self.bad_steps} steps in a row "
@@ -159,7 +158,8 @@ class Run:
             )
         if self.driver is not None:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
-            self.driver.row.update({prefix + k: v for k, v in stats.metrics(list(self.agents)).items()})
+            named = step_metrics(stats, list(self.agents))
+            self.driver.row.update({prefix + name: value for name, value in named.items()})
 
     def publish(self, policy: str) -> None:
         """One version more, in the engines too."""
@@ -167,21 +167,25 @@ class Run:
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:
-        learner, probe = self.learners[policy], self.probes[policy]
-        expected = learner.score([probe])[0]
+        """Rank 0 carries the weights; gathering and scoring them is collective."""
+        learner, version = self.learners[policy], self.versions[policy]
+        probe = None
+        if version % self.config.sync.verify_every == 0:
+            sequences = probe_sequences(learner.vocab_size)
+            scores = learner.score([_packed(s, learner.align) for s in sequences])
+            # the last position predicts nothing; padding stands behind it
+            probe = [score[: len(s) - 1].numpy() for s, score in zip(sequences, scores, strict=True)]
         tensors = learner.export()
         if self.driver is None:
-            for _ in tensors:  # gathering is collective; rank 0 writes
+            for _ in tensors:
                 pass
             return
-        logprobs = expected[:-1].numpy()  # the last position predicts nothing
-        report = self.driver.syncs[policy].publish(
-            tensors, self.versions[policy], probe.token_ids.numpy().astype(np.int32), logprobs
-        )
+        report = self.driver.syncs[policy].publish(tensors, version, (lambda _: probe) if probe is not None else None)
         self.driver.num_syncs += 1
-        self.driver.row.update(
-            {"sync/bytes": report.num_bytes, "sync/seconds": report.seconds, "sync/probe_diff_max": report.probe_difference}
-        )
+        self.driver.row["sync/bytes"] = report.num_bytes
+        self.driver.row["sync/seconds"] = report.seconds
+        if report.max_probe_difference is not None:
+            self.driver.row["sync/probe_diff_max"] = report.max_probe_difference
 
     def record(self, step: int, batch: Batch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step."""
@@ -263,25 +267,17 @@ class Run:
             return driver.evaluator.evaluate(self.versions, bar.update)
 
 
-def _sync_probe(vocab_size: int, seed: int, length: int = 96) -> PackedBatch:
-    """A fixed sequence of ordinary token ids that trainer and engine both score after every sync.
-
-    96 tokens: three of vLLM's smallest cache blocks, so that a stale prefix cache shows.
-    """
-    generator = np.random.default_rng(derive_seed(seed, "sync probe"))
-    tokens = generator.integers(0, vocab_size, length).astype(np.int32)
-    completion = tokens[1:]
-    return pack(
-        [
-            TrainSequence(
-                uid="sync probe",
-                prompt_ids=tokens[:1],
-                token_ids=completion,
-                is_sampled=np.ones(len(completion), bool),
-                rollout_logprobs=None,
-                advantage=0.0,
-                agent=0,
-                temperature=1.0,
-            )
-        ]
+def _packed(tokens: IntArray, align: int) -> PackedBatch:
+    """One sequence whose every token after the first is to be scored."""
+    length = len(tokens) - 1
+    sequence = TrainSequence(
+        uid="probe",
+        prompt_ids=tokens[:1],
+        token_ids=tokens[1:],
+        is_sampled=np.ones(length, bool),
+        rollout_logprobs=None,
+        advantage=0.0,
+        agent=0,
+        temperature=1.0,
     )
+    return pack([sequence], align=align)
