@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team, derive_seed
-from marsrl.rollout.types import Ask, Finish, Group, Problem, Sample
+from marsrl.rollout.types import Ask, Finish, Group, Sample
 from marsrl.rollout.unfinished import OpenGroup, Partial, Round
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +44,23 @@ class SchedulerState:
     pending: list[Ask] = field(default_factory=list)  # asked in the next stage
     open: dict[str, OpenGroup] = field(default_factory=dict)  # by group_id
     rounds: dict[tuple[str, str], Round] = field(default_factory=dict)  # by (rollout_id, agent)
+    num_instances: int = 0  # problems drawn so far; a rollout_id is this number
 
 
 class Scheduler:
     """The state between stages; see the module's diagram.
 
     Args:
-        problems: the next rollout instance each time it is called: its rollout_id and problem.
+        source: where problems come from; each draw of one is a rollout instance of its own.
         seed: of the run; every request's and every pick's own seed derives from it.
     """
 
     def __init__(
-        self, config: RolloutConfig, team: Team, problems: Callable[[], tuple[str, Problem]], *, seed: int
+        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int
     ) -> None:
         self.config = config
         self.team = team
-        self.problems = problems
+        self.source = source
         self.seed = seed
         self.state = SchedulerState()
 
@@ -88,13 +90,17 @@ class Scheduler:
         asks = sorted(self.state.pending, key=lambda ask: ask.group_id)
         self.state.pending = []
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
-            asks += [self.team.orchestration.root(*self.problems()) for _ in range(self.config.prompts_per_step)]
+            asks += [self._draw() for _ in range(self.config.prompts_per_step)]
         self._open_groups(asks, versions, counts)
         finished = self._decode(versions, progress, counts)
         self._judge(finished)
         groups = self._close_groups(versions, counts)
         self._pick()
         return Batch(tuple(groups), counts)
+
+    def _draw(self) -> Ask:
+        self.state.num_instances += 1
+        return self.team.orchestration.first_ask(f"{self.state.num_instances:06d}", self.source.next_problem())
 
     def _open_groups(self, asks: Sequence[Ask], versions: Mapping[str, int], counts: Counter[str]) -> None:
         for ask in asks:

@@ -11,12 +11,13 @@ import numpy as np
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, EnginePool, Progress, Sampling
-from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
+from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
 from marsrl.rollout.unfinished import Partial
 
-Judge = Callable[[Sequence[tuple[Ask, Sample]]], list[Reward]]
-"""Rewards of finished samples, in order; a sample that cannot be judged gets a missing reward, never an exception."""
+Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
+"""The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
 
 
 def derive_seed(run_seed: int, *path: object) -> int:
@@ -49,7 +50,7 @@ class Team:
     def sampling(self, agent: str) -> Sampling:
         """How the agent samples in training."""
         config = self.agents[agent]
-        return Sampling(config.temperature, config.top_p, config.top_k, self.renderer(agent).stop_token_ids)
+        return Sampling(config.temperature, config.top_p, config.top_k, self.renderer(agent).stop_ids)
 
     def sample(
         self, ask: Ask, index: int, prompt: tuple[IntArray, str], partial: Partial, finish: Finish, error: str = ""
@@ -72,12 +73,19 @@ class Team:
             prompt_text=prompt[1],
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
         )
-        return self.orchestration.parse(ask, sample)
+        return self.orchestration.parse(sample)
 
     def judged(self, finished: Sequence[tuple[Ask, Sample]]) -> list[Sample]:
-        """The same samples with their rewards."""
-        rewards = self.judge(finished)
-        return [replace(sample, reward=reward) for (_, sample), reward in zip(finished, rewards, strict=True)]
+        """The same samples with their rewards: the orchestration's rules, over the task's judgement where it is needed."""
+        asked = [i for i, (_, sample) in enumerate(finished) if self.orchestration.needs_judge(sample)]
+        pairs = [(finished[i][0].problem, finished[i][1].answer or "") for i in asked]
+        judgements = dict(zip(asked, self.judge(pairs), strict=True))
+        return [
+            sample  # an error keeps its missing reward and the reason
+            if sample.finish is Finish.ERROR
+            else replace(sample, reward=self.orchestration.reward(ask, sample, judgements.get(i)))
+            for i, (ask, sample) in enumerate(finished)
+        ]
 
     def answer(
         self,
@@ -88,13 +96,18 @@ class Team:
         seed: int,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
-    ) -> list[Sample | None]:
-        """One whole, judged completion to each ask, in order; None where the prompt was too long.
+    ) -> list[Sample]:
+        """One whole, judged completion to each ask, in order. Used where no group is wanted: evaluation, probes.
 
-        Used where no group is wanted: evaluation, probes. `sampling` overrides the agents' own (its stop tokens do not).
+        `sampling` overrides the agents' own (its stop tokens do not). A prompt that is too long gets an empty
+        completion that counts as overlong.
         """
         prompts = [self.prompt(ask) for ask in asks]
-        answered: dict[int, tuple[Ask, Sample]] = {}
+        no_room = (np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
+        samples = [
+            self.sample(ask, 0, prompt or no_room, Partial(), Finish.LENGTH)
+            for ask, prompt in zip(asks, prompts, strict=True)
+        ]
         for policy, pool in self.pools.items():
             chosen = [
                 (i, ask, prompt)
@@ -117,6 +130,5 @@ class Team:
             for (i, ask, prompt), result in zip(chosen, results, strict=True):
                 partial = Partial()
                 partial.extend(result.token_ids, result.logprobs, result.version)
-                answered[i] = (ask, self.sample(ask, 0, prompt, partial, result.finish, result.error))
-        judged = dict(zip(answered, self.judged(list(answered.values())), strict=True))
-        return [judged.get(i) for i in range(len(asks))]
+                samples[i] = self.sample(ask, 0, prompt, partial, result.finish, result.error)
+        return self.judged(list(zip(asks, samples, strict=True)))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from marsrl.rollout.scheduler import SchedulerState
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.collective import barrier, rank
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
@@ -27,7 +28,7 @@ class RolloutState:
     """What rank 0 keeps: the scheduler between two stages, and where the problem source stands."""
 
     scheduler: SchedulerState
-    source: str  # JSON
+    source: CursorState
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class RunConsole:
 
     def results(self, summary: Summary) -> None:
         """The table before / after with 95% intervals."""
-        table = Table(title=f"{summary.name}: held-out problems, 95% Wilson intervals", title_justify="left")
+        title = Text(f"{summary.name}: held-out problems, 95% Wilson intervals")
+        table = Table(title=title, title_justify="left")
         for heading in ("", "before", "after", "change"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name in ("solver", "verifier", "corrector", "system"):

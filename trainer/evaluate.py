@@ -7,15 +7,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from marsrl.rollout.agents.orchestration import EvaluationThread, StopRule
+from marsrl.rollout.agents.inference import EvaluationThread
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
+from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team, derive_seed
-from marsrl.rollout.types import Ask, Problem, Sample
+from marsrl.rollout.types import Ask, Sample
 from marsrl.trainer.summary import Confusion, CorrectorEstimate, Estimate, Evaluation, VerifierEstimate, estimate
+
+
+EVALUATION_SET, PROBE_SET = 0, 1
+"""Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +37,41 @@ class Probe:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. The draws derive from `seed` and the problems alone, so before and after are comparable.
+    """Evaluates a team. Problems and probe do not depend on `seed`, the draws on nothing else: before and after compare.
 
     max_tokens: of one completion.
     """
 
     team: Team
     config: EvaluateConfig
-    problems: Sequence[Problem]
+    task: Task
     max_tokens: int
     seed: int
     probe: Probe = field(default_factory=Probe)
 
-    def make_probe(self, problems: Sequence[Problem], versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
+    def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
-        orchestration = self.team.orchestration
-        roots = [orchestration.root(f"probe{i:05d}", problem) for i, problem in enumerate(problems)]
-        solutions = self._answer(roots, versions, progress)
+        problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
+        team = self.team.orchestration
+        roots = [team.first_ask(f"probe{i:05d}", problem) for i, problem in enumerate(problems)]
+        solutions = self._answer(roots, versions, "probe", progress)
         judges = [
-            orchestration.ask_verifier(ask, sample)
-            for ask, sample in zip(roots, solutions, strict=True)
-            if sample is not None and sample.answer is not None
+            team.ask_about("verifier1", solution, ask)
+            for ask, solution in zip(roots, solutions, strict=True)
+            if solution.answer is not None
         ]
-        reports = self._answer(judges, versions, progress)
-        right = [a for a in judges if a.solution is not None and a.solution.reward.correct >= 1]
-        wrong = [a for a in judges if a.solution is not None and a.solution.reward.correct < 1]
+        reports = self._answer(judges, versions, "probe", progress)
         flagged = [
-            orchestration.ask_corrector(ask, report)
+            team.ask_about("corrector1", report, ask)
             for ask, report in zip(judges, reports, strict=True)
-            if report is not None and report.verdict is False
+            if report.verdict is False
         ]
         half, size = self.config.probe_size // 2, self.config.probe_size
         self.probe = Probe(
-            judge_right=tuple(right[:half]),
-            judge_wrong=tuple(wrong[:half]),
-            repair=tuple([a for a in flagged if a.solution is not None and a.solution.reward.correct < 1][:size]),
-            keep=tuple([a for a in flagged if a.solution is not None and a.solution.reward.correct >= 1][:size]),
+            judge_right=tuple(_about(judges, right=True)[:half]),
+            judge_wrong=tuple(_about(judges, right=False)[:half]),
+            repair=tuple(_about(flagged, right=False)[:size]),
+            keep=tuple(_about(flagged, right=True)[:size]),
         )
         return self.probe
 
@@ -81,10 +86,11 @@ class Evaluator:
         )
 
     def _answer(
-        self, asks: Sequence[Ask], versions: Mapping[str, int], progress: Progress | None
-    ) -> list[Sample | None]:
+        self, asks: Sequence[Ask], versions: Mapping[str, int], name: str, progress: Progress | None
+    ) -> list[Sample]:
+        """`name` is part of the seeds: asking the same thing under another name draws anew."""
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
-        seed = derive_seed(self.seed, "evaluate")
+        seed = derive_seed(self.seed, "evaluate", name)
         return self.team.answer(
             asks, versions, max_tokens=self.max_tokens, seed=seed, sampling=sampling, progress=progress
         )
@@ -92,23 +98,32 @@ class Evaluator:
     def _system(
         self, versions: Mapping[str, int], progress: Progress | None
     ) -> tuple[Estimate, Estimate, Confusion]:
-        rule = StopRule(self.config.accept_after, self.config.max_iterations)
+        """Solver's accuracy, the whole loop's, and the Verifier's verdicts inside the loop."""
         threads = [
-            EvaluationThread(self.team.orchestration, f"eval{i:05d}.{draw}", problem, rule)
-            for i, problem in enumerate(self.problems)
+            EvaluationThread(
+                self.team.orchestration,
+                problem,
+                f"eval{i:05d}.{draw}",
+                accept_after=self.config.accept_after,
+                max_iterations=self.config.max_iterations,
+            )
+            for i, problem in enumerate(self.task.held_out(self.config.num_problems, EVALUATION_SET))
             for draw in range(self.config.repeat)
         ]
-        first: dict[str, Sample | None] = {}
+        solved: list[Sample] = []
         verdicts: list[tuple[float, bool | None]] = []
+        call = 0
         while asks := [(thread, ask) for thread in threads if (ask := thread.next_ask()) is not None]:
-            answers = self._answer([ask for _, ask in asks], versions, progress)
+            # a Verifier may be asked the same thing twice: the call's number makes the draws differ
+            answers = self._answer([ask for _, ask in asks], versions, f"call {call}", progress)
             for (thread, ask), sample in zip(asks, answers, strict=True):
-                first.setdefault(ask.rollout_id, sample)
-                if sample is not None and ask.solution is not None and ask.report is None:
+                if ask.solution is None:
+                    solved.append(sample)
+                elif ask.report is None:
                     verdicts.append((ask.solution.reward.correct, sample.verdict))
                 thread.receive(sample)
-        finals = [thread.final for thread in threads]
-        return _accuracy(list(first.values())), _accuracy(finals), _confusion(verdicts)
+            call += 1
+        return _accuracy(solved), _accuracy([t.outcome.final for t in threads]), _confusion(verdicts)
 
     def _verifier(
         self, versions: Mapping[str, int], loop: Confusion, progress: Progress | None
@@ -118,9 +133,9 @@ class Evaluator:
         The probe has equally many of both classes unless the team could not provide them; n is their sum.
         """
         asks = [*self.probe.judge_right, *self.probe.judge_wrong]
-        answers = self._answer(asks, versions, progress)
+        answers = self._answer(asks, versions, "verifier", progress)
         confusion = _confusion(
-            [(a.solution.reward.correct, s.verdict if s else None) for a, s in zip(asks, answers, strict=True) if a.solution]
+            [(a.solution.reward.correct, s.verdict) for a, s in zip(asks, answers, strict=True) if a.solution]
         )
         right, wrong = len(self.probe.judge_right), len(self.probe.judge_wrong)
         n = right + wrong
@@ -130,16 +145,21 @@ class Evaluator:
         return VerifierEstimate(**estimate(balanced * n, n).model_dump(), confusion=confusion, loop_confusion=loop)
 
     def _corrector(self, versions: Mapping[str, int], progress: Progress | None) -> CorrectorEstimate:
-        repaired = self._answer(self.probe.repair, versions, progress)
-        kept = _accuracy(self._answer(self.probe.keep, versions, progress))
+        repaired = self._answer(self.probe.repair, versions, "repair", progress)
+        kept = _accuracy(self._answer(self.probe.keep, versions, "keep", progress))
         broken = estimate(kept.n - (kept.mean or 0.0) * kept.n, kept.n)
         return CorrectorEstimate(**_accuracy(repaired).model_dump(), breaks=broken)
 
 
-def _accuracy(samples: Sequence[Sample | None]) -> Estimate:
-    """Share of correct samples. No sample (a prompt too long) is wrong; a sample whose judge failed is not counted."""
-    known = [s.reward.correct if s is not None else 0.0 for s in samples]
-    known = [value for value in known if value == value]
+def _about(asks: Sequence[Ask], *, right: bool) -> list[Ask]:
+    """The asks about solutions that are right (or wrong); those whose judge failed are neither."""
+    known = [ask for ask in asks if ask.solution is not None and not math.isnan(ask.solution.reward.correct)]
+    return [ask for ask in known if ask.solution is not None and (ask.solution.reward.correct >= 1) == right]
+
+
+def _accuracy(samples: Sequence[Sample]) -> Estimate:
+    """Share of correct samples; a sample whose judge failed is not counted."""
+    known = [sample.reward.correct for sample in samples if not math.isnan(sample.reward.correct)]
     return estimate(sum(value >= 1 for value in known), len(known))
 
 
@@ -147,7 +167,7 @@ def _confusion(verdicts: Sequence[tuple[float, bool | None]]) -> Confusion:
     """Counts of (actual correctness of the judged solution, verdict); a solution whose judge failed is not counted."""
     counts = {"right_correct": 0, "right_wrong": 0, "wrong_correct": 0, "wrong_wrong": 0, "none": 0}
     for correct, verdict in verdicts:
-        if correct != correct:
+        if math.isnan(correct):
             continue
         if verdict is None:
             counts["none"] += 1

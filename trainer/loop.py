@@ -6,8 +6,8 @@ the groups; all ranks share the update. What a line hides lives in the file name
 
 from __future__ import annotations
 
-from marsrl.trainer.build import Run
 from marsrl.trainer.credit import credit
+from marsrl.trainer.run import Run
 from marsrl.trainer.share import Work, share
 
 
@@ -25,7 +25,7 @@ def train(run: Run) -> None:
                     run.note_credit(credited)
                     work = Work(credited.sequences, credited.num_tokens)
             with run.timed("pack"):
-                micro_batches, num_tokens = share(work, **run.share_of_this_rank)
+                micro_batches, num_tokens = share(work, run.share_of_this_rank)
             with run.timed("step"):
                 stats = learner.step(micro_batches, normaliser=float(num_tokens))
                 run.note_step(policy, stats)

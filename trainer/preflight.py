@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import yaml
 
-from marsrl.rollout.agents.orchestration import orchestration_named
+from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.tasks import Task, make_task
+from marsrl.rollout.tasks.data import read_problems
+from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.read_config import ConfigError
@@ -21,12 +25,14 @@ class Checked:
     config: RunConfig
     plan: BatchPlan
     task: Task
+    num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
         plan = "\n".join(f"  {line}" for line in self.plan.lines())
         config = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False) if with_config else ""
-        return f"{config}batch arithmetic:\n{plan}"
+        skipped = f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped" if self.num_skipped_lines else ""
+        return f"{config}batch arithmetic:\n{plan}{skipped}"
 
 
 def preflight(config: RunConfig, world_size: int) -> Checked:
@@ -36,17 +42,11 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
-    orchestration = orchestration_named(config.orchestration)
-    config = _with_agents(config, tuple(orchestration.agents))
-    task = make_task(
-        config.task,
-        options=config.task_options,
-        train=config.data.train,
-        evaluation=config.data.eval,
-        question_key=config.data.question_key,
-        answer_key=config.data.answer_key,
-        on_bad_line=config.data.on_bad_line,
-    )
+    train, num_skipped = _problems(config, config.data.train)
+    held_out, num_skipped_eval = _problems(config, config.data.eval)
+    task = build_task(config.task, config.task_options, train, held_out)
+    orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
+    config = _with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
         if policy.model is not None:
             from marsrl.trainer.megatron.shape import read_shape
@@ -57,16 +57,19 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
-    return Checked(config, batch_plan(config, tuple(config.agents), world_size), task)
+    return Checked(config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval)
+
+
+def _problems(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], int]:
+    """The problems of a data file and the number of lines left out; nothing without a file."""
+    if path is None:
+        return (), 0
+    read = read_problems(path, config.task, config.data.question_key, config.data.answer_key, config.data.on_bad_line)
+    return read.problems, read.num_bad
 
 
 def _with_agents(config: RunConfig, names: tuple[str, ...]) -> RunConfig:
-    """`agents` in the orchestration's order, defaults where none is given; an agent it does not know is an error."""
-    unknown = [name for name in config.agents if name not in names]
-    if unknown:
-        raise ConfigError(
-            f"agents.{unknown[0]}: orchestration {config.orchestration} has no such agent; its agents are {', '.join(names)}"
-        )
+    """`agents` in the orchestration's order, defaults where none is given."""
     agents = {name: config.agents.get(name, AgentConfig()) for name in names}
     # through validation again: the checks between sections see the agents that were filled in
     return RunConfig.model_validate({**config.model_dump(), "agents": {n: a.model_dump() for n, a in agents.items()}})

@@ -18,20 +18,32 @@ class Work:
     num_tokens: int  # the loss's denominator, over all ranks
 
 
-def share(work: Work | None, *, data_rank: int, data_size: int, max_tokens: int, align: int) -> tuple[list[PackedBatch], int]:
-    """This rank's packed micro-batches and the global denominator. Collective over all ranks.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's place among the data-parallel ranks (ranks of one place get the same batches), and the packing rules.
 
-    Args:
-        work: on rank 0; None elsewhere.
-        data_rank, data_size: this rank's place among the data-parallel ranks; ranks of one place get the same batches.
-        align: T of every micro-batch becomes a multiple of it.
+    align: T of every micro-batch is a multiple of it.
+    """
+
+    data_rank: int
+    data_size: int
+    max_tokens: int
+    align: int
+
+
+def share(work: Work | None, place: Share) -> tuple[list[PackedBatch], int]:
+    """This rank's packed micro-batches and the global denominator. Collective; `work` is rank 0's, None elsewhere.
 
     Every rank gets the same number of micro-batches, as the collectives inside a forward pass need.
     """
     work = _broadcast(work)
-    plan = plan_micro_batches([s.num_tokens for s in work.sequences], data_size, max_tokens)
-    mine = [pack([work.sequences[i] for i in members], align=align) for members in plan[data_rank]]
-    return mine, work.num_tokens
+    return micro_batches(work.sequences, place), work.num_tokens
+
+
+def micro_batches(sequences: Sequence[TrainSequence], place: Share) -> list[PackedBatch]:
+    """This rank's part of sequences that every rank already holds (supervised traces from a common seed)."""
+    plan = plan_micro_batches([s.num_tokens for s in sequences], place.data_size, place.max_tokens)
+    return [pack([sequences[i] for i in members], align=place.align) for members in plan[place.data_rank]]
 
 
 def _broadcast(work: Work | None) -> Work:
@@ -40,9 +52,3 @@ def _broadcast(work: Work | None) -> Work:
         return work
     data = broadcast_bytes(encode(work) if work is not None else None)
     return work if work is not None else decode(Work, data)
-
-
-def micro_batches_alone(sequences: Sequence[TrainSequence], *, data_rank: int, data_size: int, max_tokens: int, align: int) -> list[PackedBatch]:
-    """Like `share` where every rank already holds the same sequences (supervised traces from a common seed)."""
-    plan = plan_micro_batches([s.num_tokens for s in sequences], data_size, max_tokens)
-    return [pack([sequences[i] for i in members], align=align) for members in plan[data_rank]]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from marsrl.trainer.run_directory import write_json
 
@@ -141,6 +142,7 @@ def save_summary(path: Path, summary: Summary) -> None:
 def load_summary(path: Path) -> Summary:
     """Read summary.json. Raises ValueError with the file and the key that is wrong."""
     try:
-        return Summary.model_validate_json(path.read_bytes())
-    except ValidationError as error:
+        # json, not pydantic's own parser: that one refuses the lone surrogates of an undecodable file name
+        return Summary.model_validate(json.loads(path.read_bytes()))
+    except ValueError as error:  # pydantic's ValidationError is one
         raise ValueError(f"{path} is not a run summary of this version of marsrl: {error}") from error

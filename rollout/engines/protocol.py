@@ -111,22 +111,3 @@ class Engine(Protocol):
         """Load, drop every cached prefix, and report checksums of what is now held."""
 
     def close(self) -> None: ...
-
-
-class EnginePool(Protocol):
-    """All replicas of one policy behind one door; results come back in the order of the requests."""
-
-    def infos(self) -> list[EngineInfo]: ...
-
-    def generate(
-        self, requests: Sequence[DecodeRequest], *, version: int, on_progress: Progress | None = None
-    ) -> list[DecodeResult]: ...
-
-    def tokens_per_engine(self) -> list[int]: ...
-
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
-        """Engine.score of every replica."""
-
-    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]: ...
-
-    def close(self) -> None: ...

@@ -1,0 +1,92 @@
+"""The plain loop we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
+
+It is what a careful researcher writes first, and it computes the same update as ours: token-level policy gradient at
+ratio 1 (one update a step), divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from marsrl.trainer.packing import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOptions:
+    """micro_batch: rows padded to their longest. is_sorted: sorted by length first, and sequences with advantage 0
+    dropped (the two cheap tricks). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off."""
+
+    micro_batch: int = 8
+    is_sorted: bool = False
+    experts: str = "eager"
+    mpt_entropy: float | None = None
+    mpt_probability: float = 0.99
+
+
+class ReferenceLoop:
+    """One policy and its optimizer. `step` is one optimizer step on the whole batch."""
+
+    def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
+        self.options = options
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="sdpa", experts_implementation=options.experts
+        )
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, sequences: Sequence[TrainSequence], num_tokens: int) -> tuple[float, float]:
+        """Loss and gradient norm (before clipping) of the step; num_tokens divides the loss."""
+        chosen = [s for s in sequences if s.advantage != 0] if self.options.is_sorted else list(sequences)
+        if self.options.is_sorted:
+            chosen.sort(key=lambda s: s.num_tokens)
+        total = 0.0
+        for start in range(0, len(chosen), self.options.micro_batch):
+            loss = self._loss(chosen[start : start + self.options.micro_batch]) / num_tokens
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm.item()
+
+    def _loss(self, rows: Sequence[TrainSequence]) -> Tensor:
+        longest = max(s.num_tokens for s in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        attends = torch.zeros(len(rows), longest, dtype=torch.int64)
+        trained = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
+        advantage = torch.tensor([s.advantage for s in rows])
+        for row, s in enumerate(rows):
+            ids[row, : s.num_tokens] = torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.token_ids)])
+            attends[row, : s.num_tokens] = 1
+            trained[row, len(s.prompt_ids) - 1 : s.num_tokens - 1] = True
+        logits = self.model(input_ids=ids, attention_mask=attends, use_cache=False).logits[:, :-1]
+        every = F.log_softmax(logits.float(), dim=-1)
+        logprobs = every.gather(-1, ids[:, 1:, None])[..., 0]
+        keep = trained.clone()
+        if self.options.mpt_entropy is not None:
+            with torch.no_grad():
+                entropy = -(every.exp() * every).sum(-1)
+                mean = (entropy * trained).sum(1) / trained.sum(1).clamp(min=1)
+                gate = torch.tensor([s.is_positive for s in rows]) & (mean < self.options.mpt_entropy)
+                keep &= ~(gate[:, None] & (logprobs.exp() >= self.options.mpt_probability))
+        return -(logprobs * advantage[:, None] * keep).sum()
+
+
+def fastest_experts(model_dir: str, sequences: Sequence[TrainSequence]) -> tuple[str, dict[str, float]]:
+    """The quickest of transformers' experts implementations on this machine, by one forward and backward each."""
+    seconds = {}
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        loop = ReferenceLoop(model_dir, ReferenceOptions(experts=name))
+        loop.step(sequences[:8], 1)  # warm-up: first-call allocations
+        start = time.process_time()
+        loop.step(sequences[:8], 1)
+        seconds[name] = time.process_time() - start
+        del loop
+    return min(seconds, key=lambda name: seconds[name]), seconds

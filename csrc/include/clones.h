@@ -1,0 +1,13 @@
+// How the CPU kernels are compiled: one source, one clone of each hot function per instruction set.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+// AVX-512, AVX2 + FMA, baseline; the loader picks once. Keep a cloned function free of OpenMP parallel regions:
+// the outlined loop body would be compiled for the baseline only.
+#define MARSRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define MARSRL_CLONES
+#endif
+
+#define MARSRL_API extern "C" __attribute__((visibility("default")))
+#define MARSRL_INLINE static inline __attribute__((always_inline))

@@ -1,0 +1,84 @@
+"""Packed attention on the CPU by PyTorch's SDPA: segments of similar length share one padded call."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments that are padded to one length.
+
+    source [B * L] int64: the token at each place; a place behind a segment's end repeats its last token.
+    places [n], tokens [n] int64: where the real tokens stand in source, and which they are.
+    """
+
+    num_segments: int
+    length: int
+    source: Tensor
+    places: Tensor
+    tokens: Tensor
+
+
+@lru_cache(maxsize=64)  # every layer of a model asks for the same packing
+def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
+    """Segments by length, at most half of a bucket's places being padding: log2(longest / shortest) buckets."""
+    segments = sorted(
+        ((end - begin, begin) for begin, end in zip(bounds, bounds[1:]) if end > begin), key=lambda s: (-s[0], s[1])
+    )
+    buckets, start = [], 0
+    while start < len(segments):
+        longest = segments[start][0]
+        stop = next((i for i in range(start, len(segments)) if 2 * segments[i][0] < longest), len(segments))
+        lengths = torch.tensor([length for length, _ in segments[start:stop]])[:, None]
+        begins = torch.tensor([begin for _, begin in segments[start:stop]])[:, None]
+        offsets = torch.arange(longest)[None]
+        source = (begins + torch.minimum(offsets, lengths - 1)).flatten()
+        places = (offsets < lengths).flatten().nonzero()[:, 0]
+        buckets.append(Bucket(stop - start, longest, source, places, source[places]))
+        start = stop
+    return tuple(buckets)
+
+
+def attention_varlen_cpu(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
+) -> Tensor:
+    """[T, N, D] as the reference defines it."""
+    if not causal or bounds_k != bounds_q:
+        return _per_segment(q, k, v, bounds_q, bounds_k, scale, causal)
+    # Padding stands behind the real tokens: under a causal mask none of these sees it, so that no mask is built.
+    buckets = buckets_of(tuple(bounds_q))
+    if len(buckets) == 1 and buckets[0].num_segments * buckets[0].length == q.shape[0]:
+        return _sdpa(q, k, v, buckets[0], scale).flatten(0, 1)
+    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for bucket in buckets:
+        padded = [x.index_select(0, bucket.source) for x in (q, k, v)]
+        result = _sdpa(*padded, bucket, scale).flatten(0, 1).index_select(0, bucket.places)
+        output = output.index_copy(0, bucket.tokens, result)
+    return output
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Tensor:
+    """[B, L, N, D] from tokens [B * L, N, D]."""
+    q, k, v = (x.unflatten(0, (bucket.num_segments, bucket.length)).transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def _per_segment(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
+) -> Tensor:
+    outputs = []
+    for begin, end, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        if begin == end:
+            continue
+        num_queries, num_keys = end - begin, end_k - begin_k
+        mask = None
+        if causal and num_queries > 1:  # one query, as in decoding, sees every key
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        segment = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
+        output = scaled_dot_product_attention(*segment, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else torch.zeros_like(q)

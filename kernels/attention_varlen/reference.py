@@ -1,0 +1,22 @@
+"""Attention within packed sequences: a masked softmax per segment. The definition."""
+
+import torch
+from torch import Tensor
+
+
+def attention_varlen_reference(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
+) -> Tensor:
+    """[T, N, D]; query i of a segment with m queries and n keys sees the keys up to i + n - m where causal."""
+    outputs = []
+    repeats = q.shape[1] // k.shape[1]
+    for begin, end, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        keys = k[begin_k:end_k].repeat_interleave(repeats, dim=1)
+        values = v[begin_k:end_k].repeat_interleave(repeats, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q[begin:end], keys) * scale
+        if causal:
+            num_queries, num_keys = end - begin, end_k - begin_k
+            is_hidden = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
+            scores = scores.masked_fill(is_hidden.to(q.device), -torch.inf)
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), values))
+    return torch.cat(outputs) if outputs else torch.zeros_like(q)

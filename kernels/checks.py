@@ -1,0 +1,55 @@
+"""Checks of what callers hand to an op: each names the argument, what was found and what was expected.
+
+Only shapes, dtypes and devices are looked at: they are known to the host. Values on a device are never read.
+"""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+
+
+def check(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and the device."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
+    found = tensor.shape
+    if len(found) != len(shape) or any(want is not None and have != want for have, want in zip(found, shape)):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{op}: {name} has shape {list(found)}, expected [{expected}]")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{op}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} like the first argument")
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, num_tokens: int, device: torch.device, name: str = "cu_seqlens") -> int:
+    """Check the boundaries of packed sequences; returns S. Their values are read on the CPU only."""
+    check(op, name, cu_seqlens, (None,), INTEGERS, device)
+    if cu_seqlens.numel() == 0:
+        raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
+    if cu_seqlens.device.type == "cpu":
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in zip(bounds, bounds[1:])):
+            raise ValueError(f"{op}: {name} is {_short(bounds)}, expected to rise from 0 to {num_tokens} tokens")
+    return cu_seqlens.numel() - 1
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
+
+
+def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T] int64: the sequence each packed token belongs to."""
+    lengths = cu_seqlens.diff()
+    index = torch.arange(lengths.numel(), device=cu_seqlens.device)
+    return torch.repeat_interleave(index, lengths, output_size=num_tokens)

@@ -1,0 +1,108 @@
+"""Which implementation of an op serves a call, and why the others do not.
+
+Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
+one for every op that has more than one: it is used or the call is refused with the reason, never replaced.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+ENVIRONMENT = "MARSRL_KERNELS"
+_OPS: dict[str, "Op"] = {}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    run takes the op's arguments; why_not takes the same and returns None where run may be called with them, else the
+    reason. machine_lacks says the same about this machine, before any tensor is known.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    why_not: Callable[..., str | None] = lambda *args, **kwargs: None
+    machine_lacks: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Op:
+    """A kernel of the public API with its implementations, the preferred one first."""
+
+    name: str
+    implementations: tuple[Implementation, ...]
+    by_name: dict[str, Implementation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {each.name: each for each in self.implementations})
+        _OPS[self.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.choose(*args, **kwargs).run(*args, **kwargs)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Implementation:
+        """The implementation that serves these arguments.
+
+        Raises:
+            ValueError: MARSRL_KERNELS names an implementation that no op, or not this op, has.
+            RuntimeError: the one asked for, or every one, cannot serve; with the reasons.
+        """
+        forced = forced_name()
+        if forced is not None and len(self.implementations) > 1:
+            if forced not in self.by_name:
+                raise ValueError(f"{ENVIRONMENT}={forced}: {self.name} has {', '.join(self.by_name)}")
+            implementation = self.by_name[forced]
+            reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
+            if reason is not None:
+                raise RuntimeError(f"{ENVIRONMENT}={forced} cannot serve this call of {self.name}: {reason}")
+            return implementation
+        reasons = []
+        for implementation in self.implementations:
+            reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
+            if reason is None:
+                return implementation
+            reasons.append(f"{implementation.name}: {reason}")
+        raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
+
+
+def forced_name() -> str | None:
+    """The value of MARSRL_KERNELS; None where it is unset. A name that no op knows is an error."""
+    forced = os.environ.get(ENVIRONMENT)
+    if not forced:
+        return None
+    known = sorted({name for op in _OPS.values() for name in op.by_name})
+    if forced not in known:
+        raise ValueError(f"{ENVIRONMENT}={forced!r}: expected one of {', '.join(known)}")
+    return forced
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `marsrl doctor` prints for one op."""
+
+    op: str
+    chosen: str | None  # None: the op cannot run here
+    reasons: dict[str, str]  # implementation -> why it is not chosen
+
+
+def explain() -> list[Explanation]:
+    """For each op the implementation this machine would use, and for the others why not; tensors may add reasons."""
+    forced = forced_name()
+    explanations = []
+    for name, op in sorted(_OPS.items()):
+        chosen: str | None = None
+        reasons: dict[str, str] = {}
+        for implementation in op.implementations:
+            reason = implementation.machine_lacks()
+            if reason is None and forced is not None and len(op.implementations) > 1 and implementation.name != forced:
+                reason = f"{ENVIRONMENT}={forced}"
+            if reason is None and chosen is not None:
+                reason = f"{chosen} is preferred"
+            if reason is None:
+                chosen = implementation.name
+            else:
+                reasons[implementation.name] = reason
+        explanations.append(Explanation(name, chosen, reasons))
+    return explanations

@@ -1,0 +1,53 @@
+"""Group advantages in plain PyTorch: index_add over sets of samples; no loop, no host synchronisation."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SetStatistics:
+    """Of the set each sample belongs to, missing rewards left out; all [S], one element a sample."""
+
+    mean: Tensor
+    std: Tensor
+    is_single: Tensor  # fewer than two rewards: no sibling to compare with
+    is_flat: Tensor  # two or more rewards, all equal
+
+
+def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbiased: bool) -> SetStatistics:
+    """Mean and standard deviation over the set of each sample; rewards [S] float64, set_of [S] int64 in [0, S)."""
+
+    def total(terms: Tensor) -> Tensor:
+        return terms.new_zeros(rewards.numel()).index_add_(0, set_of, terms)
+
+    def extreme(fill: float, reduce: str) -> Tensor:
+        values = torch.where(is_present, rewards, fill)
+        return rewards.new_full(rewards.shape, fill).index_reduce_(0, set_of, values, reduce)
+
+    values, present = torch.where(is_present, rewards, 0.0), is_present.double()
+    count = total(present)
+    mean = (total(values) / count.clamp(min=1))[set_of]
+    squares = total(((values - mean) * present).square())
+    std = (squares / (count - 1 if is_unbiased else count).clamp(min=1)).sqrt()[set_of]
+    is_single = (count < 2)[set_of]
+    # By the ends, not by std == 0: the mean of eight times 0.1 is not 0.1 to the last bit.
+    is_flat = (extreme(-torch.inf, "amax") == extreme(torch.inf, "amin"))[set_of] & ~is_single
+    return SetStatistics(mean, std, is_single, is_flat)
+
+
+def group_advantage_reference(
+    rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
+) -> Tensor:
+    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
+    is_present = ~rewards.isnan()
+    wide = rewards.double()
+    of_mean = set_statistics(wide, is_present, mean_set_of, is_unbiased)
+    of_std = of_mean if std_set_of is mean_set_of else set_statistics(wide, is_present, std_set_of, is_unbiased)
+    mean = torch.where(of_mean.is_single, 0.0, of_mean.mean)
+    std = torch.where(of_std.is_single, 1.0, of_std.std)
+    is_zero = of_mean.is_flat | of_std.is_flat | ~is_present
+    if not keeps_single:
+        is_zero = is_zero | of_mean.is_single | of_std.is_single
+    return torch.where(is_zero, 0.0, (wide - mean) / (std + eps)).to(rewards.dtype)

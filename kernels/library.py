@@ -1,0 +1,109 @@
+"""Loads the native libraries that setup.py built into kernels/_lib/, and says why one cannot be loaded."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  before any library of ours: one OpenMP runtime in the process, torch's
+
+ABI_VERSION = 1  # csrc/include/abi.h
+FOLDER = Path(__file__).parent / "_lib"
+
+_pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+# name -> (result, arguments), in the order of the C declarations
+_CPU_FUNCTIONS = {
+    "marsrl_row_logprobs": (
+        _int64,
+        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 4, _int],
+    ),
+    "marsrl_row_partials": (None, [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _int]),
+    "marsrl_row_gradients": (
+        _int64,
+        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float, *[_pointer] * 7, _int],
+    ),
+    "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
+}
+
+
+class Objective(ctypes.Structure):
+    """struct Objective of csrc/include/policy_objective.h."""
+
+    _fields_ = [
+        ("clip_low", _float),
+        ("clip_high", _float),
+        ("dual_clip", _float),
+        ("correction_low", _float),
+        ("correction_high", _float),
+        ("kl_coef", _float),
+        ("entropy_coef", _float),
+        ("mpt_probability", _float),
+        ("inverse_normaliser", _float),
+        ("kind", ctypes.c_int32),
+        ("correction", ctypes.c_int32),
+        ("kl", ctypes.c_int32),
+    ]
+
+
+class Tokens(ctypes.Structure):
+    """struct Tokens of csrc/include/policy_objective.h: addresses of packed arrays."""
+
+    _fields_ = [
+        (name, _pointer)
+        for name in (
+            "advantage",
+            "log_ratio",
+            "old_logprobs",
+            "rollout_logprobs",
+            "reference_logprobs",
+            "gate",
+            "dropped",
+            "agent",
+            "logprobs",
+            "entropy",
+            "coefficient",
+            "entropy_coefficient",
+            "sums",
+        )
+    ]
+
+
+def open_library(path: Path) -> ctypes.CDLL | str:
+    """The library with its functions declared, or the reason why it cannot be used."""
+    if not path.exists():
+        return f"{path} is missing: build it with `MARSRL_BUILD=require pip install --no-build-isolation -e .`"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path} cannot be loaded: {error}"
+    version = library.marsrl_abi_version()
+    if version != ABI_VERSION:
+        return f"{path} has interface version {version}, this package needs {ABI_VERSION}: build it again"
+    for name, (result, arguments) in _CPU_FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def _cpu() -> ctypes.CDLL | str:
+    return open_library(FOLDER / "marsrl_cpu.so")
+
+
+def cpu_library() -> ctypes.CDLL:
+    """csrc/cpu as a library; RuntimeError with the reason where it cannot be used."""
+    library = _cpu()
+    if isinstance(library, str):
+        raise RuntimeError(f"kernels: {library}")
+    return library
+
+
+def why_no_cpu_library() -> str | None:
+    """None where the CPU library works, else the reason."""
+    library = _cpu()
+    return library if isinstance(library, str) else None
+
+
+def address(tensor: "torch.Tensor | None") -> int | None:
+    """Where a tensor's data lies; None stays the null pointer."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,106 @@
+"""linear_logprob: log-prob of the target and entropy of a linear head, without ever holding the logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import library
+from ..dispatch import Implementation, Op
+from ..vocabulary import Head, Rows, Statistics, make_head, why_not_cpu_head, why_not_reference_head
+from .cpu import sweep_gradients, sweep_statistics
+from .reference import linear_logprob_reference
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """logprobs, entropy: [T] float32, nats; both carry a gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    tp_group: Any = None,
+    real_vocab_size: int | None = None,
+) -> LogProb:
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), 8THV FLOPs with the backward.
+
+    Args:
+        hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
+        weight: [V, H]; under tp_group this rank's shard of equal size, in rank order.
+        targets: [T] int, ids in the whole vocabulary.
+        temperature: positive number, or [T] float. It gets no gradient.
+        tp_group: process group over which the vocabulary is cut; hidden and targets are the same on its ranks. The
+            gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
+            copy_to / gather_from regions do.
+        real_vocab_size: columns from here on, in the whole vocabulary, are padding: p = 0, gradient 0. None: none are.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected; a target out of range by its token.
+    """
+    head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size)
+    return _OP(hidden, weight, head, temperature)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    """Keeps four numbers a token; the backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+        statistics = sweep_statistics(head, hidden, Rows.of(None, hidden.shape[0]))
+        ctx.save_for_backward(hidden, weight, *vars(statistics).values())
+        ctx.head = head
+        return statistics.logprobs, statistics.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprobs_gradient: Tensor, entropy_gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, *statistics = ctx.saved_tensors
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        gradients = sweep_gradients(
+            ctx.head,
+            hidden.detach(),
+            Statistics(*statistics),
+            logprobs_gradient.float().contiguous(),
+            entropy_gradient.float().contiguous(),
+            wants_hidden,
+            wants_weight,
+        )
+        of_weight = gradients.of_weight
+        if wants_weight:
+            of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
+        return gradients.of_hidden, of_weight, None
+
+
+def _on_cpu(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
+    return LogProb(*_LinearLogProb.apply(hidden, weight, head))
+
+
+def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
+    return LogProb(*linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns))
+
+
+_OP = Op(
+    "linear_logprob",
+    (
+        Implementation(
+            "cpu",
+            _on_cpu,
+            lambda hidden, weight, head, temperature: why_not_cpu_head(hidden, head),
+            library.why_no_cpu_library,
+        ),
+        Implementation(
+            "reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)
+        ),
+    ),
+)

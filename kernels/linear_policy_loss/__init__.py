@@ -1,0 +1,196 @@
+"""linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, logits never held."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import library
+from ..checks import check
+from ..dispatch import Implementation, Op
+from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
+from ..policy_loss.arguments import policy_tokens
+from ..vocabulary import Head, HeadGradients, make_head, why_not_cpu_head, why_not_reference_head
+from .cpu import FusedLoss, fused_loss
+from .reference import linear_policy_loss_reference
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    objective: PolicyObjective,
+    advantages: Tensor | None = None,
+    token_advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor,
+    agent_of: Tensor | None = None,
+    num_agents: int = 1,
+    gate: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    normaliser: float | Tensor,
+    temperature: float | Tensor = 1.0,
+    main_grad: Tensor | None = None,
+    tp_group: Any = None,
+    real_vocab_size: int | None = None,
+) -> PolicyLoss:
+    """The loss of `objective` on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
+
+    With c = dL/dlog p and e = dL/dH, which a token-level objective knows once it has the token's own log-prob,
+
+        dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
+
+    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, rows with c = e = 0 only their logits.
+    Sequence-level ratios with old_logprobs, and sequence_mask without, need whole sequences first: their logits are
+    computed twice, and the log says so.
+
+    Args:
+        hidden, weight, targets, temperature, tp_group, real_vocab_size: as in linear_logprob; targets are not read
+            where the mask is off. Under tp_group the gradient of hidden is this shard's part.
+        objective, advantages ... normaliser: as in policy_loss. token_advantages with old_logprobs=None is the gradient
+            of sum_t w_t log p_t: supervised training.
+        main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
+            writes it. The weight's own gradient is then None, or, where the weight has Megatron's
+            `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
+
+    Returns:
+        PolicyLoss; the gradients reach hidden and weight through .loss only. A loss can be differentiated once.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+        RuntimeError: no implementation can serve the call; with the reasons.
+    """
+    head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size)
+    if main_grad is not None:
+        check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
+    tokens = policy_tokens(
+        "linear_policy_loss",
+        hidden.shape[0],
+        hidden.device,
+        objective=objective,
+        advantages=advantages,
+        token_advantages=token_advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        agent_of=agent_of,
+        num_agents=num_agents,
+        gate=gate,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        reference_logprobs=reference_logprobs,
+        normaliser=normaliser,
+    )
+    return _OP(hidden, weight, head, temperature, objective, tokens, main_grad)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Hands out in the backward what fused_loss formed, times grad_output."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, fused: FusedLoss, main_grad: Tensor | None) -> Tensor:
+        ctx.weight, ctx.gradients, ctx.main_grad = weight, fused.gradients, main_grad
+        return fused.terms.loss()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        gradients: HeadGradients | None = ctx.gradients
+        if gradients is None:
+            raise RuntimeError(
+                "linear_policy_loss: second backward through one forward; its gradient was formed once and handed out"
+            )
+        ctx.gradients = None
+        scale = float(grad_output)
+        of_hidden, of_weight = gradients.of_hidden, gradients.of_weight
+        if of_hidden is not None and scale != 1.0:
+            of_hidden = of_hidden.mul_(scale)
+        if not ctx.needs_input_grad[1]:
+            return of_hidden, None, None, None
+        if ctx.main_grad is not None:
+            if of_weight is not None:
+                ctx.main_grad.add_(of_weight, alpha=scale)
+            return of_hidden, _placeholder_gradient(ctx.weight), None, None
+        if of_weight is None:
+            return of_hidden, torch.zeros_like(ctx.weight), None, None
+        if scale != 1.0:
+            of_weight = of_weight.mul_(scale)
+        return of_hidden, of_weight.to(ctx.weight.dtype), None, None
+
+
+def _placeholder_gradient(weight: Tensor) -> Tensor | None:
+    """What a weight's hooks get when its gradient went to main_grad: Megatron's want a tensor, whose values they skip."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):  # set where another use of the weight adds a real gradient
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def _on_cpu(
+    hidden: Tensor,
+    weight: Tensor,
+    head: Head,
+    temperature: float | Tensor,
+    objective: PolicyObjective,
+    tokens: PolicyTokens,
+    main_grad: Tensor | None,
+) -> PolicyLoss:
+    # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
+    is_differentiable = torch.is_grad_enabled()
+    fused = fused_loss(
+        head,
+        hidden.detach(),
+        objective,
+        tokens,
+        wants_hidden=is_differentiable and hidden.requires_grad,
+        wants_weight=is_differentiable and weight.requires_grad,
+    )
+    loss = _FusedLoss.apply(hidden, weight, fused, main_grad)
+    statistics, terms = fused.statistics, fused.terms
+    return PolicyLoss(loss, statistics.logprobs, statistics.entropy, terms.coefficient, terms.agent_sums())
+
+
+def _why_not_cpu(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
+    return why_not_cpu_head(hidden, head)
+
+
+def _reference(
+    hidden: Tensor,
+    weight: Tensor,
+    head: Head,
+    temperature: float | Tensor,
+    objective: PolicyObjective,
+    tokens: PolicyTokens,
+    main_grad: Tensor | None,
+) -> PolicyLoss:
+    return linear_policy_loss_reference(
+        hidden, weight, head.targets, temperature, head.num_columns, objective, tokens
+    )
+
+
+def _why_not_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    head: Head,
+    temperature: float | Tensor,
+    objective: PolicyObjective,
+    tokens: PolicyTokens,
+    main_grad: Tensor | None,
+) -> str | None:
+    if main_grad is not None:
+        return "main_grad is given, the reference leaves the gradient of the weight to autograd"
+    return why_not_reference_head(head)
+
+
+_OP = Op(
+    "linear_policy_loss",
+    (
+        Implementation("cpu", _on_cpu, _why_not_cpu, library.why_no_cpu_library),
+        Implementation("reference", _reference, _why_not_reference),
+    ),
+)

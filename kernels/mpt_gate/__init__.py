@@ -1,0 +1,51 @@
+"""mpt_gate: whose samples mask their well-mastered tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import FLOATS, check, check_cu_seqlens, sequence_of_tokens
+from ..dispatch import Implementation, Op
+from .reference import mpt_gate_reference
+
+
+def mpt_gate(
+    entropy: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    positive: Tensor,
+    *,
+    entropy_threshold: float = 0.2,
+    scope: str = "sample",
+    process_group: Any = None,
+) -> Tensor:
+    """gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766); the loss adds the test of p(t).
+
+    Args:
+        entropy: [T] float, nats, not read where mask is False.
+        mask: [T] bool, the trained tokens.
+        cu_seqlens: [S+1] int.
+        positive: [S] bool, task reward before penalties >= 1.
+        scope: "sample": H is the mean over the sample's tokens; "batch": over all tokens given.
+        process_group: sums are taken over its ranks: the context-parallel ranks of a sample ("sample"; every rank
+            passes the same S), or the ranks that share the batch ("batch").
+
+    Returns:
+        [S] bool. A sample, or a batch, without tokens has no gate.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    if scope not in ("sample", "batch"):
+        raise ValueError(f"mpt_gate: scope is {scope!r}, expected sample or batch")
+    check("mpt_gate", "entropy", entropy, (None,), FLOATS)
+    num_tokens = entropy.shape[0]
+    check("mpt_gate", "mask", mask, (num_tokens,), (torch.bool,), entropy.device)
+    num_sequences = check_cu_seqlens("mpt_gate", cu_seqlens, num_tokens, entropy.device)
+    check("mpt_gate", "positive", positive, (num_sequences,), (torch.bool,), entropy.device)
+    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
+    return _OP(entropy.detach(), mask, sequence_of, positive, entropy_threshold, scope, process_group)
+
+
+_OP = Op("mpt_gate", (Implementation("reference", mpt_gate_reference),))

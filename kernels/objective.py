@@ -1,0 +1,114 @@
+"""The policy objective: its options, what a call of it is given, and what it returns."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+METRICS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")  # order of csrc's sums
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Options of the token loss; the defaults are GRPO/DAPO's clipped surrogate with DMMPT.
+
+    A trained token adds, divided by the normaliser,
+
+        -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  +  kl_coef KL  -  entropy_coef H
+
+    (arXiv:1707.06347, eq. 7; arXiv:2503.14476, eq. 8 for the two clip ends.)
+
+    Fields:
+        dual_clip: for A < 0 the surrogate is at least dual_clip * A (arXiv:1912.09729, eq. 5); above 1, None: off.
+        ratio: "token", or "sequence" = geometric mean of the sequence's token ratios; the gradient reaches each token
+            through its own log-prob (GSPO-token, arXiv:2507.18071, eq. 14).
+        kind: "clip", or "cispo" = clip(r) held constant, times A log p (arXiv:2506.13585, eq. 4).
+        correction: of the mismatch d = exp(trainer's log-prob - rollout_logprobs), the trainer's being old_logprobs,
+            or the current ones where there are none. "tis": w = min(d, correction_high), a constant.
+            "icepop": tokens with d outside [correction_low, correction_high] are masked. "sequence_mask": samples
+            whose geometric mean of d is outside are masked.
+        kl: estimate of KL(policy || reference) by x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2,
+            k3 = exp(-x) + x - 1; differentiated as it stands.
+        mpt_probability: in samples whose gate is set, tokens with p >= this are masked (arXiv:2507.19766); None: off.
+
+    A masked token loses every term and stays in the normaliser.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    ratio: Literal["token", "sequence"] = "token"
+    kind: Literal["clip", "cispo"] = "clip"
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    mpt_probability: float | None = 0.99
+
+    def __post_init__(self) -> None:
+        choices = {
+            "ratio": ("token", "sequence"),
+            "kind": ("clip", "cispo"),
+            "correction": ("none", "tis", "icepop", "sequence_mask"),
+            "kl": ("none", "k1", "k2", "k3"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"PolicyObjective: {name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ValueError(
+                f"PolicyObjective: clip_low={self.clip_low}, clip_high={self.clip_high}; "
+                "expected 0 <= clip_low <= 1 and 0 <= clip_high"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"PolicyObjective: dual_clip is {self.dual_clip}, expected above 1 + clip_high = {1 + self.clip_high}"
+            )
+        if not 0 <= self.correction_low <= self.correction_high:
+            raise ValueError(
+                f"PolicyObjective: correction_low={self.correction_low}, correction_high={self.correction_high}; "
+                "expected 0 <= correction_low <= correction_high"
+            )
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What the objective is given beside log-probs and entropy, one element a packed token.
+
+    advantages [T] float32; mask [T] bool, None: all trained; sequence_of, agent_of [T] int64; gate [T] bool;
+    old_logprobs, rollout_logprobs, reference_logprobs [T] float32, nats. None: not given.
+    Masked tokens are never read: they may hold anything, NaN included.
+    """
+
+    advantages: Tensor
+    mask: Tensor | None
+    sequence_of: Tensor
+    num_sequences: int
+    agent_of: Tensor | None
+    num_agents: int
+    gate: Tensor | None
+    old_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    normaliser: float | Tensor
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What linear_policy_loss and policy_loss return.
+
+    loss: [] float32, the sum over this rank's tokens / normaliser, to be minimised; the one field with a gradient.
+    logprobs, entropy: [T] float32, nats; 0 where the mask is off.
+    coefficient: [T] float32, dloss/dlogprobs; 0 where the mask is off.
+    agent_sums: {metric: [A] float32} per agent. "loss" adds up to the loss; "clipped_tokens", "masked_tokens" (by the
+        gate or a correction; they lost every term) and "tokens" are counts; "entropy" and "kl" are sums in nats over
+        all tokens of the mask.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    coefficient: Tensor
+    agent_sums: dict[str, Tensor]

@@ -1,0 +1,121 @@
+"""policy_loss: the RL loss of packed tokens whose log-probs come from elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import library
+from ..checks import FLOATS, check
+from ..dispatch import Implementation, Op
+from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
+from .arguments import policy_tokens
+from .cpu import PolicyTermsOnCpu
+from .reference import policy_loss_reference
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    *,
+    objective: PolicyObjective,
+    advantages: Tensor | None = None,
+    token_advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor,
+    agent_of: Tensor | None = None,
+    num_agents: int = 1,
+    gate: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    normaliser: float | Tensor,
+) -> PolicyLoss:
+    """The loss of `objective` on given log-probs, differentiable through logprobs and entropy.
+
+    Args:
+        logprobs, entropy: [T] float, nats, of the policy in training.
+        advantages | token_advantages: [S] or [T] float, exactly one.
+        mask: [T] bool, True = the token is trained; None = all. Nothing is read where it is False.
+        cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
+        agent_of: [S] int in [0, num_agents); None = one agent.
+        gate: [S] bool from mpt_gate; None = no token is masked for being well mastered.
+        old_logprobs: [T] float of the policy before the update; None = pseudo on-policy: ratio 1, gradient of A log p.
+        rollout_logprobs, reference_logprobs: [T] float; needed by correction and by kl.
+        normaliser: number or one-element tensor; the loss is divided by it, once.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("policy_loss", "logprobs", logprobs, (None,), FLOATS)
+    num_tokens = logprobs.shape[0]
+    check("policy_loss", "entropy", entropy, (num_tokens,), FLOATS, logprobs.device)
+    tokens = policy_tokens(
+        "policy_loss",
+        num_tokens,
+        logprobs.device,
+        objective=objective,
+        advantages=advantages,
+        token_advantages=token_advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        agent_of=agent_of,
+        num_agents=num_agents,
+        gate=gate,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        reference_logprobs=reference_logprobs,
+        normaliser=normaliser,
+    )
+    return _OP(logprobs, entropy, objective, tokens)
+
+
+def _on_cpu(logprobs: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens) -> PolicyLoss:
+    logp = logprobs.detach().float().contiguous()
+    ent = entropy.detach().float().contiguous()
+    kept = None if tokens.mask is None else tokens.mask.nonzero()[:, 0]
+    terms = PolicyTermsOnCpu(objective, tokens, logp, ent, kept)
+    terms.evaluate(kept, 0, logp.numel() if kept is None else kept.numel())
+    loss = _Loss.apply(logprobs, entropy, terms)
+    if kept is not None:
+        logp = torch.zeros_like(logp).index_copy_(0, kept, logp[kept])
+        ent = torch.zeros_like(ent).index_copy_(0, kept, ent[kept])
+    return PolicyLoss(loss, logp, ent, terms.coefficient, terms.agent_sums())
+
+
+class _Loss(torch.autograd.Function):
+    """The loss that PolicyTermsOnCpu found, with its coefficients as the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTermsOnCpu) -> Tensor:
+        ctx.save_for_backward(terms.coefficient, terms.entropy_coefficient)
+        ctx.dtypes = logprobs.dtype, entropy.dtype
+        return terms.loss()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        coefficient, entropy_coefficient = ctx.saved_tensors
+        return (
+            (grad_output * coefficient).to(ctx.dtypes[0]),
+            (grad_output * entropy_coefficient).to(ctx.dtypes[1]),
+            None,
+        )
+
+
+def _why_not_cpu(logprobs: Tensor, entropy: Tensor, *_: object) -> str | None:
+    if logprobs.device.type != "cpu":
+        return f"logprobs is on {logprobs.device}, csrc/cpu reads host memory"
+    if torch.float64 in (logprobs.dtype, entropy.dtype):
+        return "float64 input, csrc/cpu computes in float32"
+    return None
+
+
+_OP = Op(
+    "policy_loss",
+    (
+        Implementation("cpu", _on_cpu, _why_not_cpu, library.why_no_cpu_library),
+        Implementation("reference", policy_loss_reference),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Chat messages to prompt token ids, so that no message can forge a control token.
+
+A chat template mixes control tokens (<|im_start|>) with contents written by models and strangers. Tokenising the
+rendered string would turn the same characters inside a content into the control token. Here the template is rendered
+with placeholders, control tokens are recognised only in what the template itself wrote, and inside contents every
+occurrence of a control string is cut in two before it is tokenised: same text, ordinary tokens.
+
+    template with placeholders -> [control id | text] ... -> ids
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.rollout.types import IntArray, Message
+
+_PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
+_PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+
+
+class ChatRenderer:
+    """Tokeniser and chat template of one model directory.
+
+    template_options go to the chat template (Qwen3: enable_thinking). Deterministic; holds no state between calls.
+    """
+
+    def __init__(self, directory: str | Path, **template_options: bool | str) -> None:
+        from transformers import AutoTokenizer  # takes a second; text-only users of this package do not pay it
+
+        if not Path(directory).is_dir():
+            raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
+        self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
+        self._options = template_options
+        # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
+        self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
+        for token in self._tokenizer.all_special_tokens:
+            self._control.setdefault(token, self._tokenizer.convert_tokens_to_ids(token))
+        words = sorted(self._control, key=len, reverse=True)  # longest first: the match the tokenizer would make
+        self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
+        self._control_ids = frozenset(self._control.values())
+        self.eos_id: int = _required_eos(self._tokenizer.eos_token_id, directory)
+        self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
+        self.vocab_size: int = len(self._tokenizer)
+
+    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
+        """(prompt ids [N] int32, prompt text for people), ending where the model is to go on."""
+        turns = [
+            {"role": message.role, "content": _PLACEHOLDER.format(index=index)} for index, message in enumerate(messages)
+        ]
+        template = self._tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **self._options
+        )
+        used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
+        if used != list(range(len(messages))):
+            raise ValueError(
+                f"the chat template does not show every message once and in order (it shows {used} of {len(messages)}); "
+                "this renderer needs that: use a template that keeps system, user and assistant turns"
+            )
+        pieces: list[int | str | None] = []
+        shown: list[str] = []
+        for position, part in enumerate(_PLACEHOLDER_PATTERN.split(template)):
+            is_content = position % 2 == 1
+            text = messages[int(part)].content if is_content else part
+            shown.append(text)
+            pieces.extend(self._break_controls(text) if is_content else self._split_controls(text))
+        return np.asarray(self._encode_pieces(pieces), np.int32), "".join(shown)
+
+    def encode_trusted(self, text: str) -> IntArray:
+        """[N] int32: our own text, in which control words are control tokens. Never for model or problem text."""
+        return np.asarray(self._encode_pieces(list(self._split_controls(text))), np.int32)
+
+    def decode(self, ids: IntArray) -> str:
+        """A completion's text, control words included, without the stop token at its end."""
+        numbers = [int(i) for i in ids]
+        if numbers and numbers[-1] in self.stop_ids:
+            numbers.pop()
+        return str(self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _split_controls(self, text: str) -> Iterator[int | str]:
+        start = 0
+        for match in self._control_pattern.finditer(text) if self._control_pattern else ():
+            yield text[start : match.start()]
+            yield self._control[match[0]]
+            start = match.end()
+        yield text[start:]
+
+    def _break_controls(self, text: str) -> Iterator[str | None]:
+        """The text in parts of which none holds a control string, None between them: a cut that must stay one."""
+        start = 0
+        # Lookahead: overlapping occurrences are cut too ("<|end<|end|>").
+        found = re.finditer(f"(?=({self._control_pattern.pattern}))", text) if self._control_pattern else ()
+        for match in found:
+            cut = match.start() + max(1, len(match[1]) // 2)
+            if cut > start:
+                yield text[start:cut]
+                yield None
+                start = cut
+        yield text[start:]
+
+    def _encode_pieces(self, pieces: Sequence[int | str | None]) -> list[int]:
+        """Text between two control tokens or cuts is encoded as one, as the whole string would be."""
+        ids: list[int] = []
+        pending = ""
+        for piece in [*pieces, None]:
+            if isinstance(piece, str):
+                pending += piece
+                continue
+            if pending:
+                ids.extend(self._encode_text(pending))
+                pending = ""
+            if isinstance(piece, int):
+                ids.append(piece)
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
+        unknown = self._tokenizer.unk_token_id
+        # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
+        return [i for i in ids if i == unknown or i not in self._control_ids]
+
+
+def _required_eos(eos_id: int | None, directory: str | Path) -> int:
+    if eos_id is None:
+        raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
+    return int(eos_id)
+
+
+def _generation_stops(directory: Path) -> list[int]:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return []
+    stops = json.loads(path.read_text("utf-8")).get("eos_token_id")
+    return [] if stops is None else [int(i) for i in (stops if isinstance(stops, list) else [stops])]

@@ -1,0 +1,130 @@
+"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.protocol import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All that is needed to make one engine, in this process or another."""
+
+    kind: str  # "vllm" or "local"
+    model_dir: str
+    dtype: str
+    max_model_len: int
+    seed: int
+    version: int
+    threads: int
+    deadline_s: float
+    device: str  # "cpu" or "cuda"
+    vllm: VllmOptions
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the serving process needs from its start."""
+        if self.kind == "vllm":
+            from marsrl.rollout.engines.vllm_engine import vllm_environment
+
+            return vllm_environment(self.threads)
+        return {"OMP_NUM_THREADS": str(self.threads)}
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """Make the engine in this process, whose environment is spec.environment() already."""
+    if spec.kind == "vllm":
+        from marsrl.rollout.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            spec.model_dir,
+            spec.vllm,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            seed=spec.seed,
+            version=spec.version,
+            threads=spec.threads,
+            deadline_s=spec.deadline_s,
+        )
+    from marsrl.rollout.engines.local.engine import LocalEngine
+
+    return LocalEngine(
+        spec.model_dir,
+        dtype=spec.vllm.dtype or spec.dtype,
+        max_model_len=spec.max_model_len,
+        device=spec.device,
+        version=spec.version,
+        max_num_seqs=spec.vllm.max_num_seqs,
+        threads=spec.threads,
+        deadline_s=spec.deadline_s,
+    )
+
+
+def make_pool(
+    policy: str,
+    model_dir: str,
+    config: RolloutConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int = 0,
+    version: int = 0,
+    scripted: Callable[[], Engine] | None = None,
+) -> EnginePool:
+    """Engines of one policy as the config wants them.
+
+    Args:
+        policy: name under `policies`, for messages.
+        max_model_len: prompt and completion together, tokens.
+        scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the placement).
+
+    Raises:
+        ValueError: rollout.engine=scripted without `scripted`.
+        RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
+    """
+    if config.engine == "scripted":
+        if scripted is None:
+            raise ValueError("rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local")
+        return EnginePool(LocalReplicas([scripted() for _ in range(config.engines)]), policy)
+    if config.engine == "vllm":
+        _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
+    if config.placement == "disaggregated":
+        _require("ray", "rollout.placement=disaggregated", "install ray, or set rollout.placement=local")
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.engines)
+    specs = [
+        EngineSpec(
+            kind=config.engine,
+            model_dir=model_dir,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed + replica,
+            version=version,
+            threads=threads,
+            deadline_s=config.deadline_s,
+            device="cuda" if on_gpu else "cpu",
+            vllm=config.vllm,
+        )
+        for replica in range(config.engines)
+    ]
+    if config.placement == "local":
+        os.environ.update(specs[0].environment())
+        return EnginePool(LocalReplicas([build_engine(spec) for spec in specs]), policy)
+    from marsrl.rollout.ray_cluster import RayCluster, RayReplicas
+
+    cluster = RayCluster(
+        address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
+    )
+    return EnginePool(RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0), policy)
+
+
+def _require(module: str, setting: str, remedy: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise RuntimeError(f"{setting} needs the package {module}, which is not installed here: {remedy}")

@@ -1,0 +1,128 @@
+"""How the HF tensors of a Qwen2.5 / Qwen3 / Qwen3-MoE checkpoint are fused in engines, and the checksums of the result.
+
+    ...self_attn.{q,k,v}_proj.*         -> ...self_attn.qkv_proj.*        rows of q, k, v one below the other
+    ...mlp.{gate,up}_proj.weight        -> ...mlp.gate_up_proj.weight     rows of gate, then up
+    ...mlp.experts.E.{gate,up}_proj     -> ...mlp.experts.w13_weight      [experts, 2 width, hidden]
+    ...mlp.experts.E.down_proj          -> ...mlp.experts.w2_weight       [experts, hidden, width]
+    model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
+
+Everything else keeps its name. Both sides of a weight sync use this file: the trainer on the tensors that it sends, the
+engine on those that it received and on those that it really computes with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from marsrl.rollout.engines.checksum import checksum
+
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What a fused tensor is made of. parts[e]: the tensors whose rows follow each other; is_stacked: one per expert."""
+
+    parts: tuple[tuple[str, ...], ...]
+    is_stacked: bool
+
+
+def fusion_plan(names: Iterable[str]) -> dict[str, Fusion]:
+    """{name of the fused tensor: what it is made of}, in the order of first appearance.
+
+    Raises:
+        ValueError: a part is missing (q without k), or experts are not numbered 0..n-1.
+    """
+    groups: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
+    for name in names:
+        if expert := _EXPERT.match(name):
+            base, index, part = expert.groups()
+            groups[f"{base}.{'w2' if part == 'down' else 'w13'}_weight"][int(index), part] = name
+        elif part_of := _PART.match(name):
+            base, part, kind = part_of.groups()
+            fused = "qkv" if part in "qkv" else "gate_up"
+            groups[f"{base}.{fused}_proj.{kind}"][0, part] = name
+        else:
+            groups[name][0, ""] = name
+    plan = {fused: _fusion(fused, members) for fused, members in groups.items()}
+    if _EMBEDDING in plan and _HEAD not in plan:
+        plan[_HEAD] = plan[_EMBEDDING]
+    return plan
+
+
+def _fusion(fused: str, members: Mapping[tuple[int, str], str]) -> Fusion:
+    last = fused.rsplit(".", 2)
+    if fused.endswith(".w13_weight"):
+        parts: tuple[str, ...] = ("gate", "up")
+    elif fused.endswith(".w2_weight"):
+        parts = ("down",)
+    elif last[-2] == "qkv_proj":
+        parts = ("q", "k", "v")
+    elif last[-2] == "gate_up_proj":
+        parts = ("gate", "up")
+    else:
+        parts = ("",)
+    experts = max(index for index, _ in members) + 1
+    missing = [(e, p) for e in range(experts) for p in parts if (e, p) not in members]
+    if missing:
+        raise ValueError(
+            f"weights: {fused} is fused from {', '.join(f'{p}_proj' for p in parts)}"
+            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are missing, first "
+            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found {sorted(members.values())[:4]}"
+        )
+    return Fusion(tuple(tuple(members[e, p] for p in parts) for e in range(experts)), fused.endswith(("w13_weight", "w2_weight")))
+
+
+def fuse(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, fused tensor) one after the other, cast to dtype: only one fused tensor is held at a time."""
+    for name, fusion in fusion_plan(tensors).items():
+        rows = [torch.cat([tensors[p] for p in parts]) if len(parts) > 1 else tensors[parts[0]] for parts in fusion.parts]
+        fused = torch.stack(rows) if fusion.is_stacked else rows[0]
+        yield name, fused if dtype is None else fused.to(dtype)
+
+
+def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """{name of the fused tensor: checksum}, as an engine that computes in dtype must hold them."""
+    return {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, or of an HF directory with one or many of them, read when asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        files = [path] if path.is_file() else _files_of(path)
+        self._open = [safe_open(str(file), framework="pt") for file in files]
+        self._file_of = {name: handle for handle in self._open for name in handle.keys()}  # noqa: SIM118 - no mapping
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def _files_of(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [directory / "model.safetensors"]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"weights: {missing[0]} is missing; expected a safetensors checkpoint in {directory}")
+    return files

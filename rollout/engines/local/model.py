@@ -1,0 +1,116 @@
+"""The forward pass of Qwen2.5 / Qwen3 / Qwen3-MoE for packed tokens, on fused weights. Attention is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsrl.rollout.engines.fused_layout import fuse
+from marsrl.rollout.engines.local.shape import ModelShape
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
+
+
+class LocalModel:
+    """Weights in the fused layout (fused_layout.py) and the pure functions over them."""
+
+    def __init__(self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Fuse and take over HF-named tensors.
+
+        Raises:
+            ValueError: a tensor is missing or has a wrong shape.
+        """
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.weights = {name: tensor.to(device, copy=True) for name, tensor in fuse(tensors, dtype)}
+        _check(shape, self.weights)
+        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+        self._inverse_frequency = 1.0 / shape.rope_theta**half  # [D/2]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, H] of token_ids [T] int64 at positions [T]."""
+        w, shape = self.weights, self.shape
+        angle = positions[:, None].float() * self._inverse_frequency
+        cos = torch.cat([angle, angle], -1).cos()[:, None].to(self.dtype)  # [T, 1, D]
+        sin = torch.cat([angle, angle], -1).sin()[:, None].to(self.dtype)
+        q_rows, kv_rows = shape.num_heads, shape.num_kv_heads
+        x = F.embedding(token_ids, w["model.embed_tokens.weight"])
+        for layer in range(shape.num_layers):
+            at = f"model.layers.{layer}"
+            y = self._norm(x, f"{at}.input_layernorm.weight")
+            qkv = F.linear(y, w[f"{at}.self_attn.qkv_proj.weight"], w.get(f"{at}.self_attn.qkv_proj.bias"))
+            q, k, v = qkv.view(len(x), -1, shape.head_dim).split([q_rows, kv_rows, kv_rows], dim=1)
+            if shape.has_qk_norm:
+                q = self._norm(q, f"{at}.self_attn.q_norm.weight")
+                k = self._norm(k, f"{at}.self_attn.k_norm.weight")
+            q, k = q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin
+            x = x + F.linear(attend(layer, q, k, v).reshape(len(x), -1), w[f"{at}.self_attn.o_proj.weight"])
+            y = self._norm(x, f"{at}.post_attention_layernorm.weight")
+            x = x + (self._experts(y, at) if shape.moe_layers[layer] else self._mlp(y, at))
+        return self._norm(x, "model.norm.weight")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, V] float32."""
+        return F.linear(hidden, self.weights["lm_head.weight"]).float()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.shape.rms_norm_eps)
+        return self.weights[name] * (x.float() * scale).to(x.dtype)
+
+    def _mlp(self, x: Tensor, at: str) -> Tensor:
+        gate, up = F.linear(x, self.weights[f"{at}.mlp.gate_up_proj.weight"]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.weights[f"{at}.mlp.down_proj.weight"])
+
+    def _experts(self, x: Tensor, at: str) -> Tensor:
+        """Every token through its top experts: tokens sorted by expert, one GEMM an expert, added back in place."""
+        w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
+        router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
+        weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
+        if self.shape.renormalises:
+            weight = weight / weight.sum(-1, keepdim=True)
+        order = expert.flatten().argsort(stable=True)  # slots t*K + k, expert by expert
+        counts = torch.bincount(expert.flatten(), minlength=len(w13)).tolist()
+        rows = x[order // expert.shape[1]].split(counts)
+        done = [_swiglu(r, w13[e], w2[e]) for e, r in enumerate(rows) if len(r)]
+        slots = torch.empty_like(x.repeat_interleave(expert.shape[1], 0))
+        slots[order] = torch.cat(done)
+        return (slots.view(len(x), -1, x.shape[1]) * weight[..., None].to(x.dtype)).sum(1)
+
+
+def _swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    gate, up = F.linear(x, w13).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, w2)
+
+
+def _rotate(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat([-right, left], -1)
+
+
+def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
+    h, d = shape.hidden_size, shape.head_dim
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, h),
+        "lm_head.weight": (shape.vocab_size, h),
+        "model.norm.weight": (h,),
+    }
+    for layer, has_experts in enumerate(shape.moe_layers):
+        at = f"model.layers.{layer}"
+        expected[f"{at}.self_attn.qkv_proj.weight"] = ((shape.num_heads + 2 * shape.num_kv_heads) * d, h)
+        expected[f"{at}.self_attn.o_proj.weight"] = (h, shape.num_heads * d)
+        expected[f"{at}.input_layernorm.weight"] = expected[f"{at}.post_attention_layernorm.weight"] = (h,)
+        if shape.has_qk_norm:
+            expected[f"{at}.self_attn.q_norm.weight"] = expected[f"{at}.self_attn.k_norm.weight"] = (d,)
+        if has_experts:
+            expected[f"{at}.mlp.gate.weight"] = (shape.num_experts, h)
+        name = f"{at}.mlp.experts.w13_weight" if has_experts else f"{at}.mlp.gate_up_proj.weight"
+        if name not in weights:
+            raise ValueError(f"local engine: the weights lack {name}; this layer is {'sparse' if has_experts else 'dense'}")
+    for name, size in expected.items():
+        if name not in weights:
+            raise ValueError(f"local engine: the weights lack {name}")
+        if tuple(weights[name].shape) != size:
+            raise ValueError(f"local engine: {name} has shape {tuple(weights[name].shape)}; config.json asks for {size}")

@@ -1,0 +1,72 @@
+"""Drawing tokens with counter-based noise: the draw of a row depends on (seed, position) and its logits alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each row of a batch is drawn, on the model's device. temperature 0 takes the most likely token."""
+
+    temperature: Tensor  # [B] float32
+    top_p: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64; -1 off
+    seeds: Tensor  # [B] int64
+    truncates: bool  # any row has top_p < 1 or top_k > 0
+
+    def select(self, rows: Tensor) -> RowSampling:
+        return RowSampling(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.truncates)
+
+
+def draw(logits: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens [B] int64, their log-probs [B] float32, nats, of the distribution that they were drawn from).
+
+    Args:
+        logits: [B, V] float32.
+        positions: [B] int64, place of the drawn token in its sequence.
+    """
+    greedy = sampling.temperature <= 0
+    scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
+    if sampling.truncates:
+        scaled = _truncate(scaled, sampling.top_k, sampling.top_p)
+    logprobs = scaled.log_softmax(-1)
+    cumulative = logprobs.exp().double().cumsum(-1)
+    point = uniform(sampling.seeds, positions)[:, None] * cumulative[:, -1:]
+    # the first token whose cumulative probability passes the point; one of probability 0 never is
+    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[B] float64 in [0, 1): 53 bits of SplitMix64 over (seed, position)."""
+    x = _splitmix(_splitmix(seeds) + positions)
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _splitmix(x: Tensor) -> Tensor:
+    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
+    x = (x ^ (_shift(x, 30))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ (_shift(x, 27))) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """-inf outside of the top k, then outside of the smallest set whose probability reaches top_p."""
+    ordered, index = logits.sort(-1, descending=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    ordered = ordered.masked_fill(drop, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # mass of the more likely ones: the first is always kept
+    drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
+    return torch.full_like(logits, -torch.inf).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

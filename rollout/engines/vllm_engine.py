@@ -1,0 +1,313 @@
+"""The real vLLM as an Engine, with its core in this process.
+
+    os.environ.update(vllm_environment(threads=1))            # by whoever starts the process: before vLLM is imported
+    engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
+    engine.generate(requests, version=0)
+
+Our own loop over LLMEngine.step(), so that progress can be read and a deadline holds. vLLM is imported when an engine
+is made, never with this file.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    WeightReceipt,
+    WeightUpdate,
+    WrongVersion,
+)
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+_BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
+_KV_CACHE_CPU_MIB = 256
+_PROGRESS_S = 0.2
+
+
+def vllm_environment(threads: int | None = None) -> dict[str, str]:
+    """Environment of a process that serves a VllmEngine: core in the process, no network, no telemetry.
+
+    With TORCHDYNAMO_DISABLE the CPU build compiles nothing (eager is what it runs anyway).
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share the cores with the trainer
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+class VllmEngine:
+    """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        options: VllmOptions,
+        *,
+        dtype: str,
+        max_model_len: int,
+        seed: int = 0,
+        version: int = 0,
+        threads: int | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Load vLLM with the weights of model_dir, which count as `version`.
+
+        Args:
+            dtype: "float32", "bfloat16" or "float16"; options.dtype goes before it.
+            max_model_len: prompt and completion together, tokens.
+            threads: CPU threads of torch in this process; None leaves them.
+            deadline_s: a generate() that takes longer is stopped with TimeoutError.
+
+        Raises:
+            ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet).
+        """
+        if options.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs whole tensors in "
+                "every engine: set it to 1 and use more engines"
+            )
+        import torch
+        import vllm
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        if threads is not None and current_platform.is_cpu():
+            torch.set_num_threads(threads)
+        self._dtype = options.dtype or dtype
+        self._max_model_len = max_model_len
+        self._version = version
+        self._deadline_s = deadline_s
+        self._decoded_before = 0
+        self._decoding = 0
+        self._device = str(current_platform.device_type)
+        self._library_version = str(vllm.__version__)
+        self._llm: Any = LLM(
+            model=str(model_dir),
+            dtype=self._dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # sampling is what the request says, not what the checkpoint suggests
+            logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: of the distribution drawn from
+            disable_log_stats=True,
+            enable_prefix_caching=True,
+            worker_extension_cls="marsrl.rollout.engines.vllm_worker.WeightExtension",
+            **(_cpu_arguments(options, max_model_len) if current_platform.is_cpu() else _gpu_arguments(options)),
+        )
+        self._core = self._llm.llm_engine
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+
+    def info(self) -> EngineInfo:
+        core = type(self._llm)
+        return EngineInfo(
+            kind="vllm",
+            engine_class=f"{core.__module__}.{core.__qualname__}",
+            library="vllm",
+            library_version=self._library_version,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def num_decoded(self) -> int:
+        return self._decoded_before + self._decoding
+
+    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        """Decode all requests; one that cannot be served comes back with Finish.ERROR and the reason.
+
+        Raises:
+            WrongVersion: the engine holds other weights.
+            TimeoutError: it took longer than deadline_s; nothing is left running.
+        """
+        self._check_version(version)
+        results: list[DecodeResult | None] = [self._refusal(request) for request in requests]
+        waiting = [i for i, result in enumerate(results) if result is None]
+        params = [self._sampling_params(requests[i]) for i in waiting]
+        outputs = self._run([(requests[i].token_ids, p) for i, p in zip(waiting, params, strict=True)])
+        for i, output in zip(waiting, outputs, strict=True):
+            results[i] = self._result(requests[i], output)
+        return [result for result in results if result is not None]
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
+
+        All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
+        blocks of older weights that survived an update show up here.
+
+        Raises:
+            ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
+                more than max_model_len.
+        """
+        from vllm import SamplingParams
+
+        if temperature != 1.0:
+            raise ValueError(f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only")
+        for sequence in sequences:
+            if not 2 <= len(sequence) <= self._max_model_len:
+                raise ValueError(
+                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to {self._max_model_len} (max_model_len)"
+                )
+        once: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False, "ignore_eos": True}
+        last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
+        first = self._run([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
+        scores = []
+        for sequence, prefill, step in zip(sequences, first, last, strict=True):
+            ids = [int(token) for token in sequence]
+            known = [prefill.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids) - 1)]
+            known.append(step.outputs[0].logprobs[0][ids[-1]].logprob)
+            scores.append(np.asarray(known, np.float32))
+        return scores
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Load the file, drop every cached prefix, and report checksums of what the kernels hold."""
+        start = time.perf_counter()
+        self._llm.collective_rpc("marsrl_load", args=(update.path,))
+        self._reset_prefix_cache()
+        checksums = self._llm.collective_rpc("marsrl_checksums", args=(update.path,))[0]
+        self._version = update.version
+        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Shut vLLM's core down; the engine is not used afterwards."""
+        self._core.engine_core.shutdown()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(
+                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old weights are "
+                "left; requests are still running"
+            )
+
+    def _check_version(self, version: int) -> None:
+        if version != self._version:
+            raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
+
+    def _refusal(self, request: DecodeRequest) -> DecodeResult | None:
+        """The result of a request that vLLM would raise on, or None."""
+        n = len(request.token_ids)
+        reason = ""
+        if n == 0:
+            reason = "the prompt is empty"
+        elif n >= self._max_model_len:
+            reason = f"the prompt has {n} tokens, which leaves no room in max_model_len {self._max_model_len}"
+        elif request.max_new_tokens < 1:
+            reason = f"max_new_tokens is {request.max_new_tokens}"
+        elif int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._vocab_size:
+            reason = f"a token id is outside of the vocabulary of {self._vocab_size}"
+        if not reason:
+            return None
+        none = np.zeros(0, np.int32)
+        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
+
+    def _sampling_params(self, request: DecodeRequest) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        return SamplingParams(
+            max_tokens=min(request.max_new_tokens, self._max_model_len - len(request.token_ids)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if sampling.top_k > 0 else 0,
+            seed=request.seed & (2**63 - 1),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decide
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _result(self, request: DecodeRequest, output: Any) -> DecodeResult:
+        completion = output.outputs[0]
+        return DecodeResult(
+            uid=request.uid,
+            token_ids=np.asarray(completion.token_ids, np.int32),
+            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),  # one a token: logprobs=0 asks for the drawn one
+            finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
+            version=self._version,
+            num_cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    def _run(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
+        """Finished RequestOutputs in the order of work."""
+        start = time.monotonic()
+        place: dict[str, int] = {}
+        outputs: list[Any] = [None] * len(work)
+        finished_tokens = 0
+        next_look = start
+        try:
+            for i, (token_ids, params) in enumerate(work):
+                self._core.add_request(str(i), {"prompt_token_ids": token_ids.tolist()}, params)
+                place[str(i)] = i
+            while place:
+                for output in self._core.step():
+                    if output.finished:
+                        outputs[place.pop(output.request_id)] = output
+                        finished_tokens += len(output.outputs[0].token_ids)
+                now = time.monotonic()
+                if now >= next_look:
+                    self._decoding = finished_tokens + self._tokens_under_way()
+                    next_look = now + _PROGRESS_S
+                if self._deadline_s is not None and now - start > self._deadline_s:
+                    raise TimeoutError(
+                        f"VllmEngine: {len(place)} of {len(work)} requests are unfinished after rollout.deadline_s = "
+                        f"{self._deadline_s:g} s; raise it, or ask for fewer or shorter completions"
+                    )
+        finally:
+            if place:  # an error or Ctrl-C: leave an engine that can go on
+                self._core.abort_request(list(place))
+                while self._core.has_unfinished_requests():
+                    self._core.step()
+            self._decoded_before += finished_tokens
+            self._decoding = 0
+        return outputs
+
+    def _tokens_under_way(self) -> int:
+        states = self._core.output_processor.request_states.values()
+        return sum(len(state.detokenizer.output_token_ids) for state in states if state.detokenizer is not None)
+
+
+def _cpu_arguments(options: VllmOptions, max_model_len: int) -> dict[str, Any]:
+    return {
+        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
+        "block_size": _BLOCK_CPU,
+        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
+        # vLLM 0.32: a prefill cut in two rewinds the request's generator, which CPU generators cannot do ("CPU
+        # Generator does not use offset"); so prefills are never cut
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, max_model_len, options.max_num_seqs),
+    }
+
+
+def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "enforce_eager": bool(options.enforce_eager),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
+    }
+    if options.kv_cache_mib is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
+    return arguments

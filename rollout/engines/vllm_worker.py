@@ -1,0 +1,112 @@
+"""What runs inside vLLM's worker: loads new weights and tells what the kernels really hold.
+
+vLLM mixes `WeightExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
+
+On a CPU vLLM computes with packed copies: a linear layer hands its weight to oneDNN and keeps an empty tensor; experts
+are re-ordered for the grouped GEMM. So a checksum of the parameters says little there. Instead a linear layer is
+asked for its product with the identity, which is its weight, and packed experts are compared with what packing the
+received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on a GPU none of this applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marsrl.rollout.engines.checksum import checksum
+from marsrl.rollout.engines.fused_layout import WeightFiles, fuse
+
+
+class WeightExtension:
+    """Methods that vLLM's worker gains. Paths cross the border, tensors never do."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def marsrl_load(self, path: str) -> None:
+        """Load the safetensors file layer by layer into the tensors that are in use."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
+        _pack_experts(model, WeightFiles(path), self.vllm_config.model_config.dtype)
+
+    def marsrl_checksums(self, path: str) -> dict[str, int]:
+        """{fused name: checksum of what is held}. It equals the received tensor's checksum iff the kernels hold it."""
+        model = self.model_runner.get_model()
+        found = {}
+        with torch.no_grad():
+            for name, received in fuse(WeightFiles(path), self.vllm_config.model_config.dtype):
+                found[name] = _held_checksum(model, name, received)
+            covered = set(found)
+            for name, parameter in model.named_parameters():
+                if _our_name(name) not in covered:
+                    found[_our_name(name)] = checksum(parameter)
+        return found
+
+
+def _our_name(name: str) -> str:
+    """vLLM's parameter name in our layout: it keeps experts in a module of their own."""
+    return name.replace(".mlp.experts.routed_experts.", ".mlp.experts.")
+
+
+def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, attribute = name.rsplit(".", 1)
+    if path.endswith(".mlp.experts"):
+        module = model.get_submodule(path)
+        return getattr(module, "routed_experts", module), attribute
+    return model.get_submodule(path), attribute
+
+
+def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
+    module, attribute = _module_of(model, name)
+    held = getattr(module, attribute)
+    received = received.to(held.device)
+    if attribute in ("w13_weight", "w2_weight"):
+        if held.device.type != "cpu":
+            return checksum(held)
+        same = held.shape == received.shape and torch.equal(_packed(module, received), held)
+        return checksum(received) if same else checksum(held)
+    if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
+        identity = torch.eye(received.shape[1], dtype=received.dtype)
+        product = module.cpu_linear(identity, module.weight, None).t()[: received.shape[0]]
+        # compared as numbers: adding zeros turns -0.0 into 0.0
+        return checksum(received) if torch.equal(product.to(received.dtype), received) else checksum(product)
+    held = held[: received.shape[0]]  # vLLM pads the vocabulary
+    if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
+        return checksum(received)  # a kernel keeps the bias in float32
+    return checksum(held)
+
+
+def _packed(module: nn.Module, weight: Tensor) -> Tensor:
+    """The experts' weight as vLLM's CPU kernel wants it."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return cpu_prepack_moe_weight(weight.contiguous(), _experts_of(module).isa)
+
+
+def _experts_of(module: nn.Module) -> Any:
+    return module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+
+
+def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Repair vLLM's reload of experts on a CPU.
+
+    vLLM 0.28-0.32 packs experts for its CPU kernel at the first load only: after a reload the kernel reads unpacked
+    numbers as packed ones (garbage, no error). Wherever the raw tensor is found in the kernel's place it is packed;
+    where a later vLLM has packed it, nothing is done, and the checksum judges the result either way.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    with torch.no_grad():
+        for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype):
+            module, attribute = _module_of(model, name)
+            held = getattr(module, attribute)
+            if held.shape == weight.shape and torch.equal(held, weight):
+                held.copy_(_packed(module, weight))

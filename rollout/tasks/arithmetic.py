@@ -1,0 +1,121 @@
+"""The built-in task: the last digit of a chain of + - * operations, one word an operation and its result.
+
+    problem   a 3 b *7 c *7 d -5 e -9
+    solution  a = 3 b *7 = 1 c *7 = 7 d -5 = 2 e -9 = 3 Answer: 3
+
+Multipliers are 3, 7 and 9 only: they are invertible modulo 10, so no slip is multiplied away.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.types import Problem, Reward
+
+LETTERS = "abcdefgh"
+MULTIPLIERS = ("3", "7", "9")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A start digit and operations such as "+4", "-5", "*7"."""
+
+    start: int
+    operations: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        words = [LETTERS[0], str(self.start)]
+        for letter, operation in zip(LETTERS[1:], self.operations, strict=False):
+            words += [letter, operation]
+        return " ".join(words)
+
+    @property
+    def answer(self) -> str:
+        value = self.start
+        for operation in self.operations:
+            value = apply(value, operation)
+        return str(value)
+
+    def problem(self) -> Problem:
+        text = self.text
+        return Problem(id=f"chain/{text.replace(' ', '')}", question=text, answer=self.answer, task="arithmetic")
+
+
+def apply(value: int, operation: str) -> int:
+    """The last digit of `value operation`."""
+    sign, operand = operation[0], int(operation[1:])
+    result = value + operand if sign == "+" else value - operand if sign == "-" else value * operand
+    return result % 10
+
+
+def parse_chain(question: str) -> Chain:
+    """The chain that a problem's text states."""
+    words = question.split()
+    return Chain(int(words[1]), tuple(words[3::2]))
+
+
+def is_held_out(question: str, modulus: int) -> bool:
+    return zlib.crc32(question.encode()) % modulus == 0
+
+
+def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -> Chain:
+    """A chain of the training split, or of the held-out one."""
+    while True:
+        signs = [rng.choice("+-*") for _ in range(rng.randint(options.min_operations, options.max_operations))]
+        operations = tuple(s + (rng.choice(MULTIPLIERS) if s == "*" else str(rng.randint(1, 9))) for s in signs)
+        chain = Chain(rng.randrange(10), operations)
+        if is_held_out(chain.text, options.held_out_modulus) == held_out:
+            return chain
+
+
+class ChainSource:
+    """Endless training problems; the n-th depends on (seed, n) alone, so the state is one number."""
+
+    def __init__(self, options: ArithmeticOptions, seed: int) -> None:
+        self._options = options
+        self._seed = seed
+        self._position = 0
+
+    def next_problem(self) -> Problem:
+        rng = random.Random(f"arithmetic/{self._seed}/{self._position}")
+        self._position += 1
+        return draw_chain(rng, self._options, held_out=False).problem()
+
+    def state(self) -> CursorState:
+        return CursorState(epoch=0, position=self._position)
+
+    def load(self, state: CursorState) -> None:
+        self._position = state.position
+
+
+class ArithmeticTask:
+    """Exact judgement: an answer is the right digit or it is not."""
+
+    name = "arithmetic"
+    prompts = "chain"
+
+    def __init__(self, options: ArithmeticOptions) -> None:
+        self.options = options
+
+    def problems(self, seed: int) -> ChainSource:
+        return ChainSource(self.options, seed)
+
+    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
+        rng = random.Random(f"arithmetic/held-out/{seed}")
+        return [draw_chain(rng, self.options, held_out=True).problem() for _ in range(num_problems)]
+
+    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        rewards = []
+        for problem, answer in answers:
+            right = float(answer == problem.answer)
+            rewards.append(Reward(right, right, {"answer": right}))
+        return rewards
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,111 @@
+"""What a mediocre team would write about chains: the traces of the warm start.
+
+The tutors slip on purpose; RL is to remove the slips. Recipe and constants: docs of the CPU default run.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from marsrl.rollout.agents.prompts import CHAIN
+from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.tasks.arithmetic import LETTERS, Chain, apply
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class TutorRates:
+    """How often the tutors go wrong, as probabilities.
+
+    anchor: the Verifier takes the claim as its own result. restate: the Corrector rebuts whatever the report says.
+    """
+
+    slip_solver: float = 0.10
+    slip_verifier: float = 0.10
+    slip_corrector: float = 0.12
+    anchor: float = 0.2
+    restate: float = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A prompt and the completion to imitate (the end token comes after it where `ends` is set).
+
+    prompt: a chat, or for a drill the bare words, which are tokenised as they stand.
+    """
+
+    prompt: tuple[Message, ...] | str
+    completion: str
+    ends: bool = True
+
+    def weights(self, verdict_weight: float) -> list[float]:
+        """The loss weight of each token of the completion, the end token included: one token a word.
+
+        Verdict words weigh more: one word in thirty would otherwise stay at chance.
+        """
+        words = self.completion.split(" ")
+        return [verdict_weight if word in ("correct", "wrong") else 1.0 for word in words] + [1.0] * self.ends
+
+
+def solver_trace(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> Trace:
+    return Trace(_prompt(Role.SOLVER, chain), _solution(rng, chain, slip, options))
+
+
+def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
+    """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution."""
+    solution = _solution(rng, chain, rates.slip_solver, options)
+    report = _report(rng, chain, solution, rates, options)
+    traces = [
+        Trace(_prompt(Role.SOLVER, chain), solution),
+        Trace(_prompt(Role.VERIFIER, chain, solution), report),
+    ]
+    while not report.endswith("wrong"):
+        solution = _solution(rng, chain, rates.slip_solver, options)
+        report = _report(rng, chain, solution, rates, options)
+    correction = _correction(rng, chain, solution, rates, options)
+    return [*traces, Trace(_prompt(Role.CORRECTOR, chain, solution, report), correction)]
+
+
+def drill(rng: random.Random) -> Trace:
+    """The last words of a report: are the two digits equal? Half of the drills are drawn equal."""
+    said = rng.randrange(10)
+    got = said if rng.random() < 0.5 else rng.randrange(10)
+    return Trace(f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")
+
+
+def _prompt(role: Role, chain: Chain, solution: str = "", report: str = "") -> tuple[Message, ...]:
+    return CHAIN.fill(role, problem=chain.text, solution=solution, report=report)
+
+
+def _work(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> tuple[str, int]:
+    """The lines of a calculation with slips, and its result."""
+    weights = {"+": options.slip_add, "-": options.slip_subtract, "*": options.slip_multiply}
+    mean = sum(weights.values()) / 3 or 1.0
+    value = chain.start
+    words = [LETTERS[0], "=", str(value)]
+    for letter, operation in zip(LETTERS[1:], chain.operations, strict=False):
+        value = apply(value, operation)
+        if rng.random() < slip * weights[operation[0]] / mean:
+            value = (value + rng.choice((-1, 1, rng.randint(1, 9)))) % 10
+        words += [letter, operation, "=", str(value)]
+    return " ".join(words), value
+
+
+def _solution(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> str:
+    work, value = _work(rng, chain, slip, options)
+    return f"{work} Answer: {value}"
+
+
+def _report(rng: random.Random, chain: Chain, solution: str, rates: TutorRates, options: ArithmeticOptions) -> str:
+    claim = solution[-1]
+    work, value = _work(rng, chain, rates.slip_verifier, options)
+    got = claim if rng.random() < rates.anchor else str(value)
+    return f"claim {claim} {work} got {got} said {claim} Verdict: {'correct' if got == claim else 'wrong'}"
+
+
+def _correction(rng: random.Random, chain: Chain, solution: str, rates: TutorRates, options: ArithmeticOptions) -> str:
+    if rng.random() < rates.restate:
+        return f"rebut Answer: {solution[-1]}"
+    return f"agree {_solution(rng, chain, rates.slip_corrector, options)}"

@@ -1,0 +1,234 @@
+"""Problems from jsonl, parquet and Hugging Face dataset directories, and the order in which they are drawn.
+
+Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
+problem/solution with \\boxed, and verl's (prompt = list of messages, reward_model.ground_truth).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from marsrl.rollout.agents.parsers import boxed_answer
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.types import Problem
+
+QUESTION_KEYS = ("question", "query", "problem", "prompt")
+ANSWER_KEYS = ("answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
+_MAX_NOTES = 20
+
+
+class BadLine(ValueError):
+    """A row that is no problem; the message is the reason alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """problems in file order; num_bad rows were skipped, notes say why for the first of them (file:line: reason)."""
+
+    problems: tuple[Problem, ...]
+    num_bad: int
+    notes: tuple[str, ...]
+
+
+def read_problems(
+    path: str | Path,
+    task: str,
+    question_key: str | None = None,
+    answer_key: str | None = None,
+    on_bad_line: Literal["error", "skip"] = "error",
+) -> ReadResult:
+    """Every problem of a file or dataset directory. Keys not given are found from the first readable row.
+
+    Ids are file name and line, so they stay the same as long as the file does.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    num_bad = 0
+    for file in _files(Path(path)):
+        for line, row in _rows(file):
+            try:
+                if isinstance(row, BadLine):
+                    raise row
+                question_key = question_key or _find_key(row, QUESTION_KEYS, "data.question_key")
+                answer_key = answer_key or _find_key(row, ANSWER_KEYS, "data.answer_key")
+                question = _question(_lookup(row, question_key))
+                answer = _answer(_lookup(row, answer_key), answer_key)
+                problems.append(Problem(f"{file.name}:{line}", question, answer, task))
+            except BadLine as reason:
+                message = f"{file}:{line}: {reason}"
+                if on_bad_line == "error":
+                    raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from reason
+                num_bad += 1
+                if len(notes) < _MAX_NOTES:
+                    notes.append(message)
+    if not problems:
+        raise ValueError(f"{path} holds no problem: {num_bad} bad lines{'; first: ' + notes[0] if notes else ''}")
+    return ReadResult(tuple(problems), num_bad, tuple(notes))
+
+
+class DataCursor:
+    """Endless draws from a fixed list: each epoch yields every problem once, in a seeded order of its own."""
+
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        if not problems:
+            raise ValueError("DataCursor: there are no problems to draw")
+        self._problems = tuple(problems)
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffled()
+
+    def next_problem(self) -> Problem:
+        if self._position == len(self._problems):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._shuffled()
+        self._position += 1
+        return self._problems[self._order[self._position - 1]]
+
+    def state(self) -> CursorState:
+        return CursorState(self._epoch, self._position)
+
+    def load(self, state: CursorState) -> None:
+        if not 0 <= state.position <= len(self._problems):
+            raise ValueError(
+                f"the checkpoint stands at problem {state.position} of an epoch, but the data has {len(self._problems)}; "
+                "resume with the data that the run was started with"
+            )
+        self._epoch, self._position = state.epoch, state.position
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self._problems)))
+        random.Random(f"data/{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+
+def _files(path: Path) -> list[Path]:
+    """The data files behind a path, in order."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory")
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
+        if len(splits) > 1 and "train" not in splits:
+            raise ValueError(f"data: {path} has the splits {', '.join(splits)}; give the folder of one of them")
+        path = path / ("train" if "train" in splits else splits[0])
+    if (path / "state.json").is_file():  # save_to_disk: names its shards in order
+        state = json.loads((path / "state.json").read_text("utf-8"))
+        if state.get("_indices_data_files"):
+            raise ValueError(f"data: {path} was saved with an indices mapping; call flatten_indices() before saving it")
+        return [path / Path(shard["filename"]).name for shard in state["_data_files"]]
+    for ending in ("arrow", "parquet", "jsonl"):
+        if found := sorted(path.glob(f"*.{ending}")):
+            return found
+    raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files")
+
+
+def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
+    """(line number from 1, row or why it is none)."""
+    if file.suffix in (".parquet", ".arrow"):
+        yield from enumerate(_table_rows(file), start=1)
+    elif file.suffix in (".jsonl", ".json", ".ndjson"):
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _json_row(line)
+    else:
+        raise ValueError(f"data: {file} is neither .jsonl, .parquet nor .arrow")
+
+
+def _json_row(line: bytes) -> Mapping[str, object] | BadLine:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadLine(f"not UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return BadLine(f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        return BadLine(f"not readable as JSON: {error}")
+    return row if isinstance(row, dict) else BadLine(f"expected a JSON object, found {type(row).__name__}")
+
+
+def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file.suffix == ".parquet":
+            with pq.ParquetFile(file) as parquet:
+                for batch in parquet.iter_batches():
+                    yield from batch.to_pylist()
+            return
+        with pa.memory_map(str(file)) as source:
+            try:
+                reader = pa.ipc.open_stream(source)  # what `datasets` writes
+            except pa.ArrowInvalid:
+                source.seek(0)
+                yield from pa.ipc.open_file(source).read_all().to_pylist()
+            else:
+                for batch in reader:
+                    yield from batch.to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"data: {file} cannot be read: {error}") from error
+
+
+def _lookup(row: Mapping[str, object], key: str) -> object:
+    """row[key]; a dotted key goes down into nested objects. None where it leads nowhere."""
+    if key in row:
+        return row[key]
+    value: object = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str) -> str:
+    for key in candidates:
+        if _lookup(row, key) is not None:
+            return key
+    raise BadLine(f"none of {', '.join(candidates)} is there (found {', '.join(map(str, row))}); set {option}")
+
+
+def _question(value: object) -> str:
+    if isinstance(value, list):  # a chat: the problem is what the user says last
+        turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        if not turns:
+            raise BadLine("the prompt is a list without a user message")
+        value = turns[-1].get("content")
+    if not isinstance(value, str) or not value.strip():
+        raise BadLine(f"the question is {_kind(value)}, expected text")
+    return value
+
+
+def _answer(value: object, key: str) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or value is None or not isinstance(value, str | int | float):
+        raise BadLine(f"the answer ({key}) is {_kind(value)}, expected text or a number")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadLine(f"the answer ({key}) is {value}, expected a finite number")
+        return str(int(value)) if value.is_integer() else repr(value)
+    text = str(value)
+    if "####" in text:  # GSM8K: a worked solution, then the final answer
+        text = text.rpartition("####")[2].replace(",", "")
+    elif key.rpartition(".")[2] == "solution":
+        boxed = boxed_answer(text)
+        if boxed is None:
+            raise BadLine("the solution has no \\boxed{} final answer")
+        text = boxed
+    if not text.strip():
+        raise BadLine(f"the answer ({key}) is empty")
+    return text.strip()
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else "empty" if value == "" else type(value).__name__

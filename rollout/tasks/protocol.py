@@ -1,0 +1,45 @@
+"""What a task offers: problems, held-out problems, and a judgement of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from marsrl.rollout.types import Problem, Reward
+
+
+@dataclass(frozen=True, slots=True)
+class CursorState:
+    """Where a source of problems stands: enough to go on exactly there. Plain numbers, for a checkpoint's JSON."""
+
+    epoch: int
+    position: int
+
+
+class ProblemSource(Protocol):
+    """An endless stream of problems; state() and load() resume it exactly."""
+
+    def next_problem(self) -> Problem: ...
+
+    def state(self) -> CursorState: ...
+
+    def load(self, state: CursorState) -> None: ...
+
+
+class Task(Protocol):
+    """A kind of problem. prompts: name of the prompt set that fits it."""
+
+    name: str
+    prompts: str
+
+    def problems(self, seed: int) -> ProblemSource:
+        """An endless training stream that derives from the seed alone."""
+
+    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
+        """Problems for evaluation, none of which `problems` ever yields."""
+
+    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        """One reward an answer, in order. What could not be judged is missing, never 0."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,163 @@
+"""Packaging: the folders kernels/, rollout/ and trainer/ install as marsrl.*, with the native library from csrc/.
+
+Environment variables that steer the native build:
+    MARSRL_BUILD       auto (default): a failed build is a warning; require: it is an error; off: nothing is built
+    MARSRL_CUDA_ARCHS  CMake's list of CUDA architectures; default "80-real;90a-real;90-virtual"
+
+The libraries have a plain C ABI and include no Python or torch header, so one wheel serves every Python and torch.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+NAME = "marsrl"
+ROOT = Path(__file__).resolve().parent
+FOLDERS = [folder for folder in ("kernels", "rollout", "trainer") if (ROOT / folder).is_dir()]
+BUILD_MODES = ("auto", "require", "off")
+LIBRARIES = {"marsrl_cpu": "cpu", "marsrl_cuda": "cuda"}  # CMake target -> the value of MARSRL_TARGET that builds it
+
+REQUIREMENTS = [
+    "torch>=2.10",  # no upper pin: the native code does not link against it
+    "numpy",
+    "pydantic>=2",
+    "omegaconf",
+    "pyyaml",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "transformers>=5",
+    "zstandard",
+    "tensorboard",
+    "msgpack",
+    "psutil",
+    "einops",
+    "math-verify",
+    "jinja2",
+]
+EXTRAS = {
+    "megatron": ["megatron-core>=0.16"],
+    "ray": ["ray"],
+    "vllm": ["vllm"],
+    "data": ["pyarrow", "datasets"],
+    "wandb": ["wandb"],
+    "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+}
+
+
+class NativeLibrary(Extension):
+    """One CMake target of csrc/; setuptools sees an extension without sources."""
+
+    def __init__(self, target: str):
+        super().__init__(f"{NAME}.kernels._lib.{target}", sources=[])
+        self.target = target
+
+
+class BuildWithCMake(build_ext):
+    """Builds each library in a directory of its own, so that a CUDA failure keeps the CPU library.
+
+    build/cmake/<target> stays between builds: the second `pip install -e .` compiles only what changed.
+    """
+
+    def run(self):
+        mode = os.environ.get("MARSRL_BUILD", "auto")
+        if mode not in BUILD_MODES:
+            raise ValueError(f"MARSRL_BUILD={mode!r}: expected one of {', '.join(BUILD_MODES)}")
+        self.built: list[str] = []
+        if mode == "off":
+            self.announce("MARSRL_BUILD=off: no native library is built; kernels fall back to PyTorch", level=3)
+            return
+        for extension in self.extensions:
+            try:
+                self.build_library(extension)
+                self.built.append(extension.target)
+            except (OSError, subprocess.CalledProcessError) as error:
+                if mode == "require":
+                    raise RuntimeError(f"building {extension.target} failed and MARSRL_BUILD=require: {error}") from error
+                self.warn(f"building {extension.target} failed, kernels fall back to PyTorch: {error}")
+        if self.inplace:
+            self.copy_extensions_to_source()
+
+    def build_library(self, extension: NativeLibrary) -> None:
+        output = Path(self.build_lib, NAME, "kernels", "_lib").resolve()
+        build = ROOT / "build" / "cmake" / extension.target
+        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
+        configure += [f"-DMARSRL_TARGET={LIBRARIES[extension.target]}", f"-DMARSRL_OUTPUT={output}"]
+        if os.environ.get("MARSRL_CUDA_ARCHS"):
+            configure.append(f"-DCMAKE_CUDA_ARCHITECTURES={os.environ['MARSRL_CUDA_ARCHS']}")
+        # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
+        subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"  # a plain library, not a Python module: no cpython suffix
+
+    def get_outputs(self) -> list[str]:
+        return [str(Path(self.build_lib, NAME, "kernels", "_lib", f"{target}.so")) for target in self.built]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        if not self.inplace:
+            return {}
+        return {path: str(ROOT / "kernels" / "_lib" / Path(path).name) for path in self.get_outputs()}
+
+    def copy_extensions_to_source(self) -> None:
+        target = ROOT / "kernels" / "_lib"
+        target.mkdir(parents=True, exist_ok=True)
+        for path in self.get_outputs():
+            # Replace, do not overwrite: a running process may have the old file mapped.
+            shutil.copy2(path, target / f".{Path(path).name}")
+            os.replace(target / f".{Path(path).name}", target / Path(path).name)
+
+
+def is_foreign_cache(build: Path) -> bool:
+    """True where build/ was configured by a cmake that is gone."""
+    cache = build / "CMakeCache.txt"
+    if not cache.exists():
+        return False
+    entries = dict(line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[:1] not in "#/")
+    return not Path(entries.get("CMAKE_COMMAND:INTERNAL", "")).exists()
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag py3-none-<platform>: it holds native libraries, but uses no Python ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+def namespace_packages() -> tuple[list[str], dict[str, str]]:
+    """Every package under the shipped folders by its import name, and the folder each top one maps to."""
+    packages = []
+    for folder in FOLDERS:
+        packages += [f"{NAME}.{folder}", *(f"{NAME}.{folder}.{package}" for package in find_packages(folder))]
+    return packages, {f"{NAME}.{folder}": folder for folder in FOLDERS}
+
+
+def native_libraries() -> list[NativeLibrary]:
+    """The CPU library always; the CUDA library where nvcc is and its sources are."""
+    has_cuda = shutil.which("nvcc") is not None and (ROOT / "csrc" / "cuda").is_dir()
+    return [NativeLibrary(target) for target, kind in LIBRARIES.items() if kind == "cpu" or has_cuda]
+
+
+packages, package_dir = namespace_packages()
+setup(
+    name=NAME,
+    version="0.1.0",
+    description="Multi-agent reinforcement learning for teams of language models",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=packages,
+    package_dir=package_dir,
+    package_data={package: ["*.yaml", "*.html", "*.jinja", "*.json"] for package in packages},
+    install_requires=REQUIREMENTS,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},
+    ext_modules=native_libraries(),
+    cmdclass={"build_ext": BuildWithCMake, "bdist_wheel": PlatformWheel},
+    zip_safe=False,
+)

@@ -1,0 +1,262 @@
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marsrl.rollout.agents.inference import EvaluationThread
+from marsrl.rollout.agents.orchestration import VerifierCorrector, build_orchestration
+from marsrl.rollout.agents.picks import PickRule, is_right, pick
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import MISSING, Ask, Finish, Group, Problem, Reward, Sample, Segment
+
+PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
+NONE = np.zeros(0, np.int32)
+TEAM = build_orchestration("verifier_corrector", {}, "math")
+
+
+def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, **changes: object) -> Sample:
+    base = Sample(
+        uid, "r", "p", agent, "g", None, NONE, NONE, NONE.astype(bool), NONE.astype(np.float32), (Segment(0, 0, 0),),
+        Finish.STOP, text="t", reward=Reward(correct, correct),
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ rewards
+
+
+@pytest.mark.parametrize(
+    ("verdict", "solution_correct", "value"),
+    [
+        (True, 1.0, 1.0),
+        (False, 1.0, 0.0),
+        (True, 0.0, 0.0),
+        (False, 0.0, 1.0),
+        (None, 0.0, 0.0),
+        (True, 0.5, 0.0),
+        (True, MISSING, None),
+        (None, MISSING, None),
+    ],
+)
+def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
+    verdict: bool | None, solution_correct: float, value: float | None
+) -> None:
+    solution = sample("s", correct=solution_correct)
+    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
+    reward = TEAM.reward(ask, sample("v", "verifier1", verdict=verdict))
+    assert reward.is_missing if value is None else reward.value == value
+
+
+def test_a_penalty_on_the_solution_does_not_change_what_the_verifier_should_say() -> None:
+    solution = sample("s", reward=Reward(0.9, 1.0))
+    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
+    assert TEAM.reward(ask, sample("v", "verifier1", verdict=True)).value == 1
+
+
+@pytest.mark.parametrize("agent", ["solver", "verifier1", "corrector2"])
+def test_overlong_gets_zero_and_an_engine_error_is_missing(agent: str) -> None:
+    solution = sample("s", correct=1.0)
+    ask = Ask("r", PROBLEM, agent, solution, solution)
+    assert TEAM.reward(ask, sample("x", agent, finish=Finish.LENGTH, verdict=True)).value == 0
+    assert TEAM.reward(ask, sample("x", agent, finish=Finish.ERROR)).is_missing
+    with pytest.raises(ValueError, match="not finished"):
+        TEAM.reward(ask, sample("x", agent, finish=Finish.UNFINISHED))
+
+
+def test_a_solver_is_paid_what_the_task_says_and_nothing_without_an_answer() -> None:
+    ask = TEAM.first_ask("r", PROBLEM)
+    assert TEAM.reward(ask, sample("s", answer="1"), Reward(1.0, 1.0)).value == 1
+    assert TEAM.reward(ask, sample("s", answer="1"), Reward(MISSING, MISSING)).is_missing
+    assert TEAM.reward(ask, sample("s")).value == 0
+    with pytest.raises(ValueError, match="no judgement"):
+        TEAM.reward(ask, sample("s", answer="1"))
+
+
+def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> None:
+    assert TEAM.parse(sample("s", text=r"\boxed{4}")).answer == "4"
+    assert TEAM.parse(sample("s", text=r"\boxed{4}", finish=Finish.LENGTH)).answer is None
+    assert TEAM.parse(sample("s", text=r"<think>\boxed{4}")).answer is None
+    assert TEAM.parse(sample("s", text=r"\boxed{4}", prompt_text="assistant\n<think>\n")).answer is None
+    assert TEAM.parse(sample("v", "verifier1", text="<think>Verdict: wrong")).verdict is None
+    assert TEAM.parse(sample("v", "verifier1", text="<think>x</think>Verdict: wrong")).verdict is False
+
+
+def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
+    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
+    report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
+    assert report.verdict is True
+    assert team.shown(report) == ""
+
+
+# ------------------------------------------------------------------ picks
+
+CANDIDATES = st.lists(st.sampled_from([0.0, 1.0]), max_size=12).map(
+    lambda rewards: [sample(f"u{index:02d}", correct=reward) for index, reward in enumerate(rewards)]
+)
+RULES = st.sampled_from(["adaptive", "balanced", "paired", "random"])
+
+
+@settings(deadline=None)
+@given(CANDIDATES, st.integers(1, 5), RULES, st.booleans(), st.integers(0, 99), st.randoms(use_true_random=False))
+def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
+    candidates: list[Sample], count: int, rule: PickRule, prefers_right: bool, seed: int, shuffler: random.Random
+) -> None:
+    chosen = pick(candidates, count, rule, prefers_right, random.Random(seed))
+    shuffled = list(candidates)
+    shuffler.shuffle(shuffled)
+    again = pick(shuffled, count, rule, prefers_right, random.Random(seed))
+    assert [s.uid for s in chosen] == [s.uid for s in again]
+    assert len({s.uid for s in chosen}) == len(chosen)
+    num_preferred = sum(is_right(s) == prefers_right for s in candidates)
+    num_other = len(candidates) - num_preferred
+    got_preferred = sum(is_right(s) == prefers_right for s in chosen)
+    got_other = len(chosen) - got_preferred
+    if rule == "paired":
+        assert got_preferred == got_other == min(num_preferred, num_other, count // 2)
+        return
+    assert len(chosen) == min(count, len(candidates))
+    if rule == "adaptive":
+        assert got_preferred == min(count, num_preferred)
+    if rule == "balanced" and min(num_preferred, num_other) >= (count + 1) // 2:
+        assert (got_preferred, got_other) == ((count + 1) // 2, count // 2)
+
+
+def test_random_picks_reach_every_candidate() -> None:
+    candidates = [sample(f"u{index}", correct=0.0) for index in range(5)]
+    seen = {s.uid for seed in range(60) for s in pick(candidates, 1, "random", True, random.Random(seed))}
+    assert len(seen) == 5
+
+
+def test_a_sample_offered_twice_is_an_error() -> None:
+    with pytest.raises(ValueError, match="offered twice"):
+        pick([sample("u"), sample("u")], 2, "random", True, random.Random(0))
+
+
+def finished(agent: str, samples: list[Sample], solution: Sample | None = None) -> tuple[Ask, Group]:
+    ask = Ask("r", PROBLEM, agent, solution, solution)
+    return ask, Group(ask.group_id, "r", agent, tuple(samples))
+
+
+def test_only_finished_parsable_rewarded_outputs_are_handed_on() -> None:
+    good = sample("good", answer="1", correct=1.0)
+    group = finished(
+        "solver",
+        [
+            good,
+            sample("no-answer", correct=0.0),
+            sample("missing", answer="1"),
+            sample("long", answer="1", correct=0.0, finish=Finish.LENGTH),
+        ],
+    )
+    asks = TEAM.next_asks([group], random.Random(0))
+    assert [(a.agent, a.parent, a.solution, a.report) for a in asks] == [("verifier1", good, good, None)]
+
+
+def test_picks_are_pooled_over_the_groups_of_an_instance_and_keep_their_own_solutions() -> None:
+    first, second = sample("s1", correct=0.0), sample("s2", correct=1.0)
+    found = sample("v1", "verifier1", verdict=False, correct=1.0)
+    false_alarm = sample("v2", "verifier1", verdict=False, correct=0.0)
+    passed = sample("v3", "verifier1", verdict=True, correct=1.0)
+    groups = [finished("verifier1", [false_alarm, passed], second), finished("verifier1", [found], first)]
+    team = build_orchestration("verifier_corrector", {}, "math", num_picks=1)
+    for order in (groups, groups[::-1]):
+        (ask,) = team.next_asks(order, random.Random(0))  # adaptive: the error that was really there
+        assert (ask.agent, ask.solution, ask.report) == ("corrector1", first, found)
+    assert {a.parent.uid for a in TEAM.next_asks(groups, random.Random(0)) if a.parent} == {"v1", "v2"}
+
+
+def test_a_problem_that_nobody_flagged_and_the_last_agent_end_the_episode() -> None:
+    solution = sample("s", correct=1.0)
+    passed = sample("v", "verifier1", verdict=True, correct=1.0)
+    assert TEAM.next_asks([finished("verifier1", [passed], solution)], random.Random(0)) == []
+    assert TEAM.next_asks([finished("corrector2", [sample("c", answer="1", correct=1.0)])], random.Random(0)) == []
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="verifier_corrector"):
+        build_orchestration("debate", {}, "math")
+    with pytest.raises(ValueError, match="corrector2"):
+        build_orchestration("verifier_corrector", {"solvr": AgentConfig()}, "math")
+    with pytest.raises(ValueError, match="chain, math"):
+        build_orchestration("verifier_corrector", {}, "maths")
+
+
+# ------------------------------------------------------------------ inference loop
+
+
+def play(
+    script: list[tuple[str, str, Finish]], team: VerifierCorrector = TEAM, **rules: int | bool
+) -> tuple[EvaluationThread, list[str]]:
+    """Answer the thread's asks from the script of (agent, text, finish); the agents that were asked."""
+    thread = EvaluationThread(team, PROBLEM, "e", **rules)  # type: ignore[arg-type]
+    asked = []
+    for number, (agent, text, finish) in enumerate(script):
+        ask = thread.next_ask()
+        assert ask is not None, f"ended before {agent}: {thread.outcome.reason}"
+        assert ask.agent == agent
+        asked.append(ask.agent)
+        thread.receive(team.parse(sample(f"{number}", agent, text=text, finish=finish)))
+    return thread, asked
+
+
+OK = Finish.STOP
+RIGHT, WRONG = "Verdict: correct", "bad\nVerdict: wrong"
+
+
+def test_a_candidate_needs_consecutive_acceptances() -> None:
+    thread, _ = play(
+        [("solver", "s", OK), ("verifier1", RIGHT, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
+        + [("verifier2", RIGHT, OK)] * 2,
+        accept_after=2,
+    )
+    outcome = thread.outcome
+    assert (outcome.final.uid, outcome.is_accepted, outcome.num_iterations) == ("3", True, 4)
+    assert [c.num_correct for c in outcome.candidates] == [1, 2]
+
+
+def test_without_acceptance_the_candidate_most_often_judged_correct_wins() -> None:
+    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", RIGHT, OK)]
+    script += [("verifier2", WRONG, OK)]
+    thread, _ = play(script, accept_after=2, max_iterations=3)
+    assert (thread.outcome.final.uid, thread.outcome.reason) == ("2", "max_iterations")
+    thread, _ = play(script[:2], max_iterations=1)
+    assert thread.outcome.final.uid == "0"
+    tied, _ = play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)
+    assert tied.outcome.final.uid == "0"  # the earliest of equals
+
+
+def test_compat_counts_verify_calls_not_acceptances() -> None:
+    script = [("solver", "s", OK), ("verifier1", WRONG, Finish.LENGTH), ("corrector1", "c", OK)]
+    script += [("verifier2", "no verdict", OK)]
+    thread, _ = play(script, max_iterations=2, compat=True)
+    assert thread.outcome.final.uid == "2"
+    thread, _ = play(script, max_iterations=2)
+    assert thread.outcome.final.uid == "0"
+
+
+def test_a_truncated_correction_ends_the_thread_with_what_there_is() -> None:
+    thread, _ = play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", Finish.LENGTH)])
+    assert (thread.outcome.final.uid, thread.outcome.reason) == ("0", "truncated correction")
+    thread, _ = play([("solver", "<think>", OK)])
+    assert thread.outcome.reason == "truncated solution"
+
+
+def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict_is_handed_on() -> None:
+    empty = ("verifier1", "<think>cut", Finish.LENGTH)
+    thread, _ = play([("solver", "s", OK), ("verifier1", RIGHT, OK), empty, ("verifier1", RIGHT, OK)], accept_after=2)
+    assert (thread.num_iterations, thread.next_ask() is not None) == (3, True)  # the streak was broken
+    thread, _ = play([("solver", "s", OK), empty, empty], max_iterations=2)
+    assert thread.outcome.reason == "max_iterations"
+    play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
+
+
+def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
+    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(missing_verdict="correct")}, "math")
+    thread, _ = play([("solver", "s", OK), ("verifier1", "hm", OK)], team, accept_after=1)
+    assert thread.outcome.is_accepted
+    solution = sample("s", correct=1.0)
+    reward = team.reward(Ask("r", PROBLEM, "verifier1", solution, solution), sample("v", "verifier1"))
+    assert reward.value == 0 and not math.isnan(reward.value)

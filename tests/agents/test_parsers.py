@@ -1,0 +1,110 @@
+import time
+
+import pytest
+from marsrl.rollout.agents.parsers import (
+    boxed_answer,
+    chain_answer,
+    chain_verdict,
+    compat_report,
+    compat_verdict,
+    strict_verdict,
+    visible,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("<think>a</think>\n\nshown", "shown"),
+        ("a</think>shown", "shown"),  # the template opened the thought
+        ("<think>a</think>b<think>c</think>d", "d"),
+        ("<think>cut off", None),
+        ("<think>a</think>b<think>cut off", None),
+        ("", ""),
+    ],
+)
+def test_only_text_after_a_closed_thought_is_visible(text: str, shown: str | None) -> None:
+    assert visible(text) == shown
+
+
+def test_a_thought_that_the_prompt_opened_and_nobody_closed_shows_nothing() -> None:
+    assert visible("still thinking, Verdict: correct", starts_in_thought=True) is None
+    assert visible("done</think>x", starts_in_thought=True) == "x"
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict"),
+    [
+        ("Findings: none\nVerdict: correct", True),
+        ("Verdict: wrong", False),
+        ("VERDICT : Wrong", False),
+        ("**Verdict: correct**", True),
+        ("**Verdict:** wrong.", False),
+        ("Verdict: *correct*\n\n", True),
+        ("Verdict: correct\nVerdict: wrong", False),
+        ("Verdict: wrong\nOn reflection that holds.", False),
+        ("Verdict: incorrect", None),
+        ("Verdict: not correct", None),
+        ("Verdict: correct or wrong?", None),
+        ("I would say Verdict: correct", None),
+        ("The solution is correct.", None),
+        ("Verdict: correct|wrong", None),
+        ("", None),
+    ],
+)
+def test_a_strict_verdict_is_a_line_of_its_own(report: str, verdict: bool | None) -> None:
+    assert strict_verdict(report) is verdict
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict"),
+    [
+        ("Correctness: incorrect", True),  # the published slip
+        ("**Correctness**: wrong", False),
+        ("correct so far. Correctness: wrong", False),
+        ("<think>this looks correct", True),  # an unfinished thought is read
+        ("<think>correct</think>wrong", False),
+        ("", False),
+    ],
+)
+def test_compat_reads_a_substring_as_the_published_script_does(report: str, verdict: bool) -> None:
+    assert compat_verdict(report) is verdict
+
+
+def test_the_compat_report_is_empty_without_the_marker() -> None:
+    assert compat_report("step 2 fails\n**Correctness**: wrong") == "step 2 fails"
+    assert compat_report("step 2 fails\nVerdict: wrong") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} and \boxed{unclosed", "7"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed {x^{2}}", "x^{2}"),
+        (r"\boxed{}", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_balanced_box_is_the_answer(text: str, answer: str | None) -> None:
+    assert boxed_answer(text) == answer
+
+
+def test_chain_words_after_the_last_key_are_read() -> None:
+    assert chain_answer("Answer: 3 agree Answer: 5") == "5"
+    assert chain_answer("Answer: claim") is None
+    assert chain_answer("Answer:") is None
+    assert chain_verdict("got 3 said 3 Verdict: correct") is True
+    assert chain_verdict("Verdict: wrong Verdict: 3") is None
+
+
+@pytest.mark.parametrize("unit", ["\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: "])
+def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
+    text = unit * (400_000 // len(unit))
+    start = time.process_time()
+    for read in (visible, strict_verdict, compat_verdict, compat_report, boxed_answer, chain_answer, chain_verdict):
+        read(text)
+    assert time.process_time() - start < 20  # seconds; quadratic work would take hours

@@ -1,0 +1,74 @@
+"""For every test: the root off sys.path, and a team whose engine is a script (real rules, real tokenizer, no model)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
+from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.team import Team
+
+# A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
+
+AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+
+
+def write(request: DecodeRequest, renderer: ChatRenderer, rng: random.Random) -> str:
+    """What the scripted team says: right or wrong by a coin, in the words of the arithmetic task."""
+    words = renderer.decode(request.token_ids).split()
+    if words[1] == "grade":
+        return f"claim 3 Verdict: {rng.choice(['correct', 'wrong'])}"
+    problem = " ".join(words[1 : words.index("<|assistant|>")])
+    chain = parse_chain(problem)
+    right = chain.answer if rng.random() < 0.5 else str((int(chain.answer) + 1) % 10)
+    return f"a = {chain.start} Answer: {right}"
+
+
+def scripted_team(
+    folder: Path,
+    *,
+    pick: str = "adaptive",
+    picks: int = 2,
+    fail: Callable[[DecodeRequest], str | None] = lambda request: None,
+    script: Callable[[DecodeRequest, ChatRenderer, random.Random], str] = write,
+) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
+    """Five agents on one scripted engine; a completion depends on its request's seed alone."""
+    folder.mkdir(exist_ok=True)
+    write_arithmetic_tokenizer(folder)
+    renderer = ChatRenderer(folder)
+    engine = ScriptedEngine(
+        lambda request: script(request, renderer, random.Random(request.uid)),
+        encode=lambda text: renderer.encode_trusted(text).tolist(),
+        fail=fail,
+    )
+    agents = {name: AgentConfig(pick=pick, max_input_tokens=512) for name in AGENTS}  # type: ignore[arg-type]
+    task = ArithmeticTask(ArithmeticOptions())
+    team = Team(
+        agents,
+        build_orchestration("verifier_corrector", agents, task.prompts, picks),
+        {"main": renderer},
+        {"main": EnginePool(LocalReplicas([engine]))},
+        task.judge,
+    )
+    return team, engine, task
+
+
+@pytest.fixture(name="scripted_team")
+def scripted_team_fixture() -> Any:
+    """The function above: scripted_team(folder, pick=..., script=...)."""
+    return scripted_team

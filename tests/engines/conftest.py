@@ -1,0 +1,139 @@
+"""Tiny random checkpoints made with transformers, which is also the judge of log-probs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from marsrl.rollout.config import VllmOptions
+
+sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+
+def _qwen2(directory: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}  # head size 32 = hidden / heads
+    _save(Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)), directory)
+
+
+def _qwen3(directory: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _save(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False)), directory)
+
+
+def _qwen3_tied(directory: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _save(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)), directory)
+
+
+def _qwen3_moe(directory: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[])
+    _save(Qwen3MoeForCausalLM(config), directory)
+
+
+def _save(model: Any, directory: Path) -> None:
+    with torch.no_grad():  # biases start at 0 and norms at 1: what is never different would never be tested
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+
+
+_MAKE = {"qwen2": _qwen2, "qwen3": _qwen3, "qwen3_tied": _qwen3_tied, "qwen3_moe": _qwen3_moe}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoint("qwen3_moe") -> HF directory, made once."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            torch.manual_seed(7)
+            made[kind] = tmp_path_factory.mktemp(kind)
+            _MAKE[kind](made[kind])
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def judge() -> Callable[[Path, dict[str, torch.Tensor] | None, list[np.ndarray]], list[np.ndarray]]:
+    """judge(directory, tensors or None, sequences) -> transformers' log-probs [N-1] of each, float32."""
+    models: dict[Path, Any] = {}
+
+    def score(
+        directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        from transformers import AutoModelForCausalLM
+
+        if tensors is not None:
+            from safetensors.torch import save_file
+
+            changed = directory.parent / (directory.name + "_changed")
+            changed.mkdir(exist_ok=True)
+            (changed / "config.json").write_bytes((directory / "config.json").read_bytes())
+            save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+            model = AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
+        else:
+            if directory not in models:
+                models[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            model = models[directory]
+        scores = []
+        with torch.no_grad():
+            for sequence in sequences:
+                ids = torch.from_numpy(sequence.astype(np.int64))[None]
+                logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+                scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy())
+        return scores
+
+    return score
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
+    """vllm_engine("qwen3") -> real vLLM on that checkpoint, started once in this process."""
+    pytest.importorskip("vllm")
+    from marsrl.rollout.engines.vllm_engine import VllmEngine, vllm_environment
+
+    os.environ.update(vllm_environment(threads=1))
+    engines: dict[str, Any] = {}
+
+    def start(kind: str) -> Any:
+        if kind != "qwen3_moe":
+            start("qwen3_moe")  # first: vLLM makes its expert group with the first model of a process only
+        if kind not in engines:
+            options = VllmOptions(max_num_seqs=32, kv_cache_mib=32)
+            engines[kind] = VllmEngine(checkpoint(kind), options, dtype="float32", max_model_len=256, threads=1)
+        return engines[kind]
+
+    yield start
+    for engine in engines.values():
+        engine.close()

@@ -1,0 +1,33 @@
+"""Requests and tensors that the engine tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from marsrl.rollout.engines.fused_layout import WeightFiles
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """HF-named tensors of a checkpoint, in memory."""
+    files = WeightFiles(directory)
+    return {name: files[name].clone() for name in files}
+
+
+def perturbed(tensors: dict[str, torch.Tensor], part: str, seed: int = 0, scale: float = 0.1) -> dict[str, torch.Tensor]:
+    """The tensors with noise on all whose name contains `part` (at least one)."""
+    generator = torch.Generator().manual_seed(seed)
+    assert any(part in name for name in tensors), (part, sorted(tensors))
+    return {n: t + scale * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
+
+
+def request(uid: str, token_ids: np.ndarray, max_new_tokens: int, *, seed: int = 0, **sampling: Any) -> DecodeRequest:
+    return DecodeRequest(uid, token_ids.astype(np.int32), max_new_tokens, Sampling(**sampling), seed, uid.split(".")[0])
+
+
+def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)

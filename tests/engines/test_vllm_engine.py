@@ -1,0 +1,209 @@
+"""The real vLLM in float32: about 60 s on one core, most of it its import and start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_cases import perturbed, prompt, request, tensors_of
+
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.types import Finish
+from marsrl.trainer.weight_sync import WeightSync
+
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
+GROUPS = [
+    *[("qwen2", part) for part in ("q_proj.bias", "self_attn", "mlp.gate_proj", "embed_tokens", "norm")],
+    *[("qwen3", part) for part in ("self_attn", "mlp.down_proj", "embed_tokens", "lm_head", "model.norm", "q_norm")],
+    *[("qwen3_tied", part) for part in ("embed_tokens",)],
+    *[
+        ("qwen3_moe", part)
+        for part in ("self_attn", "mlp.gate.weight", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head", "norm")
+    ],
+]
+
+
+def publish(engine, tensors, judge, directory, version, tolerance=1e-4):
+    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, tolerance=tolerance)
+    try:
+        return sync.publish(tensors.items(), version, lambda seqs: judge(directory, tensors, list(seqs)))
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint, judge):
+    engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
+    publish(engine, tensors, judge, checkpoint(kind), 0)
+    asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 24, seed=i, temperature=0.7) for i in range(6)]
+    results = engine.generate(asks, version=0)
+    whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
+    for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
+        assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
+        np.testing.assert_allclose(result.logprobs, right[len(ask.token_ids) - 1 :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "part"), GROUPS)
+def test_logprobs_follow_an_update_of_each_parameter_group(kind, part, vllm_engine, checkpoint, judge):
+    engine, old = vllm_engine(kind), tensors_of(checkpoint(kind))
+    new = perturbed(old, part)
+    probe = [prompt(97, seed=5)]
+    before, after = judge(checkpoint(kind), None, probe)[0], judge(checkpoint(kind), new, probe)[0]
+    assert np.abs(before - after).max() > 1e-2  # the change shows, so a missed one would
+    report = publish(engine, new, judge, checkpoint(kind), 1)
+    np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0)
+    ask = request("a.0", prompt(40), 16, seed=3)
+    result = engine.generate([ask], version=1)[0]
+    right = judge(checkpoint(kind), new, [np.concatenate([ask.token_ids, result.token_ids])])[0][39:]
+    np.testing.assert_allclose(result.logprobs, right, atol=1e-4, rtol=0)
+    assert report.max_probe_difference is not None and report.max_probe_difference < 1e-4
+    publish(engine, old, judge, checkpoint(kind), 0)
+
+
+def corrupting(engine, corrupt, monkeypatch):
+    """Every load is followed by corrupt(model)."""
+    load = engine._llm.collective_rpc
+
+    def rpc(method, *args, **kwargs):
+        out = load(method, *args, **kwargs)
+        if method == "marsrl_load":
+            corrupt(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
+        return out
+
+    monkeypatch.setattr(engine._llm, "collective_rpc", rpc)
+
+
+def test_one_number_of_one_expert_that_changes_after_loading_is_named(vllm_engine, checkpoint, judge, monkeypatch):
+    engine, tensors = vllm_engine("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
+
+    def corrupt(model):
+        model.get_submodule("model.layers.1.mlp.experts").routed_experts.w2_weight.data[5, 3, 7] += 1e-3
+
+    with monkeypatch.context() as patch:
+        corrupting(engine, corrupt, patch)
+        with pytest.raises(RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.mlp\.experts\.w2_weight"):
+            publish(engine, tensors, judge, checkpoint("qwen3_moe"), 1)
+    publish(engine, tensors, judge, checkpoint("qwen3_moe"), 0)
+
+
+def test_a_linear_layer_that_computes_with_the_old_weight_is_named(vllm_engine, checkpoint, judge, monkeypatch):
+    engine, tensors = vllm_engine("qwen3"), tensors_of(checkpoint("qwen3"))
+    name = "model.layers.0.self_attn.qkv_proj"
+    model = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    stale = model.get_submodule(name).cpu_linear
+    with monkeypatch.context() as patch:
+        corrupting(engine, lambda model: setattr(model.get_submodule(name), "cpu_linear", stale), patch)
+        with pytest.raises(RuntimeError, match=rf"1 of \d+ tensors differ, first {name}\.weight"):
+            publish(engine, perturbed(tensors, "self_attn"), judge, checkpoint("qwen3"), 1)
+    publish(engine, tensors, judge, checkpoint("qwen3"), 0)
+
+
+def test_experts_that_vllm_does_not_repack_are_named(vllm_engine, checkpoint, judge, monkeypatch):
+    engine, tensors = vllm_engine("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
+    with monkeypatch.context() as patch:
+        patch.setattr("marsrl.rollout.engines.vllm_worker._pack_experts", lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"4 of \d+ tensors differ, first .*experts\.w"):
+            publish(engine, tensors, judge, checkpoint("qwen3_moe"), 1)
+    publish(engine, tensors, judge, checkpoint("qwen3_moe"), 0)
+
+
+def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(vllm_engine, checkpoint, judge, monkeypatch):
+    engine, old = vllm_engine("qwen3"), tensors_of(checkpoint("qwen3"))
+    new = perturbed(old, "self_attn")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_reset_prefix_cache", lambda: None)
+        with pytest.raises(RuntimeError, match="disagree on the probe"):
+            publish(engine, new, judge, checkpoint("qwen3"), 1)
+    publish(engine, old, judge, checkpoint("qwen3"), 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_greedy_segments_continue_as_if_they_were_one(kind, vllm_engine):
+    engine = vllm_engine(kind)
+    start = prompt(70, seed=9)
+    whole = engine.generate([request("w", start, 48, temperature=0.0)], version=0)[0]
+    tokens, logprobs, cached = start, [], []
+    for segment in range(3):
+        result = engine.generate([request(f"s.{segment}", tokens, 16, temperature=0.0)], version=0)[0]
+        tokens = np.concatenate([tokens, result.token_ids])
+        logprobs.append(result.logprobs)
+        cached.append(result.num_cached_tokens)
+    np.testing.assert_array_equal(tokens[70:], whole.token_ids)
+    np.testing.assert_allclose(np.concatenate(logprobs), whole.logprobs, atol=1e-4, rtol=0)
+    assert cached[2] >= 64  # the prefix was not computed again
+
+
+def test_the_same_requests_give_the_same_tokens_and_the_same_bits(vllm_engine):
+    engine = vllm_engine("qwen3_moe")
+    asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
+    engine._reset_prefix_cache()
+    first = engine.generate(asks, version=0)
+    engine._reset_prefix_cache()
+    second = engine.generate(asks, version=0)
+    assert len({r.token_ids.tobytes() for r in first}) == 48
+    for one, two in zip(first, second, strict=True):
+        assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
+
+
+def test_stop_tokens_end_a_completion_and_belong_to_it(vllm_engine):
+    engine = vllm_engine("qwen3")
+    free = engine.generate([request("a", prompt(10), 12, temperature=0.0)], version=0)[0]
+    stop = int(free.token_ids[5])
+    result = engine.generate([request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))], version=0)[0]
+    assert result.finish is Finish.STOP and result.token_ids[-1] == stop
+    assert len(result.logprobs) == len(result.token_ids) <= 6
+
+
+def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(vllm_engine):
+    engine = vllm_engine("qwen3")
+    before = engine.num_decoded()
+    asks = [
+        request("full", prompt(256), 8),
+        request("good", prompt(8), 8),
+        request("empty", prompt(0), 8),
+        request("foreign", np.array([5, 160]), 8),
+        request("tight", prompt(252), 8),
+    ]
+    results = engine.generate(asks, version=0)
+    assert [r.uid for r in results] == [a.uid for a in asks]
+    errors = {r.uid: r.error for r in results if r.finish is Finish.ERROR}
+    assert set(errors) == {"full", "empty", "foreign"} and "max_model_len 256" in errors["full"]
+    assert len(results[1].token_ids) == 8 and len(results[4].token_ids) == 4
+    assert engine.num_decoded() - before == 12
+
+
+def test_a_request_of_another_version_is_refused(vllm_engine):
+    with pytest.raises(WrongVersion, match="version 9"):
+        vllm_engine("qwen3").generate([request("a", prompt(8), 4)], version=9)
+
+
+def test_a_deadline_leaves_an_engine_that_goes_on(vllm_engine, monkeypatch):
+    engine = vllm_engine("qwen3")
+    monkeypatch.setattr(engine, "_deadline_s", 0.0)
+    with pytest.raises(TimeoutError, match="deadline_s"):
+        engine.generate([request("a", prompt(8), 64)], version=0)
+    monkeypatch.setattr(engine, "_deadline_s", None)
+    assert len(engine.generate([request("a", prompt(8), 6)], version=0)[0].token_ids) == 6
+
+
+def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(vllm_engine, tmp_path):
+    engine = vllm_engine("qwen3")
+    with pytest.raises(Exception, match="missing"):
+        engine.update_weights(WeightUpdate(str(tmp_path / "none"), 5))
+    assert len(engine.generate([request("a", prompt(8), 4)], version=0)[0].token_ids) == 4
+
+
+def test_sampling_is_cut_as_asked(vllm_engine):
+    engine = vllm_engine("qwen3")
+    greedy = engine.generate([request("a", prompt(8), 6, temperature=0.0)], version=0)[0]
+    top_1 = engine.generate([request("a", prompt(8), 6, top_k=1, seed=4)], version=0)[0]
+    np.testing.assert_array_equal(greedy.token_ids, top_1.token_ids)
+    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
+
+
+def test_info_names_the_real_library(vllm_engine):
+    import vllm
+
+    info = vllm_engine("qwen3").info()
+    assert info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
+

@@ -1,0 +1,158 @@
+"""A run directory with made-up numbers and texts: test data, no result of any model."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.trainer.group_metrics import summarise
+from marsrl.trainer.metrics import MetricsLog
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import write_samples
+from marsrl.trainer.summary import (
+    Confusion,
+    CorrectorEstimate,
+    EngineRecord,
+    Evaluation,
+    Summary,
+    VerifierEstimate,
+    WarmStartRecord,
+    estimate,
+    save_summary,
+)
+from marsrl.trainer.trace import TraceLog
+
+AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+
+
+def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
+    """A sample of 4 tokens with reward 1; `changes` replace fields. num_tokens and version are shorthands."""
+    num_tokens = int(changes.pop("num_tokens", 4))  # type: ignore[call-overload]
+    version = int(changes.pop("version", 0))  # type: ignore[call-overload]
+    fields: dict[str, object] = dict(
+        uid=uid,
+        rollout_id="p0#0",
+        problem_id="p0",
+        agent=agent,
+        group_id=f"p0#0/{agent}/root",
+        parent_uid=None,
+        prompt_ids=np.arange(3, dtype=np.int32),
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        is_sampled=np.ones(num_tokens, bool),
+        rollout_logprobs=np.full(num_tokens, -0.1, np.float32),
+        segments=(Segment(0, num_tokens, version),),
+        finish=Finish.STOP,
+        text=f"text of {uid}",
+        prompt_text="a 3 b *7",
+        reward=Reward(1.0, 1.0, {"answer": 1.0}),
+    )
+    return Sample(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_group(*samples: Sample) -> Group:
+    first = samples[0]
+    return Group(first.group_id, first.rollout_id, first.agent, samples)
+
+
+def make_evaluation(rate: float, n: int = 300) -> Evaluation:
+    return Evaluation(
+        solver=estimate(round(rate * n), n),
+        verifier=VerifierEstimate(
+            **dict(estimate(round((0.3 + rate / 2) * 160), 160)),
+            confusion=Confusion(right_correct=60, right_wrong=18, wrong_correct=40, wrong_wrong=38, none=4),
+            loop_confusion=Confusion(right_correct=200, right_wrong=20, wrong_correct=44, wrong_wrong=90),
+        ),
+        corrector=CorrectorEstimate(**dict(estimate(round(rate * 80), 80)), breaks=estimate(9, 80)),
+        system=estimate(round((rate + 0.03) * n), n),
+    )
+
+
+def make_summary(**changes: object) -> Summary:
+    fields: dict[str, object] = dict(
+        name="made-up",
+        task="arithmetic",
+        model="made-up Qwen3-MoE, 0.57 M parameters",
+        device="made-up CPU, 2 cores",
+        steps=6,
+        seeds={"run": 0},
+        before=make_evaluation(0.55),
+        after=make_evaluation(0.88),
+        engine=EngineRecord(
+            engine_class="LLMEngine", library="vllm", version="0.0-test", kind="vllm", device="cpu", dtype="float32"
+        ),
+        tokens_per_engine=(412_345,),
+        verified_syncs=6,
+        warm_start=WarmStartRecord(cached=False, seconds=140, gate_met=True, solver=0.55, verifier=0.62),
+        timings={"warm_start": 140.0, "rl": 101.5},
+        versions={"torch": "0.0-test", "ray": "0.0-test"},
+        commit="0123abc",
+    )
+    return Summary(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group], dict[str, float]]:
+    """Agentic pipeline: in step k agent j answers about the problems that began in step k - j."""
+    groups, advantages = [], {}
+    for depth, agent in enumerate(AGENTS[: step + 1]):
+        for problem in range(3):
+            rollout_id = f"p{step - depth}.{problem}#0"
+            uid_of = {d: f"{rollout_id}/{AGENTS[d]}/{'0' * (d + 1)}" for d in range(depth + 1)}
+            parent = uid_of[depth - 1] if depth else None
+            samples = []
+            for index in range(4):
+                right = rng.random() < 0.4 + 0.08 * step
+                missing = agent == "solver" and problem == 2 and index == 3
+                value = math.nan if missing else float(right)
+                number = rng.randint(5, 60)
+                samples.append(
+                    make_sample(
+                        f"{rollout_id}/{agent}/{'0' * depth}{index}",
+                        agent,
+                        rollout_id=rollout_id,
+                        problem_id=f"p{step - depth}.{problem}",
+                        group_id=f"{rollout_id}/{agent}/{parent or 'root'}",
+                        parent_uid=parent,
+                        num_tokens=number,
+                        version=step,
+                        text=f"a 3 b *7 = 1 c -5 = 6 Answer: {number % 10} {text}",
+                        prompt_text=f"a 3 b *7 c -5 {text}",
+                        answer=None if agent.startswith("verifier") else f"{number % 10}{text}",
+                        verdict=right if agent.startswith("verifier") else None,
+                        reward=Reward(value, value, {} if missing else {"answer": value}, text or ("late" if missing else "")),
+                    )
+                )
+                advantages[samples[-1].uid] = 0.0 if missing else value - 0.5
+            groups.append(make_group(*samples))
+    return groups, advantages
+
+
+def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool = True) -> RunDirectory:
+    """`text` is put into everything that a model, a data file or a config may hold."""
+    rng = random.Random(0)
+    run = RunDirectory.create(root, "made-up", "test")
+    run.write_config({"run": {"name": "made-up"}, "data": {"train": text}})
+    trace = TraceLog(run.trace)
+    start = trace._zero
+    with MetricsLog(run, tensorboard=False) as metrics:
+        for step in range(num_steps):
+            groups, advantages = make_step(step, rng, text)
+            write_samples(run, step, groups, advantages)
+            values = summarise(groups, version=step, advantages=advantages)
+            parts = {"rollout": 2.0 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1.0 + rng.random(), "publish": 0.2}
+            values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
+            values |= {"actor/entropy": 0.3 - 0.02 * step, "actor/grad_norm": math.nan if step == 2 else 0.5 + rng.random()}
+            values |= {"mpt/fraction_masked": 0.04 * step, "perf/tokens_per_s": 4000 + 100 * step}
+            metrics.log(step, values)
+            lanes = {"rollout": "engine/0", "step": "rank/0", "publish": "sync/main", "credit": f"reward/0{text}"}
+            at = start + 4.5 * step
+            for name, lane in lanes.items():
+                trace.add(lane, f"{name}{text}", at, at + parts[name], {"step": step, "note": text})
+                at += parts[name]
+    trace.save()
+    if finished:
+        save_summary(run.summary, make_summary(device=f"made-up CPU {text}"))
+    return run

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from made_up_run import make_group, make_sample
+
+from marsrl.rollout.types import MISSING, Reward
+from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
+from marsrl.trainer.metrics import NON_FINITE, MetricsLog, read_metrics
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.summary import wilson_interval
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "a", "p")
+
+
+def test_values_that_are_not_finite_become_null_and_are_counted(run: RunDirectory) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(0, {"a": math.nan, "b": -math.inf, "c": 1.5})
+        assert log.num_non_finite == 2
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    line = json.loads(run.metrics.read_text(), parse_constant=refuse)
+    assert line == {"step": 0, "a": None, "b": None, "c": 1.5, NON_FINITE: 2}
+
+
+def test_an_interrupted_and_resumed_run_has_each_step_once(run: RunDirectory) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        for step in range(5):
+            log.log(step, {"a": step})
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 5, "a"')  # killed while writing
+    assert len(read_metrics(run.metrics)) == 5
+    with MetricsLog(run, tensorboard=False, resume_step=2) as log:
+        for step in range(3, 7):
+            log.log(step, {"a": 10 * step})
+    assert [(r.step, r.values["a"]) for r in read_metrics(run.metrics)] == [
+        (0, 0), (1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60)
+    ]  # fmt: skip
+
+
+def test_metrics_are_never_overwritten_and_steps_never_repeat(run: RunDirectory) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(3, {"a": 1})
+        with pytest.raises(ValueError, match="once"):
+            log.log(3, {"a": 2})
+    with pytest.raises(ValueError, match="not overwritten"):
+        MetricsLog(run, tensorboard=False)
+
+
+def test_a_damaged_line_is_named(run: RunDirectory) -> None:
+    run.metrics.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(run.metrics)
+
+
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(run: RunDirectory) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(run) as log:
+        for step in range(4):
+            log.log(step, {"actor/loss": step})
+    with MetricsLog(run, resume_step=1) as log:
+        log.log(2, {"actor/loss": 20})
+    events = EventAccumulator(str(run.tensorboard)).Reload().Scalars("actor/loss")
+    assert [(e.step, e.value) for e in events] == [(0, 0), (1, 1), (2, 20)]
+
+
+def test_wandb_that_is_asked_for_and_not_installed_is_an_error(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RuntimeError, match="pip install wandb"):
+        MetricsLog(run, tensorboard=False, wandb_project="x")
+    MetricsLog(run, tensorboard=False).close()  # not asked for: not imported
+
+
+def test_a_missing_reward_is_counted_and_not_averaged() -> None:
+    group = make_group(
+        make_sample("a", num_tokens=2, version=1),
+        make_sample("b", num_tokens=6, version=3, reward=Reward(0.0, 0.0)),
+        make_sample("c", num_tokens=4, version=3, reward=Reward(MISSING, MISSING, note="timeout")),
+    )
+    metrics = summarise([group], version=3, num_unfinished=7, advantages={"a": 1.0, "b": -1.0})
+    assert metrics["reward/solver/mean"] == 0.5 and metrics["reward/solver/missing"] == 1
+    assert metrics["response_length/solver/mean"] == 4 and metrics["response_length/solver/max"] == 6
+    assert metrics["advantage/solver/fraction_zero"] == pytest.approx(1 / 3)
+    assert metrics["rollout/staleness_mean"] == pytest.approx(2 / 3) and metrics["rollout/staleness_max"] == 2
+    assert metrics["rollout/unfinished"] == 7 and metrics["rollout/finish_stop"] == 3
+    nothing = summarise([make_group(make_sample("d", reward=Reward(MISSING, MISSING)))], version=0)
+    assert "reward/solver/mean" not in nothing and all(map(math.isfinite, nothing.values()))
+    assert summarise([], version=0)["rollout/samples"] == 0
+
+
+@pytest.mark.parametrize(("num_correct", "warned"), [(0, True), (4, True), (5, False), (50, False), (96, True)])
+def test_a_verifier_that_always_says_the_same_is_warned_about(num_correct: int, warned: bool) -> None:
+    verdicts = [True] * num_correct + [False] * (100 - num_correct)
+    group = make_group(*(make_sample(str(i), "verifier1", verdict=v) for i, v in enumerate(verdicts)))
+    assert summarise([group], version=0)["verdicts/verifier1/fraction_wrong"] == pytest.approx(1 - num_correct / 100)
+    assert bool(one_sided_verdicts([group])) is warned
+    few = make_group(*(make_sample(str(i), "verifier1", verdict=True) for i in range(19)))
+    assert not one_sided_verdicts([few])
+
+
+def test_wilson_agrees_with_published_values() -> None:
+    # Newcombe 1998 (Stat. Med. 17:857), table I, method 3: 81/263, 15/148, 0/20, 1/29
+    for successes, n, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718)):
+        assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(0, 0) == (0, 1) and wilson_interval(7, 7)[1] == 1

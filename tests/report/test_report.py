@@ -1,0 +1,113 @@
+"""The page, also in a real Chromium where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_up_run import make_group, make_run, make_sample, make_summary
+
+from marsrl.trainer.report import write_report
+from marsrl.trainer.report_trees import trajectories_around
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import sample_files, write_samples
+from marsrl.trainer.summary import save_summary
+
+ATTACK = (
+    "</pre></script></title></style><script>document.title='PWNED'</script><img src=x onerror=\"document.title='PWNED'\">"
+    "<svg onload=document.title='PWNED'>' onmouseover='x \" onload=\"y {{ 7*191 }} {% raw %} \x00\x1b\u2028\u202e\ud800 -->"
+)
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.add(name)
+            if name in ("src", "href", "action", "srcset"):
+                self.loads.append(value or "")
+
+
+def test_what_models_wrote_stays_text(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path, text=ATTACK).path).read_text("utf-8")
+    page = Page(text)
+    assert not page.tags & {"script", "img", "iframe", "object", "form", "base"}
+    assert not [name for name in page.attributes if name.startswith("on")]
+    assert page.loads == ["data:,"]
+    assert "{{ 7*191 }}" in text and "1337" not in text
+    assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text and "⟨U+D800⟩" in text
+
+
+def test_a_page_shows_every_part(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path).path).read_text("utf-8")
+    for shown in ("LLMEngine", "0123abc", "412,345", "Verifier in the loop", "<polyline", "engine/0", "0.880", "config.yaml"):
+        assert shown in text, shown
+    assert "No samples" not in text and 'class="note"' in text  # one gradient norm is not finite: said
+
+
+def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:
+    empty = write_report(RunDirectory.create(tmp_path, "empty", "p").path).read_text("utf-8")
+    for note in ("No summary.json", "No step has been logged", "No trace.json", "No samples"):
+        assert note in empty
+    unfinished = write_report(make_run(tmp_path, finished=False, num_steps=1).path).read_text("utf-8")
+    assert "last step logged: 0" in unfinished and "First step (0)" in unfinished
+    run = RunDirectory.create(tmp_path, "blind", "p")
+    save_summary(run.summary, make_summary(before=None, after=None))
+    assert "was not evaluated" in write_report(run.path).read_text("utf-8")
+    with pytest.raises(ValueError, match="not there"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_a_trajectory_over_several_steps_is_one_tree(tmp_path: Path) -> None:
+    files = sample_files(make_run(tmp_path))
+    agents = []
+    groups = trajectories_around(files, last=True)[0].groups
+    while groups:
+        agents.append((groups[0].agent, groups[0].nodes[0].step))
+        groups = groups[0].nodes[0].groups
+    assert agents == [("solver", 1), ("verifier1", 2), ("corrector1", 3), ("verifier2", 4), ("corrector2", 5)]
+
+
+def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    write_samples(run, 0, [make_group(make_sample("child", "verifier1", parent_uid="gone"))])
+    assert trajectories_around(sample_files(run), last=True)[0].groups[0].nodes[0].sample.uid == "child"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+
+
+def browse(chromium: str, profile: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    command += [f"--user-data-dir={profile}", "--enable-logging=stderr", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_a_browser_runs_no_script_of_a_hostile_run_and_complains_of_nothing(chromium: str, tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path, text=ATTACK).path)
+    done = browse(chromium, tmp_path / "profile", page, "--dump-dom")
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title and title[1] == "made-up – marsrl run"
+    assert not Page(done.stdout).tags & {"script", "img"}
+    assert "CONSOLE" not in done.stderr, done.stderr
+    # the check itself: the same browser does run and report a script where the page lets it
+    bait = tmp_path / "bait.html"
+    bait.write_text(f"<title>x</title><script>console.error('seen')</script>{ATTACK.encode('utf-8', 'replace').decode()}")
+    bitten = browse(chromium, tmp_path / "profile_bait", bait, "--dump-dom")
+    assert "CONSOLE" in bitten.stderr and "PWNED" in bitten.stdout.split("</head>")[0]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+from made_up_run import make_group, make_sample, make_summary
+
+from marsrl.rollout.types import MISSING, Reward
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import read_samples, sample_files, write_samples
+from marsrl.trainer.summary import load_summary, save_summary
+from marsrl.trainer.trace import TraceLog, read_trace
+
+HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"
+
+
+def test_hostile_text_comes_back_exactly(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    reward = Reward(MISSING, MISSING, {"x": math.inf}, HOSTILE)
+    group = make_group(
+        make_sample("u1", text=HOSTILE, prompt_text=HOSTILE, answer=HOSTILE, reward=reward), make_sample("u2", num_tokens=9)
+    )
+    for step in (10, 2):
+        write_samples(run, step, [group], {"u2": 0.25})
+    assert list(sample_files(run)) == [2, 10]
+    first, second = read_samples(sample_files(run)[2])
+    assert first.text == first.prompt == first.answer == first.note == HOSTILE
+    assert first.reward is None and first.parts == {"x": None} and first.advantage is None
+    assert (second.uid, second.advantage, second.num_tokens) == ("u2", 0.25, 9)
+    assert second.segments == group.samples[1].segments
+
+
+def test_a_damaged_samples_file_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    path = write_samples(run, 0, [make_group(make_sample("u"))])
+    path.write_bytes(b"garbage" + path.read_bytes())
+    with pytest.raises(ValueError, match="step_0.jsonl.zst"):
+        list(read_samples(path))
+
+
+def test_spans_of_many_threads_are_kept_in_named_lanes(tmp_path: Path) -> None:
+    trace = TraceLog(tmp_path / "trace.json")
+
+    def work(lane: str) -> None:
+        for _ in range(50):
+            with trace.span(lane, "decode", tokens=3, odd=math.nan):
+                pass
+
+    threads = [threading.Thread(target=work, args=(f"engine/{k}",)) for k in (10, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(KeyError), trace.span("rank/0", "step"):
+        raise KeyError
+    trace.save()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == 101 and all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == ["engine/2", "engine/10", "rank/0"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"engine", "rank"}
+    assert len({(e["pid"]) for e in complete}) == 2
+
+
+def test_a_resumed_trace_goes_on_behind_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for name in ("first", "second"):
+        trace = TraceLog(path)
+        with trace.span("rank/0", name):
+            pass
+        trace.save()
+    first, second = read_trace(path)
+    assert (first.name, second.name) == ("first", "second") and second.start_s >= first.end_s - 1e-6
+
+
+def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
+    path, summary = tmp_path / "summary.json", make_summary()
+    save_summary(path, summary)
+    assert load_summary(path) == summary
+    values = json.loads(path.read_text())
+    assert values["engine"]["class"] == "LLMEngine"
+    assert set(values["after"]) == {"solver", "verifier", "corrector", "system"}
+    assert {"mean", "low", "high", "n"} == set(values["before"]["system"])
+    values["before"]["solver"]["mean"] = 2
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"summary\.json(.|\n)*before\.solver\.mean"):
+        load_summary(path)
+
+
+def test_only_rank_zero_prints_and_a_file_gets_plain_lines() -> None:
+    for rank in (0, 1):
+        out = io.StringIO()
+        console = RunConsole(rank, out)
+        with console.progress("warm [red]start", total=3, unit="steps") as bar:
+            for k in range(3):
+                bar.advance(note=f"loss {k}")
+        console.results(make_summary(name="[bold]x"))
+        text = out.getvalue()
+        if rank:
+            assert text == ""
+        else:
+            assert "warm [red]start: 3/3 steps" in text and "loss 2" in text and "\x1b" not in text
+            assert "[bold]x" in text and "solver" in text and "+0.330" in text

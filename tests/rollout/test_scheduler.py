@@ -1,0 +1,189 @@
+"""The scheduler's promises, on a scripted engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.scheduler import Scheduler, SchedulerState
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Finish, Group, Sample
+
+AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
+SMALL = RolloutConfig(engine="scripted", prompts_per_step=3, group_size=4, picks=2, max_response_tokens=12)
+
+
+Make = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def scheduler(scripted_team: Any) -> Make:
+    def make(folder: Path, config: RolloutConfig = SMALL, **kwargs: object) -> Scheduler:
+        team, engine, task = scripted_team(folder, picks=config.picks, **kwargs)
+        made = Scheduler(config, team, task.problems(0), seed=0)
+        made.engine = engine  # type: ignore[attr-defined]  # the tests tell it that weights have changed
+        return made
+
+    return make
+
+
+def stages(player: Scheduler, count: int, first_version: int = 0) -> list[tuple[Group, ...]]:
+    """Plays `count` stages, one version a stage, as the loop does."""
+    played = []
+    for version in range(first_version, first_version + count):
+        player.engine._version = version  # type: ignore[attr-defined]
+        played.append(player.next_batch({"main": version}).groups)
+    return played
+
+
+def samples(groups: tuple[Group, ...]) -> list[Sample]:
+    return [s for g in groups for s in g.samples]
+
+
+def test_each_stage_trains_every_agent_that_has_inputs(tmp_path: Path, scheduler: Make) -> None:
+    played = stages(scheduler(tmp_path), 6)
+    assert {g.agent for g in played[0]} == {"solver"}
+    assert {g.agent for g in played[1]} == {"solver", "verifier1"}
+    assert {g.agent for g in played[5]} == AGENTS
+
+
+def test_a_group_is_one_agent_on_one_input_and_is_never_larger_than_wanted(tmp_path: Path, scheduler: Make) -> None:
+    for group in [g for groups in stages(scheduler(tmp_path), 6) for g in groups]:
+        assert len(group.samples) == 4
+        assert len({s.uid for s in group.samples}) == 4
+        assert len({s.prompt_ids.tobytes() for s in group.samples}) == 1
+        assert {s.group_id for s in group.samples} == {group.group_id}
+
+
+def test_no_agent_is_asked_about_more_than_its_picks_of_an_instance(tmp_path: Path, scheduler: Make) -> None:
+    played = [g for groups in stages(scheduler(tmp_path), 6) for g in groups]
+    counts = Counter((g.rollout_id, g.agent) for g in played)
+    assert all(counts[r, a] == 1 for r, a in counts if a == "solver")
+    assert max(counts.values()) == 2
+
+
+def test_a_corrector_sees_only_reports_that_flag_an_error(tmp_path: Path, scheduler: Make) -> None:
+    played = [s for groups in stages(scheduler(tmp_path), 6) for s in samples(groups)]
+    verdicts = {s.uid: s.verdict for s in played if s.agent.startswith("verifier")}
+    corrections = [s for s in played if s.agent.startswith("corrector")]
+    assert corrections
+    assert {verdicts[s.parent_uid] for s in corrections if s.parent_uid} == {False}
+
+
+def test_a_verifiers_reward_is_its_agreement_with_the_solution_judged(tmp_path: Path, scheduler: Make) -> None:
+    played = {s.uid: s for groups in stages(scheduler(tmp_path), 6) for s in samples(groups)}
+    reports = [s for s in played.values() if s.agent.startswith("verifier") and s.parent_uid in played]
+    assert len(reports) > 20
+    for report in reports:
+        assert report.parent_uid is not None
+        assert report.reward.value == (report.verdict == (played[report.parent_uid].reward.correct >= 1))
+
+
+def test_trajectory_mode_ends_every_problem_of_the_step(tmp_path: Path, scheduler: Make) -> None:
+    player = scheduler(tmp_path, SMALL.model_copy(update={"pipeline": "trajectory"}))
+    batch = player.next_batch({"main": 0})
+    assert {g.agent for g in batch.groups} == AGENTS
+    assert not player.state.pending and not player.state.open and not player.state.rounds
+    assert batch.metrics["rollout/stages"] == 5
+    assert len({g.rollout_id for g in batch.groups}) == 3
+
+
+def strip(played: list[tuple[Group, ...]]) -> list[list[tuple[object, ...]]]:
+    return [
+        [(s.uid, s.text, s.token_ids.tolist(), s.rollout_logprobs.tolist(), s.reward.value) for s in samples(groups)]
+        for groups in played
+    ]
+
+
+def test_the_same_seed_plays_the_same_stages(tmp_path: Path, scheduler: Make) -> None:
+    assert strip(stages(scheduler(tmp_path / "a"), 5)) == strip(stages(scheduler(tmp_path / "b"), 5))
+
+
+def test_segments_change_when_a_sample_is_trained_but_not_what_it_says(tmp_path: Path, scheduler: Make) -> None:
+    whole = {s.uid: s for groups in stages(scheduler(tmp_path / "a"), 3) for s in samples(groups) if s.agent == "solver"}
+    player = scheduler(tmp_path / "b", SMALL.model_copy(update={"segments": 4}))
+    cut = {s.uid: s for groups in stages(player, 6) for s in samples(groups) if s.agent == "solver"}
+    shared = whole.keys() & cut.keys()
+    assert len(shared) >= 8
+    for uid in shared:
+        assert cut[uid].token_ids.tolist() == whole[uid].token_ids.tolist()
+        ends = [segment.end for segment in cut[uid].segments]
+        assert [segment.start for segment in cut[uid].segments] == [0, *ends[:-1]]
+        assert ends[-1] == len(cut[uid].token_ids)
+        versions = [segment.version for segment in cut[uid].segments]
+        assert versions == sorted(set(versions)) and len(versions) == 2  # 6 tokens in segments of 3
+
+
+def test_a_group_waits_for_its_last_sample(tmp_path: Path, scheduler: Make) -> None:
+    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
+        return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
+
+    config = SMALL.model_copy(update={"segments": 3})
+    player = scheduler(tmp_path, config, script=script)
+    assert [len(groups) for groups in stages(player, 3)] == [0, 0, 3]
+
+
+def test_stragglers_are_dropped_once_their_group_is_too_old(tmp_path: Path, scheduler: Make) -> None:
+    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
+        return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
+
+    update = {"segments": 6, "group_completion": "drop_stragglers", "max_group_age": 1}
+    player = scheduler(tmp_path, SMALL.model_copy(update=update), script=script)
+    played = stages(player, 3)
+    assert [len(groups) for groups in played] == [0, 0, 3]
+    assert {len(g.samples) for g in played[2]} == {3}
+    assert all(not s.uid.endswith(":0") for s in samples(played[2]))
+
+
+def test_an_overlong_completion_ends_with_reward_zero_and_is_not_picked(tmp_path: Path, scheduler: Make) -> None:
+    player = scheduler(tmp_path, script=lambda request, renderer, rng: "= " * 40)
+    first = samples(stages(player, 1)[0])
+    assert {s.finish for s in first} == {Finish.LENGTH}
+    assert {s.reward.value for s in first} == {0.0}
+    assert {len(s.token_ids) for s in first} == {12}
+    assert not player.state.pending
+
+
+def test_an_engine_error_is_a_missing_reward_with_its_reason(tmp_path: Path, scheduler: Make) -> None:
+    player = scheduler(tmp_path, fail=lambda request: "no room" if request.uid.endswith(":1") else None)
+    batch = player.next_batch({"main": 0})
+    failed = [s for s in samples(batch.groups) if s.finish is Finish.ERROR]
+    assert len(failed) == 3
+    assert all(s.reward.is_missing and s.reward.note == "no room" for s in failed)
+    assert batch.metrics["rollout/errors"] == 3
+
+
+def test_a_prompt_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, scheduler: Make) -> None:
+    player = scheduler(tmp_path)
+    agents = {**player.team.agents, "solver": player.team.agents["solver"].model_copy(update={"max_input_tokens": 2})}
+    player.team = replace(player.team, agents=agents)
+    batch = player.next_batch({"main": 0})
+    assert batch.groups == ()
+    assert batch.metrics["rollout/prompts_too_long"] == 3
+
+
+def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Path, scheduler: Make) -> None:
+    config = SMALL.model_copy(update={"segments": 12, "max_unfinished": 5})
+    player = scheduler(tmp_path, config, script=lambda request, renderer, rng: "= " * 40)
+    stages(player, 3)
+    assert player.state.num_instances == 3  # 12 samples are on their way; nothing was added to them
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(tmp_path: Path, scheduler: Make, segments: int) -> None:
+    config = SMALL.model_copy(update={"segments": segments})
+    unbroken = stages(scheduler(tmp_path / "a", config), 6)
+    first = scheduler(tmp_path / "b", config)
+    before = stages(first, 3)
+    resumed = scheduler(tmp_path / "c", config)
+    resumed.state = decode(SchedulerState, encode(first.state))
+    resumed.source.load(first.source.state())
+    resumed.engine._answers = first.engine._answers  # type: ignore[attr-defined]  # what the script was in the middle of
+    assert strip(before + stages(resumed, 3, first_version=3)) == strip(unbroken)

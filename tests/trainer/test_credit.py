@@ -1,0 +1,139 @@
+"""Credit by hand-computed groups."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.trainer.config import CreditConfig
+from marsrl.trainer.credit import credit, variance_inflation
+
+AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
+
+
+def sample(uid: str, reward: float, *, agent: str = "solver", parent: str | None = None, tokens: int = 3, **kwargs: object) -> Sample:
+    group = uid.rpartition(":")[0]
+    defaults: dict[str, object] = {
+        "uid": uid,
+        "rollout_id": uid.split("/")[0],
+        "problem_id": "p",
+        "agent": agent,
+        "group_id": group,
+        "parent_uid": parent,
+        "prompt_ids": np.array([1, 2], np.int32),
+        "token_ids": np.arange(tokens, dtype=np.int32),
+        "is_sampled": np.ones(tokens, bool),
+        "rollout_logprobs": np.zeros(tokens, np.float32),
+        "segments": (Segment(0, tokens, 0),),
+        "finish": Finish.STOP,
+        "reward": Reward(reward, reward),
+    }
+    return Sample(**{**defaults, **kwargs})  # type: ignore[arg-type]
+
+
+def group(name: str, rewards: list[float], agent: str = "solver", **kwargs: object) -> Group:
+    samples = tuple(sample(f"{name}:{i}", r, agent=agent, **kwargs) for i, r in enumerate(rewards))
+    return Group(name, name.split("/")[0], agent, samples)
+
+
+def test_advantages_are_rewards_centred_and_scaled_in_their_group() -> None:
+    credited = credit([group("0/solver", [1, 0, 0, 0])], CreditConfig(), AGENTS)
+    # mean 1/4, population std sqrt(3)/4
+    std = math.sqrt(3) / 4 + 1e-6
+    assert [s.advantage for s in credited.sequences] == pytest.approx([0.75 / std] + [-0.25 / std] * 3, rel=1e-5)
+    assert credited.num_tokens == 12
+
+
+def test_an_all_equal_group_trains_nothing_but_counts_in_the_denominator() -> None:
+    groups = [group("0/solver", [1, 1, 1]), group("1/solver", [1, 0, 1])]
+    credited = credit(groups, CreditConfig(), AGENTS)
+    assert {s.uid for s in credited.sequences} == {"1/solver:0", "1/solver:1", "1/solver:2"}
+    assert credited.num_tokens == 18
+    assert credit(groups, CreditConfig(count_zero_groups=False), AGENTS).num_tokens == 9
+
+
+def test_rewards_that_differ_by_rounding_only_have_no_spread() -> None:
+    assert credit([group("0/solver", [0.1] * 8)], CreditConfig(), AGENTS).sequences == ()
+
+
+def test_a_missing_reward_is_in_no_statistic_and_no_denominator() -> None:
+    credited = credit([group("0/solver", [1, math.nan, 0])], CreditConfig(), AGENTS)
+    assert [s.uid for s in credited.sequences] == ["0/solver:0", "0/solver:2"]
+    assert [s.advantage for s in credited.sequences] == pytest.approx([1, -1], rel=1e-5)
+    assert credited.num_tokens == 6
+    assert "0/solver:1" not in credited.advantages
+
+
+def test_a_group_left_with_one_reward_is_a_singleton() -> None:
+    assert credit([group("0/solver", [1, math.nan, math.nan])], CreditConfig(), AGENTS).sequences == ()
+
+
+def test_a_mean_over_agents_is_a_baseline_over_agents() -> None:
+    groups = [group("0/solver", [1, 1]), group("0/solver:0/verifier1", [0, 0], "verifier1")]
+    credited = credit(groups, CreditConfig(normalise="global"), {**AGENTS, "verifier1": AgentConfig()})
+    assert [s.advantage for s in credited.sequences] == pytest.approx([1, 1, -1, -1], rel=1e-5)
+    assert credit(groups, CreditConfig(normalise="agent"), AGENTS).sequences == ()
+
+
+def test_loss_weight_scales_an_agents_advantages() -> None:
+    credited = credit([group("0/solver:0/verifier1", [1, 0], "verifier1")], CreditConfig(), AGENTS)
+    assert [s.advantage for s in credited.sequences] == pytest.approx([0.5, -0.5], rel=1e-5)
+    assert [s.agent for s in credited.sequences] == [1, 1]
+
+
+def test_agents_that_are_not_trained_leave_no_trace() -> None:
+    groups = [group("0/solver", [1, 0]), group("0/solver:0/verifier1", [1, 0], "verifier1")]
+    credited = credit(groups, CreditConfig(train_agents=("verifier1",)), AGENTS)
+    assert {s.agent for s in credited.sequences} == {1}
+    assert credited.num_tokens == 6
+
+
+def test_tool_text_is_not_in_the_denominator() -> None:
+    half = np.array([True, False, True])
+    credited = credit([group("0/solver", [1, 0], is_sampled=half)], CreditConfig(), AGENTS)
+    assert credited.num_tokens == 4
+    assert credited.sequences[0].num_sampled == 2
+
+
+def test_positive_is_the_judgement_before_penalties() -> None:
+    samples = (
+        replace(sample("0/solver:0", 0.9), reward=Reward(0.9, 1.0, {"task": 1.0, "format": -0.1})),
+        sample("0/solver:1", 0.0),
+    )
+    credited = credit([Group("0/solver", "0", "solver", samples)], CreditConfig(), AGENTS)
+    assert [s.is_positive for s in credited.sequences] == [True, False]
+
+
+def test_outcome_rewards_are_the_mean_correctness_of_the_leaves_below() -> None:
+    solver = Group("0/solver", "0", "solver", (sample("0/solver:0", 0), sample("0/solver:1", 1)))
+    flags = tuple(
+        sample(f"0/solver:0/verifier1:{i}", float(not v), agent="verifier1", parent="0/solver:0", verdict=v)
+        for i, v in enumerate([False, True])
+    )
+    verifier = Group("0/solver:0/verifier1", "0", "verifier1", flags)
+    fixed = Group(
+        "c", "0", "corrector1", (sample("0/solver:0/verifier1:0/corrector1:0", 1, agent="corrector1", parent="0/solver:0/verifier1:0"),)
+    )
+    agents = {**AGENTS, "verifier1": AgentConfig(), "corrector1": AgentConfig()}
+    credited = credit([solver, verifier, fixed], CreditConfig(reward_scheme="outcome"), agents)
+    # verifier1:0 leads to a right correction (1); verifier1:1 accepted a wrong solution, a leaf of correctness 0;
+    # solver:0 has both below it (0.5); solver:1 is a leaf itself (1)
+    assert credited.advantages["0/solver:0/verifier1:0"] > 0 > credited.advantages["0/solver:0/verifier1:1"]
+    assert credited.advantages["0/solver:0"] == pytest.approx(-1, rel=1e-4)  # 0.5 against 1
+    assert credited.advantages["0/solver:1"] == pytest.approx(1, rel=1e-4)
+
+
+def test_variance_inflation_by_hand() -> None:
+    groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
+    # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
+    found = variance_inflation(groups)
+    assert found == pytest.approx({"drmas/solver/variance_inflation": 5 / 3, "drmas/verifier1/variance_inflation": 1 / 3})
+
+
+def test_nothing_to_credit_is_an_empty_batch() -> None:
+    credited = credit([], CreditConfig(), AGENTS)
+    assert credited.sequences == ()
+    assert credited.num_tokens == 0

@@ -1,0 +1,131 @@
+"""Puts a run together from its settings, in the order in which things may fail, and takes it apart again.
+
+    rank 0:  run directory, engines (Ray or in process), scheduler, evaluator, logs
+    all:     process groups, the warm start where no model is given, one learner a policy, the checkpoint to go on from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.build import make_pool
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.team import Team
+from marsrl.trainer.collective import broadcast_bytes, rank
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.evaluate import Evaluator
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron.parallel import parallel
+from marsrl.trainer.preflight import Checked
+from marsrl.trainer.run import Driver, Run
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.warm_start import WarmStart, warm_start
+from marsrl.trainer.weight_sync import WeightSync
+
+
+@contextmanager
+def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
+    """The run, ready for the loop; on leaving, engines, workers, files and process groups are closed in turn.
+
+    Args:
+        directory: rank 0's run directory (made before anything starts); None elsewhere.
+    """
+    config = checked.config
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    with ExitStack() as stack:
+        stack.enter_context(parallel(next(iter(config.policies.values())).layout))
+        console = RunConsole(rank())
+        path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
+        directory = directory or RunDirectory(Path(path))
+        started: WarmStart | None = None
+        if any(policy.model is None for policy in config.policies.values()):
+            started = warm_start(config, checked.task, console)
+        models = {name: policy.model or str(started.model_dir) for name, policy in config.policies.items() if policy.model or started}
+        learners = {name: _learner(config, name, models[name]) for name in config.policies}
+        driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
+        yield Run(config, directory, console, learners, driver, started)
+
+
+def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
+    loss = config.loss
+    objective = PolicyObjective(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        ratio=loss.ratio,
+        kind=loss.kind,
+        correction=loss.correction,
+        correction_low=loss.correction_low,
+        correction_high=loss.correction_high,
+        entropy_coef=loss.entropy_coef,
+        mpt_probability=config.mpt.probability if config.mpt.scope != "off" else None,
+    )
+    return Learner(
+        config.policies[name],
+        model_dir,
+        objective=objective,
+        mpt=config.mpt,
+        num_agents=len(config.agents),
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+
+
+@contextmanager
+def _driver(
+    checked: Checked, directory: RunDirectory, models: dict[str, str], console: RunConsole
+) -> Iterator[Driver]:
+    """Rank 0's side: engines, team, scheduler, evaluator. Closed in the opposite order, whatever went wrong."""
+    config = checked.config
+    with ExitStack() as stack:
+        team = stack.enter_context(open_team(checked, models))
+        syncs = {
+            name: stack.enter_context(
+                WeightSync(pool, tolerance=config.sync.tolerance, verify_every=config.sync.verify_every)
+            )
+            for name, pool in team.pools.items()
+        }
+        source = checked.task.problems(config.run.seed)
+        scheduler = Scheduler(config.rollout, team, source, seed=config.run.seed)
+        evaluator = Evaluator(
+            team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
+        )
+        yield Driver(directory, console, team, scheduler, evaluator, syncs)
+
+
+@contextmanager
+def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
+    """The agents with engines behind them and a judge; used by training and by `marsrl evaluate`."""
+    config = checked.config
+    with ExitStack() as stack:
+        stack.callback(checked.task.close)
+        renderers = {name: ChatRenderer(models[name]) for name in config.policies}
+        pools: dict[str, EnginePool] = {}
+        for name, policy in config.policies.items():
+            pools[name] = make_pool(
+                name,
+                models[name],
+                config.rollout,
+                dtype=policy.dtype,
+                max_model_len=_longest(config, name),
+                seed=config.run.seed,
+            )
+            stack.callback(pools[name].close)
+        orchestration = build_orchestration(config.orchestration, config.agents, checked.task.prompts, config.rollout.picks)
+        yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
+
+
+def _longest(config: RunConfig, policy: str) -> int:
+    """Tokens of the longest sequence that an agent of the policy can reach."""
+    longest_input = max(agent.max_input_tokens for agent in config.agents.values() if agent.policy == policy)
+    return longest_input + config.rollout.max_response_tokens

@@ -1,0 +1,50 @@
+"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that tensor parallelism can cut it
+_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_THINK = ("<think>", "</think>")  # ordinary added tokens, as in Qwen: they are part of the text
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_byte_tokenizer(directory: str | Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template. Byte b has id b."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    reserved = [f"<|reserved_{index}|>" for index in range(_SIZE - 256 - len(_CONTROL) - len(_THINK))]
+    tokenizer.add_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in _CONTROL]
+        + [AddedToken(word, special=False, normalized=False) for word in _THINK]
+        + [AddedToken(word, special=True, normalized=False) for word in reserved]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(str(directory))
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

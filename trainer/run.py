@@ -1,0 +1,287 @@
+"""What the loop calls: playing, publishing, logging, checkpoints, the two evaluations. The loop itself is loop.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.scheduler import Batch, Scheduler
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.team import Team, derive_seed
+from marsrl.rollout.types import Group
+from marsrl.trainer.checkpoint import RolloutState, load_checkpoint, save_checkpoint
+from marsrl.trainer.collective import barrier
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.credit import Credited
+from marsrl.trainer.evaluate import Evaluator, Probe
+from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
+from marsrl.trainer.learner import Learner, StepStats
+from marsrl.trainer.metrics import MetricsLog
+from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
+from marsrl.trainer.report import write_report
+from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
+from marsrl.trainer.samples_log import write_samples
+from marsrl.trainer.share import Share
+from marsrl.trainer.summary import Evaluation, save_summary
+from marsrl.trainer.summarise_run import summarise_run
+from marsrl.trainer.trace import TraceLog
+from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.weight_sync import WeightSync
+
+
+@dataclass(slots=True)
+class Driver:
+    """Rank 0's side of a run: who plays, who evaluates, who carries weights to the engines."""
+
+    directory: RunDirectory
+    console: RunConsole
+    team: Team
+    scheduler: Scheduler
+    evaluator: Evaluator
+    syncs: Mapping[str, WeightSync]
+    metrics: MetricsLog | None = None
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    num_syncs: int = 0
+    credited: dict[str, float] = field(default_factory=dict)  # advantages of this step, by uid
+    row: dict[str, float] = field(default_factory=dict)  # this step's metrics so far
+
+
+class Run:
+    """One run on one rank. Methods called by the loop are collective unless they say otherwise."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        console: RunConsole,
+        learners: Mapping[str, Learner],
+        driver: Driver | None,
+        started: WarmStart | None,
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.console = console
+        self.learners = learners
+        self.driver = driver
+        self.started = started
+        self.agents = config.agents
+        self.versions = dict.fromkeys(learners, 0)
+        self.step = 0
+        self.trace = TraceLog(directory.trace)
+        self.seconds: dict[str, float] = {}
+        self.total_seconds: dict[str, float] = {}
+        self.began = time.monotonic()
+        self.bad_steps = 0
+        self.probes = {name: _sync_probe(learner.vocab_size, config.run.seed) for name, learner in learners.items()}
+
+    @property
+    def share_of_this_rank(self) -> Share:
+        learner = next(iter(self.learners.values()))
+        return Share(learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align)
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Samples with advantage 0 still have a gradient."""
+        return self.config.loss.entropy_coef != 0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """timing_s/{name} of this step, and a span of this rank's lane in trace.json."""
+        start = time.monotonic()
+        with self.trace.span("rank/0", name, step=self.step):
+            yield
+        elapsed = time.monotonic() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+        self.total_seconds[name] = self.total_seconds.get(name, 0.0) + elapsed
+
+    def begin(self) -> None:
+        """Go on from a checkpoint if asked; give the engines the weights; evaluate before the first step."""
+        restored = load_checkpoint(self.directory, self.learners) if self.config.run.resume == "auto" else None
+        if restored is not None:
+            self.step = restored.step
+            self.versions = restored.versions
+        if self.driver is not None:
+            resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
+            self.driver.metrics = MetricsLog(self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step)
+            if restored is not None:
+                self.driver.scheduler.state = restored.rollout.scheduler
+                self.driver.scheduler.source.load(restored.rollout.source)
+        for policy in self.learners:
+            with self.timed("publish"):
+                self._sync(policy)
+        if self.driver is not None and self.config.run.evaluate:
+            with self.timed("evaluate"):
+                self._evaluate_before(self.driver)
+        barrier()
+
+    def steps_left(self) -> Iterator[int]:
+        """The steps still to do, 1-based: a step's number is the version that it makes if none is skipped."""
+        while self.step < self.config.run.steps:
+            self.step += 1
+            self.seconds = {}
+            yield self.step
+
+    def play(self) -> Batch | None:
+        """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
+        if self.driver is None:
+            return None
+        with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
+            return self.driver.scheduler.next_batch(self.versions, bar.update)
+
+    def groups_of(self, policy: str, batch: Batch) -> list[Group]:
+        return [group for group in batch.groups if self.agents[group.agent].policy == policy]
+
+    def note_credit(self, credited: Credited) -> None:
+        """Rank 0: keep the advantages for the samples log."""
+        assert self.driver is not None
+        self.driver.credited.update(credited.advantages)
+        self.driver.row.update(credited.metrics)
+
+    def note_step(self, policy: str, stats: StepStats) -> None:
+        """Count a skipped step, stop after too many; rank 0 keeps the metrics.
+
+        Raises:
+            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
+        """
+        self.bad_steps = self.bad_steps + 1 if stats.is_bad else 0
+        if self.bad_steps >= self.config.trainer.max_bad_steps:
+            raise RuntimeError(
+                f"step {self.step}: the loss or gradient of policy {policy} was not finite in {self.bad_steps} steps in a row "
+                "(trainer.max_bad_steps); lower the learning rate, or look at samples/ of the last steps"
+            )
+        if self.driver is not None:
+            prefix = "" if len(self.learners) == 1 else f"{policy}/"
+            self.driver.row.update({prefix + k: v for k, v in stats.metrics(list(self.agents)).items()})
+
+    def publish(self, policy: str) -> None:
+        """One version more, in the engines too."""
+        self.versions[policy] += 1
+        self._sync(policy)
+
+    def _sync(self, policy: str) -> None:
+        learner, probe = self.learners[policy], self.probes[policy]
+        expected = learner.score([probe])[0]
+        tensors = learner.export()
+        if self.driver is None:
+            for _ in tensors:  # gathering is collective; rank 0 writes
+                pass
+            return
+        logprobs = expected[:-1].numpy()  # the last position predicts nothing
+        report = self.driver.syncs[policy].publish(
+            tensors, self.versions[policy], probe.token_ids.numpy().astype(np.int32), logprobs
+        )
+        self.driver.num_syncs += 1
+        self.driver.row.update(
+            {"sync/bytes": report.num_bytes, "sync/seconds": report.seconds, "sync/probe_diff_max": report.probe_difference}
+        )
+
+    def record(self, step: int, batch: Batch | None) -> None:
+        """Rank 0: metrics, samples, trace, warnings of this step."""
+        driver = self.driver
+        if driver is None or batch is None:
+            return
+        version = max(self.versions.values())
+        summary = summarise(
+            batch.groups,
+            version=version - 1,
+            num_unfinished=driver.scheduler.num_unfinished,
+            advantages=driver.credited,
+            verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+        )
+        timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
+        total = sum(self.seconds.values())
+        decoded = batch.metrics.get("rollout/tokens", 0)
+        speed = {
+            "timing_s/total": total,
+            "rollout/tokens_per_s": decoded / self.seconds["rollout"],
+            "perf/tokens_per_s": decoded / total,
+        }
+        assert driver.metrics is not None
+        driver.metrics.log(step, {**batch.metrics, **summary, **driver.row, **timing, **speed})
+        write_samples(self.directory, step, batch.groups, driver.credited)
+        for warning in one_sided_verdicts(batch.groups):
+            self.console.warning(warning)
+        rewards = " ".join(
+            f"{agent} {summary[f'reward/{agent}/mean']:.2f}" for agent in self.agents if f"reward/{agent}/mean" in summary
+        )
+        self.console.message(f"step {step}/{self.config.run.steps}  reward: {rewards}  {total:.1f} s")
+        driver.credited, driver.row = {}, {}
+        self.trace.save()
+
+    def checkpoint_if_due(self, step: int) -> None:
+        every = self.config.run.checkpoint_every
+        if step == self.config.run.steps or (every and step % every == 0):
+            state = None
+            if self.driver is not None:
+                state = RolloutState(self.driver.scheduler.state, self.driver.scheduler.source.state())
+            save_checkpoint(
+                self.directory, step, self.versions, self.learners, state, keep=self.config.run.keep_checkpoints
+            )
+        if self.driver is not None and self.config.run.eval_every and step % self.config.run.eval_every == 0:
+            self._evaluate(self.driver, f"evaluation at step {step}")
+
+    def finish(self) -> None:
+        """Evaluation after, summary.json, report.html, the table."""
+        driver = self.driver
+        if driver is not None:
+            if self.config.run.evaluate:
+                with self.timed("evaluate"):
+                    driver.after = self._evaluate(driver, "evaluation after")
+            summary = summarise_run(self, driver)
+            save_summary(self.directory.summary, summary)
+            self.trace.save()
+            assert driver.metrics is not None
+            driver.metrics.close()
+            report = write_report(self.directory)
+            self.console.results(summary)
+            self.console.message(f"report: {report}")
+        barrier()
+
+    def _evaluate_before(self, driver: Driver) -> None:
+        """The probe and the first evaluation are made once: a resumed run reads them."""
+        probe_file, before_file = self.directory.path / "probe.msgpack", self.directory.path / "evaluation_before.json"
+        if before_file.exists():
+            driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
+            driver.before = Evaluation.model_validate_json(before_file.read_bytes())
+            return
+        with self.console.progress("probe", unit="tokens") as bar:
+            probe = driver.evaluator.make_probe(self.versions, bar.update)
+        driver.before = self._evaluate(driver, "evaluation before")
+        write_atomically(probe_file, encode(probe))
+        write_json(before_file, driver.before.model_dump(mode="json"))
+
+    def _evaluate(self, driver: Driver, name: str) -> Evaluation:
+        with self.console.progress(name, unit="tokens") as bar:
+            return driver.evaluator.evaluate(self.versions, bar.update)
+
+
+def _sync_probe(vocab_size: int, seed: int, length: int = 96) -> PackedBatch:
+    """A fixed sequence of ordinary token ids that trainer and engine both score after every sync.
+
+    96 tokens: three of vLLM's smallest cache blocks, so that a stale prefix cache shows.
+    """
+    generator = np.random.default_rng(derive_seed(seed, "sync probe"))
+    tokens = generator.integers(0, vocab_size, length).astype(np.int32)
+    completion = tokens[1:]
+    return pack(
+        [
+            TrainSequence(
+                uid="sync probe",
+                prompt_ids=tokens[:1],
+                token_ids=completion,
+                is_sampled=np.ones(len(completion), bool),
+                rollout_logprobs=None,
+                advantage=0.0,
+                agent=0,
+                temperature=1.0,
+            )
+        ]
+    )

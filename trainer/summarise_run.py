@@ -1,0 +1,82 @@
+"""A run in one page of numbers: what summary.json says."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from marsrl.trainer.doctor import library_versions
+from marsrl.trainer.summary import EngineRecord, Summary, WarmStartRecord
+
+if TYPE_CHECKING:
+    from marsrl.trainer.run import Driver, Run
+
+
+def summarise_run(run: Run, driver: Driver) -> Summary:
+    """The summary of a run that has just ended."""
+    config = run.config
+    info = next(iter(driver.team.pools.values())).infos()[0]
+    tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
+    started = None
+    if run.started is not None:
+        low, high = config.warm_start.gate_solver, config.warm_start.gate_verifier
+        solver = driver.before.solver.mean if driver.before else None
+        verifier = driver.before.verifier.mean if driver.before else None
+        met = solver is not None and verifier is not None and low[0] <= solver <= low[1] and high[0] <= verifier <= high[1]
+        started = WarmStartRecord(
+            cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
+        )
+    return Summary(
+        name=run.directory.path.name,
+        task=config.task,
+        model=", ".join(policy.model or "warm start" for policy in config.policies.values()),
+        device=device_name(),
+        steps=run.step,
+        seeds={"run": config.run.seed},
+        before=driver.before,
+        after=driver.after,
+        engine=EngineRecord(
+            engine_class=info.engine_class,
+            library=info.library,
+            version=info.library_version,
+            kind=info.kind,
+            device=info.device,
+            dtype=info.dtype,
+        ),
+        tokens_per_engine=tuple(tokens),
+        verified_syncs=driver.num_syncs,
+        warm_start=started,
+        timings={**run.total_seconds, "run": time.monotonic() - run.began},
+        versions={"python": platform.python_version(), **library_versions()},
+        commit=commit(),
+    )
+
+
+def device_name() -> str:
+    """The trainer's hardware, as people name it."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(models)} CPU cores, {models[0]}" if models else platform.processor()
+
+
+def commit() -> str | None:
+    """The git revision of this checkout, with `+` where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=root, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None  # no git here, or an installed package: there is no revision to name
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

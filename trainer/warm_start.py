@@ -1,0 +1,207 @@
+"""Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained ones.
+
+    phase 1   the Solver alone with few slips, short problems and single operations first, until its loss is low: the
+              arithmetic table must be there before anything else can be learned
+    phase 2   all roles from tutors that slip, the learning rate falling; verdict tokens weigh more
+
+The learner is the one that does RL: imitation is the policy gradient with a token's weight in the advantage's place.
+The result is cached by the hash of its recipe, and RL always starts from the cached file, so that a run from a fresh
+and one from a cached warm start are the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask, draw_chain
+from marsrl.rollout.tasks.arithmetic_tutor import Trace, TutorRates, equality_drill, solver_trace, table_drill, team_traces
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.protocol import Task
+from marsrl.trainer.collective import barrier, rank
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig, WarmStartConfig
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.share import Share, micro_batches
+
+RECIPE = 1  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
+TRACES, DRILLS = 0, 1  # the learner's "agents": drills are counted apart, phase 1 ends on the loss of the traces
+SHAPE = "cpu_default"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """A warm-started policy. seconds: what making it took (0 for a cached one)."""
+
+    model_dir: Path
+    is_cached: bool
+    seconds: float
+
+
+def cache_directory() -> Path:
+    """Where warm starts are kept: $MARSRL_CACHE or ~/.cache/marsrl."""
+    return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
+
+
+def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
+    """The warm-started policy of this recipe and seed, from the cache or made now. Collective over all ranks.
+
+    Raises:
+        ValueError: the task has no tutors (only the built-in arithmetic task has).
+    """
+    if not isinstance(task, ArithmeticTask):
+        raise ValueError(f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model")
+    recipe = {
+        "recipe": RECIPE,
+        "shape": SHAPE,
+        "seed": config.run.seed,
+        "settings": config.warm_start.model_dump(mode="json"),
+        "task": task.options.model_dump(mode="json"),
+    }
+    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    final = cache_directory() / name
+    is_cached = (final / "recipe.json").is_file()
+    barrier()  # every rank has looked before one of them writes
+    if is_cached:
+        console.message(f"warm start: cached, {final}")
+        return WarmStart(final, True, 0.0)
+    start = time.monotonic()
+    part = final.with_name(f"{name}.{os.getpid()}.part")
+    _make(config, task.options, part, console)
+    if rank() == 0:
+        (part / "recipe.json").write_text(json.dumps(recipe, indent=1))
+        _move_into_place(part, final)
+    barrier()
+    return WarmStart(final, False, time.monotonic() - start)
+
+
+def _move_into_place(part: Path, final: Path) -> None:
+    """Rename; where another run has just finished the same recipe, its files stay."""
+    try:
+        os.rename(part, final)
+    except OSError:
+        if not (final / "recipe.json").is_file():
+            raise
+        shutil.rmtree(part)
+
+
+def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: RunConsole) -> None:
+    settings = config.warm_start
+    with tempfile.TemporaryDirectory(prefix="marsrl-init-") as folder:
+        initial = Path(folder) / "model"
+        init_model(SHAPE, "arithmetic", initial, seed=config.run.seed, dtype="float32")
+        learner = Learner(
+            PolicyConfig(
+                dtype="float32",
+                layout=next(iter(config.policies.values())).layout,
+                optimizer=OptimizerConfig(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay),
+                router_aux_loss=settings.router_aux_loss,
+            ),
+            str(initial),
+            objective=PolicyObjective(mpt_probability=None),
+            mpt=MptConfig(scope="off"),
+            num_agents=2,
+            total_steps=settings.max_solver_steps + settings.team_steps,
+            seed=config.run.seed,
+        )
+        school = School(settings, options, ChatRenderer(initial), random.Random(f"warm start/{config.run.seed}"))
+        place = Share(learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align)
+        _teach(learner, school, settings, place, console)
+        learner.save_hf(out)
+
+
+def _teach(
+    learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole
+) -> None:
+    average = None
+    with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
+        for step in range(settings.max_solver_steps):
+            loss = _step(learner, school.solver_lesson(step), place, settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps)))
+            average = loss if average is None else 0.95 * average + 0.05 * loss
+            bar.advance(note=f"loss {average:.3f}, next phase below {settings.solver_loss}")
+            if average < settings.solver_loss and step >= settings.short_steps:
+                break
+        else:
+            console.warning(f"warm start: the Solver's loss is {average:.3f} after {settings.max_solver_steps} steps, going on")
+    with console.progress("warm start 2/2: team", settings.team_steps, "steps") as bar:
+        for step in range(settings.team_steps):
+            # to 10% over the last 60% of the phase
+            left = (settings.team_steps - step) / (0.6 * settings.team_steps)
+            loss = _step(learner, school.team_lesson(), place, settings.lr * min(1.0, 0.1 + 0.9 * left))
+            bar.advance(note=f"loss {loss:.3f}")
+
+
+def _step(learner: Learner, lesson: list[TrainSequence], place: Share, lr: float) -> float:
+    """One optimizer step; returns the mean loss of a trace's token, drills left out."""
+    num_tokens = sum(s.num_sampled for s in lesson if s.agent == TRACES)
+    stats = learner.step(micro_batches(lesson, place), normaliser=float(num_tokens), lr=lr)
+    return float(stats.agent_sums["loss"][TRACES]) / num_tokens
+
+
+class School:
+    """Makes the lessons: traces and drills as sequences, the same on every rank."""
+
+    def __init__(
+        self, settings: WarmStartConfig, options: ArithmeticOptions, renderer: ChatRenderer, rng: random.Random
+    ) -> None:
+        self.settings = settings
+        self.options = options
+        self.renderer = renderer
+        self.rng = rng
+        self.rates = TutorRates(
+            settings.slip_solver, settings.slip_verifier, settings.slip_corrector, settings.anchor, settings.restate
+        )
+        self._words = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
+
+    def solver_lesson(self, step: int) -> list[TrainSequence]:
+        """Phase 1: the Solver's traces, and single operations. The first steps have problems of 1-3, then 1-7 operations."""
+        options = self.options
+        if step < self.settings.short_steps:
+            longest = 3 if step < self.settings.short_steps // 2 else options.max_operations
+            options = options.model_copy(update={"min_operations": 1, "max_operations": longest})
+        chains = [draw_chain(self.rng, options, held_out=False) for _ in range(self.settings.solver_batch)]
+        traces = [solver_trace(self.rng, chain, self.settings.slip_solver_phase1, options) for chain in chains]
+        drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
+        drills += [table_drill(self.rng) for _ in range(self.settings.table_drills)]
+        return self._sequences(traces, drills)
+
+    def team_lesson(self) -> list[TrainSequence]:
+        """Phase 2: all three roles on the same problems."""
+        chains = [draw_chain(self.rng, self.options, held_out=False) for _ in range(self.settings.team_batch)]
+        traces = [trace for chain in chains for trace in team_traces(self.rng, chain, self.rates, self.options)]
+        drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
+        return self._sequences(traces, drills)
+
+    def _sequences(self, traces: list[Trace], drills: list[Trace]) -> list[TrainSequence]:
+        return [self._sequence(t, TRACES) for t in traces] + [self._sequence(d, DRILLS) for d in drills]
+
+    def _sequence(self, trace: Trace, kind: int) -> TrainSequence:
+        is_words = isinstance(trace.prompt, str)
+        prompt = self._words(trace.prompt) if is_words else self.renderer.render(trace.prompt)[0]
+        end = [self.renderer.eos_id] if trace.ends else []
+        completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
+        return TrainSequence(
+            uid="trace",
+            prompt_ids=prompt,
+            token_ids=completion,
+            is_sampled=np.ones(len(completion), bool),
+            rollout_logprobs=None,
+            advantage=0.0,
+            agent=kind,
+            temperature=1.0,
+            token_weights=np.array(trace.weights(self.settings.verdict_weight), np.float32),
+        )

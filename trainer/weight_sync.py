@@ -1,0 +1,192 @@
+"""From the trainer's weights to every engine's, and the proof that they arrived.
+
+    publish: write a safetensors file -> every engine loads it -> checksums of every tensor agree -> probe log-probs agree
+
+Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
+failure that costs people weeks, so nothing here is sampled or optional but the probe's interval.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from marsrl.rollout.engines.fused_layout import fused_checksums
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
+from marsrl.rollout.types import FloatArray, IntArray
+
+_PROBE_SEQUENCES = 2
+_PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token
+_KEEP_FILES = 2  # the newest may still be being read by a slow engine when the next is written
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class SyncTarget(Protocol):
+    """The part of rollout.engines.pool.EnginePool that a sync needs."""
+
+    def infos(self) -> list[EngineInfo]: ...
+
+    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]: ...
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """A publish that was verified. max_probe_difference: nats; None where the probe was not due (sync.verify_every)."""
+
+    version: int
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+    max_probe_difference: float | None
+
+
+def expected_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """{name in the engines' fused layout: checksum} of HF-named tensors, in the engines' dtype."""
+    return fused_checksums(tensors, dtype)
+
+
+def probe_sequences(vocab_size: int) -> list[IntArray]:
+    """Fixed token sequences, [97] int32 each: long enough that a stale prefix cache shows."""
+    generator = np.random.default_rng(20240229)
+    return [generator.integers(0, vocab_size, _PROBE_TOKENS).astype(np.int32) for _ in range(_PROBE_SEQUENCES)]
+
+
+class WeightSync:
+    """Publishes one policy's weights to its engines and verifies every publish.
+
+        sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
+        report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
+    """
+
+    def __init__(
+        self,
+        pool: SyncTarget,
+        *,
+        vocab_size: int,
+        tolerance: float = 1e-4,
+        verify_every: int = 1,
+        directory: str | Path | None = None,
+    ) -> None:
+        """Make a private directory for the files, in /dev/shm where there is one (directory None).
+
+        The engines score the probe once now, so that its prefix is in their caches when the first update comes: a
+        cache that is not dropped then would be seen.
+        """
+        self._pool = pool
+        self._tolerance = tolerance
+        self._verify_every = verify_every
+        self._probe = probe_sequences(vocab_size)
+        self._dtype = _DTYPES[pool.infos()[0].dtype]
+        parent = directory or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self._directory = Path(tempfile.mkdtemp(prefix="marsrl-weights-", dir=parent))
+        self._files: list[Path] = []
+        try:
+            pool.score(self._probe)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        probe_logprobs: Callable[[Sequence[IntArray]], Sequence[FloatArray]] | None,
+    ) -> SyncReport:
+        """Send HF-named tensors to every engine as `version` and verify what arrived.
+
+        Args:
+            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips the probe.
+
+        Raises:
+            RuntimeError: the file cannot be written, an engine holds other numbers than were sent (the tensors are
+                named), or trainer and engine disagree on the probe by more than the tolerance.
+        """
+        start = time.perf_counter()
+        named = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in tensors}
+        path = self._write(named, version)
+        expected = expected_checksums(named, self._dtype)
+        for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
+            _compare(expected, receipt, version, engine)
+        due = probe_logprobs is not None and version % self._verify_every == 0
+        difference = self._compare_probe(probe_logprobs(self._probe), version) if probe_logprobs is not None and due else None
+        num_bytes = sum(tensor.nbytes for tensor in named.values())
+        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference)
+
+    def close(self) -> None:
+        """Remove the files; may be called twice."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._files.clear()
+
+    def _write(self, named: dict[str, Tensor], version: int) -> Path:
+        """The file of this version, whole or not there: written under another name, then renamed."""
+        path = self._directory / f"version_{version}.safetensors"
+        partial = path.with_suffix(".partial")
+        needed = sum(tensor.nbytes for tensor in named.values())
+        try:
+            save_file(named, str(partial))
+            os.replace(partial, path)
+        except Exception as error:
+            partial.unlink(missing_ok=True)
+            free = shutil.disk_usage(self._directory).free
+            raise RuntimeError(
+                f"weight sync: version {version} ({needed / 2**20:.1f} MiB) could not be written to {path} "
+                f"({free / 2**20:.1f} MiB free): {error}"
+            ) from error
+        self._files = [file for file in self._files if file != path] + [path]
+        for old in self._files[:-_KEEP_FILES]:
+            old.unlink(missing_ok=True)
+        self._files = self._files[-_KEEP_FILES:]
+        return path
+
+    def _compare_probe(self, trainer: Sequence[FloatArray], version: int) -> float:
+        worst, place = 0.0, ""
+        for engine, scores in enumerate(self._pool.score(self._probe)):
+            for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
+                difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+                difference = np.where(np.isfinite(difference), difference, np.inf)  # NaN compares as smaller than anything
+                at = int(difference.argmax())
+                if difference[at] > worst:
+                    worst = float(difference[at])
+                    place = (
+                        f"engine {engine}, sequence {sequence}, token {at + 1} of {len(difference)}: "
+                        f"trainer {ours[at]:.6f}, engine {theirs[at]:.6f}"
+                    )
+        if worst > self._tolerance:
+            raise RuntimeError(
+                f"weight sync: version {version}: trainer and engine disagree on the probe by up to {worst:.3g} nats at {place}; "
+                f"expected at most {self._tolerance:g} (sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look "
+                "at stale prefix caches, at the two models' settings (rope, norm eps, routing), or at the dtype"
+            )
+        return worst
+
+
+def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:
+    if receipt.version != version:
+        raise RuntimeError(f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent")
+    held = receipt.checksums
+    wrong = [name for name in expected if held.get(name) != expected[name]] + [n for n in held if n not in expected]
+    if wrong:
+        first = "; ".join(f"{name} ({_what(name, expected, held)})" for name in wrong[:3])
+        raise RuntimeError(
+            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of {len(expected)} tensors "
+            f"differ, first {first}"
+        )
+
+
+def _what(name: str, expected: Mapping[str, int], held: Mapping[str, int]) -> str:
+    if name not in held:
+        return "not in the engine"
+    return "not sent" if name not in expected else f"checksum {held[name]:#x}, expected {expected[name]:#x}"
