@@ -1,0 +1,398 @@
+"""The learner of one policy: packed micro-batches in, one optimizer step, statistics out. The same on CPU and GPUs.
+
+    learner = Learner(policy, "models/qwen3", objective=PolicyObjective(), mpt=MptConfig(), num_agents=5,
+                      total_steps=32, seed=0)
+    stats = learner.step(micro_batches, normaliser=float(num_tokens))    # all ranks
+    for name, tensor in learner.export(): ...                            # all ranks; tensors on rank 0
+
+Nothing here draws random numbers after construction (no dropout), so a checkpoint holds weights, optimizer and step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_shape import read_shape
+from marsrl.trainer.packing import PackedBatch
+
+if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+    from marsrl.trainer.megatron.head import HeadResult, LossInputs
+
+_KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
+_OUR_SUMS = ("nll", "weighted_nll")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step, summed over all ranks and micro-batches; the same on every rank.
+
+    loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
+    is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
+    is_empty: no trained token on any rank; nothing was computed.
+    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT or correction), entropy and kl
+        (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
+    prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
+        r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
+    logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    is_updated: bool
+    is_skipped: bool
+    is_empty: bool
+    agent_sums: dict[str, tuple[float, ...]]
+    gated_samples: int
+    prob_diff_mean: float
+    prob_diff_max: float
+    k3: float
+    logprobs: tuple[Tensor, ...]
+
+
+class Learner:
+    """One policy's model and optimizer on this rank. Every method is collective: all ranks call it together."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        model_dir: str | Path,
+        *,
+        objective: PolicyObjective,
+        mpt: MptConfig,
+        num_agents: int,
+        total_steps: int,
+        seed: int,
+        old_policy: Literal["pois", "sais", "recompute"] = "pois",
+    ) -> None:
+        """Build the model on this layout's process groups (made here where there are none) and read its weights.
+
+        mpt.probability replaces objective.mpt_probability; mpt.scope "off" turns the masking off.
+
+        Raises:
+            ValueError: the directory or the layout cannot be used; nothing was started then.
+        """
+        shape = read_shape(model_dir)
+        layout = parallel.resolve(policy.layout)
+        parallel.check(layout, shape, parallel.world_size())
+        parallel.start(layout, seed)
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from marsrl.trainer.megatron.convert import Converter
+        from marsrl.trainer.megatron.model import build_model
+        from marsrl.trainer.megatron.optimizer import Optimizer
+
+        self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
+        probability = None if mpt.scope == "off" else mpt.probability
+        self._objective = dataclasses.replace(objective, mpt_probability=probability)
+        self._mpt, self._num_agents, self._total_steps, self._old_policy = mpt, num_agents, total_steps, old_policy
+        self._model, self._ddp, self._config = build_model(shape, layout, policy)
+        self._converter = Converter(self._model, shape)
+        self._converter.load(model_dir)
+        self._optimizer = Optimizer(self._ddp, policy.optimizer, self._config.params_dtype)
+        self._optimizer.reload_weights()
+        self._run_schedule = get_forward_backward_func()
+        self._is_last_stage = parallel_state.is_pipeline_last_stage()
+        self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        # Every tensor-parallel rank sees the same micro-batches: one of them counts.
+        self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.num_steps = 0  # calls of step(), skipped and empty ones included: what the schedule counts
+
+    @property
+    def align(self) -> int:
+        """What the length of a packed micro-batch must be a multiple of (pack's `align`)."""
+        return self._layout.tensor
+
+    def step(self, micro_batches: Sequence[PackedBatch], *, normaliser: float) -> StepStats:
+        """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
+
+        Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
+
+        Raises:
+            ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+        """
+        from marsrl.trainer.megatron.optimizer import lr_at
+
+        lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
+        num_trained, num_tokens = self._agree(micro_batches)
+        self.num_steps += 1
+        if num_trained == 0:
+            return self._stats(torch.zeros(self._num_sums), 0.0, lr, [], is_empty=True)
+        if not normaliser > 0:
+            raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
+        batches = [_on(batch, self._device) for batch in micro_batches]
+        old = self._old_logprobs(batches)
+        self._set_aux_scale(num_tokens)
+        self._optimizer.zero_grad()
+        results = self._forward_backward(batches, old, normaliser)
+        sums, largest = self._reduced_sums(batches, results)
+        grad_norm = self._optimizer.grad_norm()
+        is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
+        if is_finite:
+            self._optimizer.apply(grad_norm, lr)
+        logprobs = [result.policy.logprobs.cpu() for result in results]
+        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite)
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask."""
+        self._agree(batches)
+        outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
+        return [output.cpu() for output in outputs]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
+        return self._converter.export()
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""
+        self._converter.save_hf(folder, self._model_dir)
+
+    def save(self, folder: str | Path) -> None:
+        """Model, optimizer and step as a Megatron distributed checkpoint, in a new or empty directory.
+
+        The processes that write are forked: scripts that call this guard their `__main__`.
+        """
+        from megatron.core import dist_checkpointing
+
+        folder = Path(folder)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
+        if dist.get_rank() == 0:
+            (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
+        dist.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        """Restore what save() wrote, also under another TP/EP/ETP/PP layout. On the same one, training goes on bit for bit.
+
+        Raises:
+            ValueError: the directory is not a whole checkpoint; with the file that is missing.
+        """
+        from megatron.core import dist_checkpointing
+
+        folder = Path(folder)
+        if not (folder / "learner.json").is_file():
+            raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
+        state = dist_checkpointing.load(self._checkpoint_state(is_loading=True), str(folder))
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = int(json.loads((folder / "learner.json").read_text(encoding="utf-8"))["num_steps"])
+
+    def close(self) -> None:
+        """Tear the process groups down."""
+        parallel.stop()
+
+    # The pieces of a step.
+
+    def _agree(self, batches: Sequence[PackedBatch]) -> tuple[int, int]:
+        """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
+        problem = 0
+        if any(batch.num_tokens % self.align for batch in batches):
+            problem = 1
+        elif self._mpt.scope == "batch" and len(batches) > 1:
+            problem = 2
+        counts = len(batches)
+        trained = sum(int(batch.mask.sum()) for batch in batches)
+        packed = sum(batch.num_tokens for batch in batches)
+        share = torch.tensor([trained, packed], dtype=torch.int64, device=self._device)
+        extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=self._device)
+        dist.all_reduce(share)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])
+        if problem == 1:
+            raise ValueError(
+                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {self.align}: pack(..., align={self.align}); "
+                f"here: {[batch.num_tokens for batch in batches]}"
+            )
+        if problem == 2:
+            raise ValueError(
+                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; a rank has "
+                f"{most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
+            )
+        if most != fewest or most == 0:
+            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected equally many, at least one")
+        copies = self._layout.tensor * self._layout.pipeline
+        return int(share[0]) // copies, int(share[1]) // copies
+
+    def _set_aux_scale(self, num_tokens: int) -> None:
+        """The router's balancing loss as the token-weighted mean over all micro-batches.
+
+        Without megatron's division by tokens it would be a sum over packed tokens; a tensor-parallel rank counts its
+        share of them only.
+        """
+        if self._policy.router_aux_loss > 0 and self._config.num_moe_experts:
+            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * self._layout.tensor / num_tokens
+
+    def _old_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
+        if self._old_policy == "pois":
+            return [None] * len(batches)
+        if self._old_policy == "recompute":
+            with torch.no_grad():
+                return list(self._forward(batches, "score"))
+        if any(batch.rollout_logprobs is None for batch in batches):
+            raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+        return [batch.rollout_logprobs for batch in batches]
+
+    def _forward_backward(
+        self, batches: Sequence[PackedBatch], old: Sequence[Tensor | None], normaliser: float
+    ) -> list[HeadResult]:
+        """The results of this rank's micro-batches; empty before the last stage."""
+        from marsrl.trainer.megatron.head import LossInputs
+
+        def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
+            batch, inputs = next(data)
+            return model(batch, inputs), _loss_of
+
+        inputs = [LossInputs(self._objective, self._mpt, self._num_agents, normaliser, each) for each in old]
+        return self._schedule(forward_step, list(zip(batches, inputs, strict=True)), forward_only=False)
+
+    def _forward(self, batches: Sequence[PackedBatch], what: Literal["score", "logits"]) -> list[Tensor]:
+        """Forward passes; the last stage's [T] log-probs on every stage."""
+
+        def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
+            return model(next(data), None, what), _as_it_is
+
+        outputs = self._schedule(forward_step, list(batches), forward_only=True)
+        if self._layout.pipeline > 1:
+            if not self._is_last_stage:
+                outputs = [torch.empty(batch.num_tokens, device=self._device) for batch in batches]
+            for output in outputs:
+                dist.broadcast(output, self._last_rank, group=self._pipeline_group)
+        return outputs
+
+    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool) -> list[Any]:
+        first = data[0][0] if isinstance(data[0], tuple) else data[0]
+        return self._run_schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(data),
+            model=[self._ddp],
+            num_microbatches=len(data),
+            seq_length=first.num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @property
+    def _num_sums(self) -> int:
+        """loss, gated samples, compared tokens, sum of |dp|, sum of k3, then the metrics of every agent."""
+        return 5 + (len(_KERNEL_SUMS) + len(_OUR_SUMS)) * self._num_agents
+
+    def _reduced_sums(self, batches: Sequence[PackedBatch], results: Sequence[HeadResult]) -> tuple[Tensor, float]:
+        """All sums over ranks in one float64 vector on the CPU, and the largest |p_trainer - p_rollout|."""
+        total = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
+        largest = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._counts:
+            for batch, result in zip(batches, results, strict=True):
+                head, biggest = _mismatch(batch, result)
+                agents = [result.policy.agent_sums[name].double() for name in _KERNEL_SUMS]
+                total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
+                largest = torch.maximum(largest, biggest)
+        dist.all_reduce(total)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return total.cpu(), float(largest)
+
+    def _nll(self, batch: PackedBatch, logprobs: Tensor) -> list[Tensor]:
+        agent_of = torch.repeat_interleave(batch.agent_of, batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
+        weights = batch.token_advantages
+        weighted = -logprobs if weights is None else -logprobs * weights
+        empty = torch.zeros(self._num_agents, dtype=torch.float64, device=logprobs.device)
+        return [empty.index_add(0, agent_of, values.double()) for values in (-logprobs, weighted)]
+
+    def _stats(
+        self,
+        sums: Tensor,
+        grad_norm: float,
+        lr: float,
+        logprobs: list[Tensor],
+        *,
+        largest: float = 0.0,
+        is_skipped: bool = False,
+        is_empty: bool = False,
+    ) -> StepStats:
+        loss, gated, compared, difference, k3, *rest = sums.tolist()
+        agents = range(0, len(rest), self._num_agents)
+        metrics = zip(_KERNEL_SUMS + _OUR_SUMS, agents, strict=True)
+        return StepStats(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            is_updated=not (is_skipped or is_empty),
+            is_skipped=is_skipped,
+            is_empty=is_empty,
+            agent_sums={name: tuple(rest[start : start + self._num_agents]) for name, start in metrics},
+            gated_samples=round(gated) if math.isfinite(gated) else 0,
+            prob_diff_mean=difference / compared if compared else math.nan,
+            prob_diff_max=largest if compared else math.nan,
+            k3=k3 / compared if compared else math.nan,
+            logprobs=tuple(logprobs),
+        )
+
+    def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        metadata = {
+            # The one format that reshards exactly between TP/EP/PP/DP layouts.
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self._model.sharded_state_dict(metadata=metadata)
+        return {
+            "model": model,
+            "optimizer": self._optimizer.sharded_state_dict(model, metadata, is_loading=is_loading),
+        }
+
+
+def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
+    """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
+    return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
+
+
+def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
+
+
+def _mismatch(batch: PackedBatch, result: HeadResult) -> tuple[Tensor, Tensor]:
+    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|."""
+    zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
+    gated = zero if result.gate is None else result.gate.sum().double()
+    loss = result.policy.loss.detach().double()
+    if batch.rollout_logprobs is None:
+        return torch.stack([loss, gated, zero, zero, zero]), zero
+    trainer = result.policy.logprobs[batch.mask].double()
+    rollout = batch.rollout_logprobs[batch.mask].double()
+    difference = (trainer.exp() - rollout.exp()).abs()
+    log_ratio = trainer - rollout
+    k3 = (log_ratio.exp() - 1 - log_ratio).sum()
+    biggest = difference.max() if difference.numel() else zero
+    return torch.stack([loss, gated, batch.mask.sum().double(), difference.sum(), k3]), biggest
+
+
+def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    if device.type == "cpu":
+        return batch
+    moved = {
+        each.name: value.to(device, non_blocking=True)
+        for each in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, each.name), Tensor)
+    }
+    return dataclasses.replace(batch, **moved)

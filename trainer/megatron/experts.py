@@ -1,0 +1,71 @@
+"""The experts of a MoE layer as two grouped linear layers, behind megatron's router and token dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+from torch.nn.parameter import Parameter
+
+from marsrl.kernels import grouped_linear
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts: down(silu(gate x) * up x), weighted by the router.
+
+    Parameters, E being this rank's experts and F its part of an expert's width:
+        gate_up: [E, 2, F, H], gate first. A dimension of its own keeps gate and up apart under any cut, so that
+            checkpoints reshard between layouts without knowing about SwiGLU.
+        down: [E, H, F].
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
+        self.data_group = pg_collection.expt_dp
+        width = config.moe_ffn_hidden_size // self.tensor_group.size()
+        options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.gate_up = Parameter(torch.empty(num_local_experts, 2, width, config.hidden_size, **options))
+        self.down = Parameter(torch.empty(num_local_experts, config.hidden_size, width, **options))
+        for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
+            set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the gradient norm counts one rank only
+            weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP: which data-parallel group
+
+    def forward(
+        self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor
+    ) -> tuple[Tensor, None]:
+        """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias."""
+        counts = tokens_per_expert.tolist()
+        gate, up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts).chunk(2, dim=-1)
+        inner = (silu(gate) * up * weights.unsqueeze(-1)).to(rows.dtype)
+        return grouped_linear(inner, self.down, counts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """[experts, ...] tensors cut over EP along the experts and over ETP along the width."""
+        first = len(sharded_offsets)
+        expert_cut = (first, self.expert_group.rank(), self.expert_group.size())
+        width_cut = (first + 2, self.tensor_group.rank(), self.tensor_group.size())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                weight,
+                *sharded_offsets,
+                expert_cut,
+                width_cut,
+                replica_id=(0, 0, self.data_group.rank()),
+                prepend_axis_num=first,
+            )
+            for name, weight in (("gate_up", self.gate_up), ("down", self.down))
+        }
+
+    def backward_dw(self) -> None:
+        """megatron's hook for delayed weight gradients; ours are formed in the backward."""

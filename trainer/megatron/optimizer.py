@@ -1,0 +1,134 @@
+"""Megatron's distributed AdamW: the schedule, the guarded step, and what its checkpoints need without TransformerEngine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+from marsrl.trainer.config import OptimizerConfig
+
+
+def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The learning rate of update `step` (from 0) of `total_steps`: linear warm-up, then the decay.
+
+    Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step; later steps keep it.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return config.lr
+    span = max(1, total_steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    share = 1.0 - progress if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_ratio + (1.0 - config.final_lr_ratio) * share)
+
+
+class Optimizer:
+    """AdamW over a DDP model, sharded over data-parallel ranks. Vectors (norms, biases) get no weight decay."""
+
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> None:
+        self._model = model
+        options = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.grad_clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            optimizer_cpu_offload=config.offload,
+        )
+        self._clip = config.grad_clip
+        self._whole = get_megatron_optimizer(options, [model])
+        self._prime()
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad_buffer()
+        self._whole.zero_grad()
+
+    def grad_norm(self) -> float:
+        """The norm of the summed gradient, over all ranks; the same number on each, non-finite if any gradient is."""
+        self._whole.prepare_grads()
+        return float(self._whole.get_grad_norm())
+
+    def apply(self, grad_norm: float, lr: float) -> None:
+        """Clip to the config's norm and update the weights; after grad_norm()."""
+        for group in self._groups():
+            group["lr"] = lr
+        for part in self._parts():
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=grad_norm)
+        self._whole.step_with_ready_grads()
+
+    def reload_weights(self) -> None:
+        """Take the float32 copies of bfloat16 weights from the model again, after it was loaded."""
+        self._whole.reload_model_params()
+
+    def sharded_state_dict(self, model_state: Any, metadata: dict[str, Any], *, is_loading: bool) -> Any:
+        return self._whole.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any) -> None:
+        with _step_from_groups():
+            self._whole.load_state_dict(state)
+        for state_of in self._states():
+            # The load gives every parameter one and the same `step`, which AdamW would advance once a parameter.
+            if "step" in state_of:
+                state_of["step"] = state_of["step"].clone()
+
+    def _parts(self) -> list[Any]:
+        parts = getattr(self._whole, "chained_optimizers", [self._whole])
+        return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts():
+            yield from part.optimizer.param_groups
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts():
+            yield from part.optimizer.state.values()
+
+    def _prime(self) -> None:
+        """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one."""
+        if HAVE_APEX_OR_TE:
+            return
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+class _step_from_groups:
+    """While loading: AdamW's 0-dim `step` comes with the parameter groups, megatron looks for it among the moments."""
+
+    def __enter__(self) -> None:
+        self._original = DistributedOptimizer._set_main_param_and_optimizer_states
+        if HAVE_APEX_OR_TE:
+            return
+        original = self._original
+
+        def with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+            group, order = optimizer.model_param_group_index_map[parameter]
+            state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+            original(optimizer, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+        DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+    def __exit__(self, *error: object) -> None:
+        DistributedOptimizer._set_main_param_and_optimizer_states = self._original
