@@ -96,6 +96,7 @@ class Learner:
         from marsrl.trainer.megatron.model import build_model
         from marsrl.trainer.megatron.optimizer import Optimizer
 
+        self._vocab_size = shape.vocab_size
         self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
         probability = None if mpt.scope == "off" else mpt.probability
         self._objective = dataclasses.replace(objective, mpt_probability=probability)
@@ -119,8 +120,29 @@ class Learner:
         """What the length of a packed micro-batch must be a multiple of (pack's `align`)."""
         return self._layout.tensor
 
-    def step(self, micro_batches: Sequence[PackedBatch], *, normaliser: float) -> StepStats:
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows, padding of the vocabulary left out."""
+        return self._vocab_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the data-parallel ranks: ranks of one place work on the same micro-batches."""
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel places."""
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_world_size())
+
+    def step(self, micro_batches: Sequence[PackedBatch], *, normaliser: float, lr: float | None = None) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
+
+        lr: of this step, in place of the policy's schedule.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
 
@@ -129,7 +151,8 @@ class Learner:
         """
         from marsrl.trainer.megatron.optimizer import lr_at
 
-        lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
+        if lr is None:
+            lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
         num_trained, num_tokens = self._agree(micro_batches)
         self.num_steps += 1
         if num_trained == 0:

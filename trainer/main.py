@@ -41,10 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
     words = parser.parse_intermixed_args(arguments)
     is_first = int(os.environ.get("RANK", "0")) == 0
     from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.run_directory import RunDirectory
 
     try:
         config, preset = read_config(words.config, words.settings)
         checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        run = checked.config.run
+        directory = None
+        if is_first and not words.dry_run:
+            directory = RunDirectory.create(run.dir, run.name, preset, run.resume)
+            directory.write_config(checked.config.model_dump(mode="json"))
     except (ConfigError, ValueError, OSError) as error:
         if is_first:
             print(f"marsrl: {error}", file=sys.stderr, flush=True)
@@ -58,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     from marsrl.trainer.loop import train
 
     try:
-        with open_run(checked, preset) as run:
-            train(run)
+        with open_run(checked, directory) as opened:
+            train(opened)
     except KeyboardInterrupt:
         if is_first:
             print("marsrl: interrupted; the last checkpoint is whole, go on with run.resume=auto", file=sys.stderr, flush=True)

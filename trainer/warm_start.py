@@ -27,7 +27,14 @@ import numpy as np
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, draw_chain
-from marsrl.rollout.tasks.arithmetic_tutor import Trace, TutorRates, equality_drill, solver_trace, table_drill, team_traces
+from marsrl.rollout.tasks.arithmetic_tutor import (
+    Trace,
+    TutorRates,
+    equality_drill,
+    solver_trace,
+    table_drill,
+    team_traces,
+)
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.trainer.collective import barrier, rank
@@ -149,7 +156,7 @@ def _step(learner: Learner, lesson: list[TrainSequence], place: Share, lr: float
     """One optimizer step; returns the mean loss of a trace's token, drills left out."""
     num_tokens = sum(s.num_sampled for s in lesson if s.agent == TRACES)
     stats = learner.step(micro_batches(lesson, place), normaliser=float(num_tokens), lr=lr)
-    return float(stats.agent_sums["loss"][TRACES]) / num_tokens
+    return float(stats.agent_sums["weighted_nll"][TRACES]) / num_tokens
 
 
 class School:

@@ -19,6 +19,11 @@ from marsrl.rollout.types import Problem, Reward
 
 LETTERS = "abcdefgh"
 MULTIPLIERS = ("3", "7", "9")
+OPERATIONS = (
+    *(f"+{digit}" for digit in range(1, 10)),
+    *(f"-{digit}" for digit in range(1, 10)),
+    *(f"*{digit}" for digit in MULTIPLIERS),
+)
 
 
 @dataclass(frozen=True, slots=True)

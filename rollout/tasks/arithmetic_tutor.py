@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.agents.prompts import CHAIN
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.arithmetic import LETTERS, Chain, apply
+from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.types import Message
 
@@ -68,7 +68,14 @@ def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: Ar
     return [*traces, Trace(_prompt(Role.CORRECTOR, chain, solution, report), correction)]
 
 
-def drill(rng: random.Random) -> Trace:
+def table_drill(rng: random.Random) -> Trace:
+    """One operation on a digit, in the words of a solution's line: the table that everything else stands on."""
+    value, operation = rng.randrange(10), rng.choice(OPERATIONS)
+    letter = rng.choice(LETTERS[1:-1])
+    return Trace(f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
+
+
+def equality_drill(rng: random.Random) -> Trace:
     """The last words of a report: are the two digits equal? Half of the drills are drawn equal."""
     said = rng.randrange(10)
     got = said if rng.random() < 0.5 else rng.randrange(10)
