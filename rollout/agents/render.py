@@ -62,7 +62,8 @@ class ChatRenderer:
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
         if used != list(range(len(messages))):
             raise ValueError(
-                f"the chat template does not show every message once and in order (it shows {used} of {len(messages)}); "
+                f"the chat template does not show every message once and in order "
+                f"(it shows {used} of {len(messages)}); "
                 "this renderer needs that: use a template that keeps system, user and assistant turns"
             )
         pieces: list[int | str | None] = []
