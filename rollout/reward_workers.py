@@ -164,7 +164,9 @@ class RewardPool:
                 worker.job = None
         now = time.monotonic()
         for worker in busy:
-            is_late = now >= worker.deadline and worker in self._workers and (worker.job is not None or not worker.is_ready)
+            is_late = (
+                now >= worker.deadline and worker in self._workers and (worker.job is not None or not worker.is_ready)
+            )
             if is_late:
                 self._replace_late(worker, settled)
         return settled
@@ -182,7 +184,8 @@ class RewardPool:
         code = worker.kill()
         if not worker.is_ready:
             raise RuntimeError(
-                f"the judge process ended with code {code} before it was ready: can {sys.executable} import {self._judge}? "
+                f"the judge process ended with code {code} before it was ready: "
+                f"can {sys.executable} import {self._judge}? "
                 "(its own message is on stderr)"
             )
         self._counts["crashes"] += 1
@@ -194,10 +197,13 @@ class RewardPool:
         self._workers.remove(worker)
         worker.kill()
         if not worker.is_ready:
-            raise RuntimeError(f"the judge process was not ready after {_START_TIMEOUT_S:.0f} s; is the machine overloaded?")
+            raise RuntimeError(
+                f"the judge process was not ready after {_START_TIMEOUT_S:.0f} s; is the machine overloaded?"
+            )
         self._counts["timeouts"] += 1
         assert worker.job is not None
-        settled.append((worker.job, Reward(MISSING, MISSING, note=f"the judge took over {self._timeout_s:g} s and was killed")))
+        note = f"the judge took over {self._timeout_s:g} s and was killed"
+        settled.append((worker.job, Reward(MISSING, MISSING, note=note)))
 
     def close(self) -> None:
         """Kill every worker and wait for it. Safe to call twice."""

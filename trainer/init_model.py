@@ -80,7 +80,9 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     elif Path(tokenizer).is_dir():
         AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(str(out))
     else:
-        raise ValueError(f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic or a Hugging Face directory")
+        raise ValueError(
+            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic or a Hugging Face directory"
+        )
     loaded = AutoTokenizer.from_pretrained(str(out))
     if loaded.eos_token_id is None:
         raise ValueError(f"init: the tokenizer of {tokenizer} names no eos_token; set it in tokenizer_config.json")
@@ -120,7 +122,7 @@ def _weights(shape: ModelShape, vocab_size: int, seed: int) -> Iterator[tuple[st
 def _write_config(shape: ModelShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
     from transformers import Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is taken, but not declared
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.expert_width * shape.experts_per_token,  # of a dense layer; there is none

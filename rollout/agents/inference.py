@@ -1,9 +1,9 @@
 """The inference loop of the Verifier-Corrector system for one problem, as a state machine that decodes nothing.
 
-    thread = EvaluationThread(team, problem, "eval/7")
-    while (ask := thread.next_ask()) is not None:
-        thread.receive(sample)          # one parsed sample for this ask; a driver runs many threads in batches
-    thread.outcome.final                # the sample whose answer counts
+thread = EvaluationThread(team, problem, "eval/7")
+while (ask := thread.next_ask()) is not None:
+    thread.receive(sample)          # one parsed sample for this ask; a driver runs many threads in batches
+thread.outcome.final                # the sample whose answer counts
 """
 
 from __future__ import annotations

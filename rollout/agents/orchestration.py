@@ -1,12 +1,12 @@
 """How a team plays a problem: what each agent reads, what its outputs are worth, and who is asked next.
 
-    solver -> verifier1 -> corrector1 -> verifier2 -> corrector2        (MarsRL; a Corrector is asked only about
-                                                                        reports that flag an error)
-    ask = team.first_ask(rollout_id, problem)
-    messages = team.messages(ask)                       -> render, decode a group, decode its text
-    sample = team.parse(sample)                         -> answer or verdict
-    reward = team.reward(ask, sample, judged)           -> judged by the task where team.needs_judge(sample)
-    asks = team.next_asks([(ask, group), ...], rng)     -> once every group of that agent and instance is complete
+solver -> verifier1 -> corrector1 -> verifier2 -> corrector2        (MarsRL; a Corrector is asked only about
+                                                                    reports that flag an error)
+ask = team.first_ask(rollout_id, problem)
+messages = team.messages(ask)                       -> render, decode a group, decode its text
+sample = team.parse(sample)                         -> answer or verdict
+reward = team.reward(ask, sample, judged)           -> judged by the task where team.needs_judge(sample)
+asks = team.next_asks([(ask, group), ...], rng)     -> once every group of that agent and instance is complete
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ class VerifierCorrector:
     def needs_judge(self, sample: Sample) -> bool:
         """Does `reward` want the task's judgement of this parsed sample's answer?"""
         return (
-            self.role(sample.agent) is not Role.VERIFIER
-            and sample.finish is Finish.STOP
-            and sample.answer is not None
+            self.role(sample.agent) is not Role.VERIFIER and sample.finish is Finish.STOP and sample.answer is not None
         )
 
     def reward(self, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
@@ -175,7 +173,9 @@ class VerifierCorrector:
             return []
         instances = {(ask.rollout_id, ask.agent) for ask, _ in finished}
         if len(instances) > 1:
-            raise ValueError(f"next_asks: groups of one agent of one rollout instance are wanted, found {sorted(instances)}")
+            raise ValueError(
+                f"next_asks: groups of one agent of one rollout instance are wanted, found {sorted(instances)}"
+            )
         agent = finished[0][0].agent
         successor = next((spec for spec in self.agents if spec.predecessor == agent), None)
         if successor is None:

@@ -114,5 +114,7 @@ _SETS = {prompts.name: prompts for prompts in (MATH, CHAIN)}
 def prompt_set(name: str) -> PromptSet:
     """The prompt set of this name; ValueError names the ones there are."""
     if name not in _SETS:
-        raise ValueError(f"agents.<name>.prompt: no prompt set is called {name!r}; there are {', '.join(sorted(_SETS))}")
+        raise ValueError(
+            f"agents.<name>.prompt: no prompt set is called {name!r}; there are {', '.join(sorted(_SETS))}"
+        )
     return _SETS[name]

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class ChatRenderer:
 
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
-        self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
         self._options = template_options
@@ -52,15 +53,17 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
         """(prompt ids [N] int32, prompt text for people), ending where the model is to go on."""
         turns = [
-            {"role": message.role, "content": _PLACEHOLDER.format(index=index)} for index, message in enumerate(messages)
+            {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
+            for index, message in enumerate(messages)
         ]
-        template = self._tokenizer.apply_chat_template(
+        template: str = self._tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, **self._options
         )
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
         if used != list(range(len(messages))):
             raise ValueError(
-                f"the chat template does not show every message once and in order (it shows {used} of {len(messages)}); "
+                f"the chat template does not show every message once and in order "
+                f"(it shows {used} of {len(messages)}); "
                 "this renderer needs that: use a template that keeps system, user and assistant turns"
             )
         pieces: list[int | str | None] = []

@@ -6,7 +6,10 @@ from pathlib import Path
 
 CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 END = "<|end|>"
-_WORDS = ("\n", "=", "claim", "got", "said", "agree", "rebut", "Answer:", "Verdict:", "correct", "wrong", "grade", "fix")
+_WORDS = (
+    *("\n", "=", "claim", "got", "said", "agree", "rebut"),
+    *("Answer:", "Verdict:", "correct", "wrong", "grade", "fix"),
+)
 _OPERATIONS = (
     *(f"+{digit}" for digit in range(1, 10)),
     *(f"-{digit}" for digit in range(1, 10)),

@@ -98,8 +98,8 @@ class DataCursor:
     def load(self, state: CursorState) -> None:
         if not 0 <= state.position <= len(self._problems):
             raise ValueError(
-                f"the checkpoint stands at problem {state.position} of an epoch, but the data has {len(self._problems)}; "
-                "resume with the data that the run was started with"
+                f"the checkpoint stands at problem {state.position} of an epoch, but the data has "
+                f"{len(self._problems)}; resume with the data that the run was started with"
             )
         self._epoch, self._position = state.epoch, state.position
         self._order = self._shuffled()
@@ -115,7 +115,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory")
+        raise ValueError(
+            f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory"
+        )
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
         if len(splits) > 1 and "train" not in splits:

@@ -1,0 +1,110 @@
+import random
+
+import pytest
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask, apply, draw_chain, is_held_out, parse_chain
+from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
+from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, drill, solver_trace, team_traces
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.registry import build_task
+
+OPTIONS = ArithmeticOptions()
+TASK = ArithmeticTask(OPTIONS)
+
+
+def test_the_documented_chain_has_its_documented_answer() -> None:
+    chain = parse_chain("a 3 b *7 c *7 d -5 e -9")
+    assert (chain.answer, chain.text) == ("3", "a 3 b *7 c *7 d -5 e -9")
+    assert apply(2, "-5") == 7
+
+
+def test_training_never_yields_a_held_out_problem_and_evaluation_only_those() -> None:
+    source = TASK.problems(seed=0)
+    train = [source.next_problem() for _ in range(500)]
+    held_out = TASK.held_out(300, seed=0)
+    assert not any(is_held_out(p.question, 10) for p in train)
+    assert all(is_held_out(p.question, 10) for p in held_out)
+    assert TASK.held_out(300, seed=0) == held_out != TASK.held_out(300, seed=1)
+
+
+def test_every_problem_is_of_the_documented_form() -> None:
+    rng = random.Random(0)
+    chains = [draw_chain(rng, OPTIONS, held_out=False) for _ in range(300)]
+    assert {len(chain.operations) for chain in chains} == {4, 5, 6, 7}
+    assert {operation for c in chains for operation in c.operations} == set(VOCABULARY) & {
+        sign + digit for sign in "+-*" for digit in "123456789"
+    }
+    assert all(word in VOCABULARY for chain in chains for word in chain.text.split())
+
+
+def test_a_source_goes_on_exactly_where_its_state_was_taken() -> None:
+    source = TASK.problems(seed=3)
+    for _ in range(5):
+        source.next_problem()
+    state = source.state()
+    expected = [source.next_problem() for _ in range(5)]
+    resumed = TASK.problems(seed=3)
+    resumed.load(state)
+    assert [resumed.next_problem() for _ in range(5)] == expected
+
+
+def test_only_the_right_digit_is_right() -> None:
+    problem = parse_chain("a 3 b *7").problem()
+    assert [r.value for r in TASK.judge([(problem, "1"), (problem, "2"), (problem, "11")])] == [1, 0, 0]
+
+
+def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged() -> None:
+    rng = random.Random(0)
+    exact = TutorRates(slip_solver=0, slip_verifier=0, slip_corrector=0, anchor=0, restate=0)
+    for _ in range(20):
+        chain = draw_chain(rng, OPTIONS, held_out=False)
+        assert solver_trace(rng, chain, 0.0, OPTIONS).completion.endswith(f"Answer: {chain.answer}")
+    traces = team_traces(rng, chain, TutorRates(), OPTIONS)
+    assert len(traces) == 3 and traces[2].prompt[-1].content.endswith("Verdict: wrong fix")  # type: ignore[union-attr]
+    # Without slips a Verifier that computes itself agrees with the Solver.
+    solution_only = TutorRates(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0)
+    for _ in range(20):
+        chain = draw_chain(rng, OPTIONS, held_out=False)
+        solver, verifier, corrector = team_traces(rng, chain, solution_only, OPTIONS)
+        is_right = solver.completion.endswith(chain.answer)
+        assert verifier.completion.endswith("correct" if is_right else "wrong")
+        assert corrector.completion.endswith(f"Answer: {chain.answer}")
+    assert exact.slip_solver == 0
+
+
+def test_slips_come_at_the_documented_rate() -> None:
+    rng = random.Random(0)
+    right = 0
+    for _ in range(1000):
+        chain = draw_chain(rng, OPTIONS, held_out=False)
+        right += solver_trace(rng, chain, 0.10, OPTIONS).completion.endswith(chain.answer)
+    assert 0.5 < right / 1000 < 0.7  # 5.5 operations, slips .10 on average, a few of no effect
+
+
+def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
+    rng = random.Random(0)
+    trace = drill(rng)
+    assert trace.weights(6.0) == [6.0, 1.0]
+    for trace in team_traces(rng, draw_chain(rng, OPTIONS, held_out=False), TutorRates(), OPTIONS):
+        words = trace.completion.split(" ")
+        assert all(word in VOCABULARY for word in words)
+        weights = trace.weights(6.0)
+        assert len(weights) == len(words) + 1
+        assert sum(weight == 6.0 for weight in weights) == ("Verdict:" in words)
+
+
+def test_drills_are_right_and_both_kinds_come() -> None:
+    rng = random.Random(0)
+    drills = [drill(rng) for _ in range(200)]
+    for trace in drills:
+        _, got, _, said, _ = str(trace.prompt).split()
+        assert trace.completion == ("correct" if got == said else "wrong")
+    assert 80 < sum(trace.completion == "correct" for trace in drills) < 140
+
+
+def test_a_wrong_option_or_task_is_named() -> None:
+    with pytest.raises(ValueError, match="task_options.min_operation:"):
+        build_task("arithmetic", {"min_operation": 3})
+    with pytest.raises(ValueError, match="arithmetic, math"):
+        build_task("sudoku", {})
+    with pytest.raises(ValueError, match="data.train"):
+        build_task("math", {})

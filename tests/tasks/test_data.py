@@ -1,0 +1,186 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marsrl.rollout.tasks.data import DataCursor, read_problems
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.types import Problem
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+def shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    return path
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"question": "q", "answer": "work\n#### 1,234"}, "q", "1234"),
+        ({"question": "q", "answer": "x+1"}, "q", "x+1"),
+        ({"query": "q", "ans_box": "7"}, "q", "7"),
+        ({"prompt": "q", "label": 5}, "q", "5"),
+        ({"problem": "q", "solution": r"so \boxed{\frac12}"}, "q", r"\frac12"),
+        ({"problem": "q", "solution": r"so \boxed{3}", "answer": "3"}, "q", "3"),
+        (
+            {
+                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+                "reward_model": {"style": "rule", "ground_truth": "9"},
+            },
+            "q",
+            "9",
+        ),
+        ({"question": "q", "answer": 70.0}, "q", "70"),
+        ({"question": "q", "answer": 0.5}, "q", "0.5"),
+        ({"question": "q", "answer": ["4"]}, "q", "4"),
+        ({"question": "q", "answer": " 4 "}, "q", "4"),
+    ],
+)
+def test_known_rows_are_read(tmp_path: Path, row: object, question: str, answer: str) -> None:
+    (problem,) = read_problems(write(tmp_path / "d.jsonl", row), "math").problems
+    assert problem == Problem("d.jsonl:1", question, answer, "math")
+
+
+GOOD = {"question": "q", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "not JSON"),
+        ("[1]", "expected a JSON object, found list"),
+        ("[" * 100_000, "not readable as JSON"),
+        ({"question": "q"}, "answer.*is missing"),
+        ({"question": "", "answer": "1"}, "question is empty"),
+        ({"question": "q", "answer": True}, "is bool"),
+        ('{"question": "q", "answer": NaN}', "is nan"),
+        ({"question": "q", "answer": "work ####  "}, "is empty"),
+        ({"question": 5, "answer": "1"}, "question is int"),
+        ({"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
+    ],
+)
+def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: object, reason: str) -> None:
+    path = write(tmp_path / "d.jsonl", GOOD, line, GOOD)
+    with pytest.raises(ValueError, match=rf"d\.jsonl:2: .*{reason}"):
+        read_problems(path, "math")
+    result = read_problems(path, "math", on_bad_line="skip")
+    assert [p.id for p in result.problems] == ["d.jsonl:1", "d.jsonl:3"]
+    assert result.num_bad == 1 and "d.jsonl:2" in result.notes[0]
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl:2: not UTF-8 at byte 14"):
+        read_problems(path, "math")
+
+
+def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", {"frage": "q", "extra": {"antwort": 2}})
+    with pytest.raises(ValueError, match=r"found frage, extra\); set data.question_key"):
+        read_problems(path, "math")
+    assert read_problems(path, "math", "frage", "extra.antwort").problems[0].answer == "2"
+
+
+def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 bad lines; first: .*d.jsonl:1"):
+        read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
+    with pytest.raises(ValueError, match="does not exist"):
+        read_problems(tmp_path / "none.jsonl", "math")
+    with pytest.raises(ValueError, match=r"holds no arrow"):
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        read_problems(empty, "math")
+
+
+VERL = [
+    {"prompt": [{"role": "user", "content": f"q{i}"}], "reward_model": {"ground_truth": str(i), "style": "rule"}}
+    for i in range(3)
+]
+
+
+def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(VERL), tmp_path / "d.parquet")
+    problems = read_problems(tmp_path / "d.parquet", "math").problems
+    assert [(p.id, p.question, p.answer) for p in problems] == [
+        (f"d.parquet:{i + 1}", f"q{i}", str(i)) for i in range(3)
+    ]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
+        read_problems(tmp_path / "d.parquet", "math")
+
+
+@pytest.mark.parametrize("layout", ["saved", "dict", "bare"])
+def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Path, layout: str) -> None:
+    folder = tmp_path / "train" if layout == "dict" else tmp_path
+    folder.mkdir(exist_ok=True)
+    shards = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
+    for shard, rows in zip(shards, (VERL[:2], VERL[2:]), strict=True):
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(folder / shard), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    if layout != "bare":
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": s} for s in shards]}))
+    if layout == "dict":
+        (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    assert [p.answer for p in read_problems(tmp_path, "math").problems] == ["0", "1", "2"]
+
+
+def test_gsm8k_is_read_whole() -> None:
+    problems = read_problems(shared("gsm8k_train.jsonl"), "math").problems
+    assert len(problems) == 7473
+    assert problems[0].answer == "72"
+    assert all(p.answer and float(p.answer) == float(p.answer) for p in problems)
+
+
+def test_aime25_and_math500_are_read_whole() -> None:
+    aime = read_problems(shared("aime25.jsonl"), "math").problems
+    assert (len(aime), aime[0].answer) == (30, "70")
+    assert len(read_problems(shared("math500.jsonl"), "math").problems) == 500
+
+
+def some(count: int) -> list[Problem]:
+    return [Problem(str(i), "q", "a", "math") for i in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 30))
+def test_every_problem_comes_once_an_epoch_and_a_resumed_cursor_goes_on(count: int, seed: int, taken: int) -> None:
+    cursor = DataCursor(some(count), seed)
+    drawn = [cursor.next_problem().id for _ in range(taken)]
+    state = CursorState(**json.loads(json.dumps(asdict(cursor.state()))))
+    drawn += [cursor.next_problem().id for _ in range(3 * count)]
+    resumed = DataCursor(some(count), seed)
+    resumed.load(state)
+    assert [resumed.next_problem().id for _ in range(3 * count)] == drawn[taken:]
+    for start in range(0, len(drawn) - count + 1, count):
+        assert len(set(drawn[start : start + count])) == count
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def draw(seed: int) -> list[str]:
+        cursor = DataCursor(some(20), seed)
+        return [cursor.next_problem().id for _ in range(40)]
+
+    assert draw(0)[:20] != draw(0)[20:] and draw(0) != draw(1)
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="resume with the data"):
+        DataCursor(some(3), 0).load(CursorState(0, 4))

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.types import Message
+from marsrl.trainer.init_model import init_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokenizer", "parameters"), [("cpu_default", "arithmetic", 568_416), ("tiny", "bytes", 140_224)]
+)
+def test_a_new_model_loads_in_transformers_and_generates(
+    tmp_path: Path, shape: str, tokenizer: str, parameters: int
+) -> None:
+    out = init_model(shape, tokenizer, tmp_path / "m", seed=1)
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    renderer = ChatRenderer(out)
+    prompt, _ = renderer.render([Message("user", "a 3 b *7")])
+    ids = torch.tensor(prompt[None].astype("int64"))
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=True)
+    assert generated.shape[1] > ids.shape[1]
+    assert model.generation_config.eos_token_id in renderer.stop_ids
+    assert renderer.vocab_size == model.config.vocab_size
+
+
+def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:
+    def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
+        return load_file(str(init_model("cpu_default", "arithmetic", tmp_path / name, seed) / "model.safetensors"))
+
+    one, same, other = weights("a", 1), weights("b", 1), weights("c", 2)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+    assert not torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"])
+    assert one["lm_head.weight"].std().item() == pytest.approx(0.05, rel=0.05)
+    for name in ("self_attn.o_proj", "mlp.experts.3.down_proj"):
+        assert one[f"model.layers.1.{name}.weight"].std().item() == pytest.approx(0.05 / 6**0.5, rel=0.05)
+
+
+def test_another_models_tokenizer_can_be_taken_and_dtype_chosen(tmp_path: Path) -> None:
+    first = init_model("tiny", "bytes", tmp_path / "first")
+    second = init_model("tiny", first, tmp_path / "second", dtype="bfloat16")
+    assert load_file(str(second / "model.safetensors"))["lm_head.weight"].dtype == torch.bfloat16
+    messages = [Message("user", "hi <|im_end|>")]
+    assert ChatRenderer(first).render(messages)[0].tolist() == ChatRenderer(second).render(messages)[0].tolist()
+
+
+def test_nothing_is_overwritten_and_wrong_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty directory"):
+        init_model("tiny", "bytes", tmp_path / "full")
+    with pytest.raises(ValueError, match="tiny, cpu_default"):
+        init_model("huge", "bytes", tmp_path / "x")
+    with pytest.raises(ValueError, match="bytes, arithmetic"):
+        init_model("tiny", "letters", tmp_path / "y")

@@ -1,0 +1,121 @@
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from marsrl.rollout.reward_workers import RewardPool
+from marsrl.rollout.tasks.data import read_problems
+from marsrl.rollout.types import Problem
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+# The judge does what the answer says; "hang" ignores signals, as sympy can.
+ODD_JUDGE = """
+import os, signal, sys
+def judge(reference, answer):
+    if answer == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM, signal.SIGINT])
+        while True:
+            sum(range(100000))
+    if answer == "die":
+        os._exit(7)
+    if answer == "memory":
+        bytearray(1 << 40)
+    if answer == "raise":
+        raise RecursionError("too deep")
+    if answer == "print":
+        print('{"correct": true}')
+        os.write(1, b"noise")
+    return answer == reference
+"""
+
+
+def problem(answer: str | None) -> Problem:
+    return Problem("p", "q", answer, "math")
+
+
+@pytest.fixture(scope="module")
+def math_pool() -> Iterator[RewardPool]:
+    with RewardPool(workers=2, timeout_s=60) as pool:
+        yield pool
+
+
+@pytest.fixture
+def odd_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "odd_judge.py").write_text(ODD_JUDGE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    return "odd_judge:judge"
+
+
+def test_equal_answers_in_other_words_are_equal(math_pool: RewardPool) -> None:
+    table = [
+        ("70", "70", 1), ("70", "70.0", 1), ("70", "71", 0), (r"\frac{1}{2}", "0.5", 1),
+        (r"\frac{1}{2}", r"\dfrac12", 1),
+        ("x+1", "1+x", 1), ("1234", "1,234", 1), ("(3,4)", "(4,3)", 0), (r"\text{east}", "east", 1),
+        ("5", "no idea", 0),
+    ]  # fmt: skip
+    rewards = math_pool.judge([(problem(reference), answer) for reference, answer, _ in table])
+    assert [r.value for r in rewards] == [right for _, _, right in table], rewards
+
+
+def test_every_math500_answer_equals_itself_through_the_parser(math_pool: RewardPool) -> None:
+    path = SHARED / "math500.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    problems = read_problems(path, "math").problems
+    rewards = math_pool.judge([(p, p.answer or "") for p in problems])
+    assert [(p.answer, r) for p, r in zip(problems, rewards, strict=True) if r.value != 1] == []
+
+
+def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
+    answers = ["1", "hang", "2", "die", "1", "raise", "memory", "print", "1"]
+    with RewardPool(workers=2, timeout_s=1.0, judge=odd_judge) as pool:
+        rewards = pool.judge([(problem("1"), answer) for answer in answers])
+        values = [None if r.is_missing else r.value for r in rewards]
+        assert values == [1, None, 0, None, 1, None, None, 0, 1]
+        assert "killed" in rewards[1].note and "code 7" in rewards[3].note
+        assert "RecursionError" in rewards[5].note and "MemoryError" in rewards[6].note
+        counts = pool.counts
+        assert (counts.judged, counts.timeouts, counts.crashes, counts.errors) == (5, 1, 1, 2)
+        assert [r.value for r in pool.judge([(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
+
+
+def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
+    with RewardPool(max_answer_chars=10) as pool:  # no process is started for these
+        nothing, endless = pool.judge([(problem(None), "1"), (problem("1"), "1" * 11)])
+    assert nothing.is_missing and "no reference" in nothing.note
+    assert endless.value == 0 and "11 characters" in endless.note
+
+
+def test_close_leaves_no_process_even_while_a_judge_hangs(odd_judge: str) -> None:
+    pool = RewardPool(workers=2, timeout_s=2.0, judge=odd_judge)
+    pool.judge([(problem("1"), "1"), (problem("1"), "hang")])
+    children = [worker.process for worker in pool._workers]
+    assert children
+    pool.close()
+    pool.close()
+    assert all(child.poll() == -signal.SIGKILL for child in children)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.judge([(problem("1"), "1")])
+
+
+def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
+    pool = RewardPool(workers=1, timeout_s=60.0, judge=odd_judge)
+    asker = threading.Thread(target=lambda: pool.judge([(problem("1"), "hang")]))
+    asker.start()
+    while not (pool._workers and pool._workers[0].job is not None):
+        asker.join(0.05)
+    worker = pool._workers[0]
+    worker._requests.close()  # what the end of the parent does
+    assert worker.process.wait(30) == 0
+    asker.join(30)
+    assert pool.counts.crashes == 1
+    pool.close()
+
+
+def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:
+    with RewardPool(judge="no_such_module:judge") as pool, pytest.raises(RuntimeError, match="before it was ready"):
+        pool.judge([(problem("1"), "1")])
