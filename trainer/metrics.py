@@ -65,7 +65,7 @@ class MetricsLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. Steps must increase: a line a step is what resume and every reader rely on."""
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; each step is logged once")
+            raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
         if "step" in metrics:
             raise ValueError("a metric is called 'step', which is the name of the line's own step; rename it")
         values = {name: float(value) for name, value in metrics.items()}
@@ -123,7 +123,7 @@ def _parse(path: Path) -> list[tuple[MetricsRow, bytes]]:
                 raise ValueError("expected an integer step and numbers or nulls")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is not a line of metrics ({error}); remove it or restore the file"
+                f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error
         rows.append((MetricsRow(step, values), line))
     return rows

@@ -75,19 +75,25 @@ def write_report(directory: str | Path) -> Path:
         trajectories.append((f"First step ({min(files)})", trajectories_around(files, last=False)))
     if len(files) > 1:
         trajectories.append((f"Last step ({max(files)})", trajectories_around(files, last=True)))
-    page = _environment().get_template("report.html.j2").render(
-        name=run.path.resolve().name,
-        summary=summary,
-        agents=_headline_rows(summary),
-        headline=charts.headline(_headline_rows(summary)) if summary and (summary.before or summary.after) else None,
-        last_step=rows[-1].step if rows else None,
-        charts=[_chart(plan, rows) for plan in PLANS],
-        num_non_finite=sum(value is None for row in rows for value in row.values.values()),
-        timeline=picture,
-        span_colors=colors,
-        num_left_out=num_left_out,
-        trajectories=trajectories,
-        config=run.config.read_text("utf-8") if run.config.exists() else None,
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            name=run.path.resolve().name,
+            summary=summary,
+            agents=_headline_rows(summary),
+            headline=charts.headline(_headline_rows(summary))
+            if summary and (summary.before or summary.after)
+            else None,
+            last_step=rows[-1].step if rows else None,
+            charts=[_chart(plan, rows) for plan in PLANS],
+            num_non_finite=sum(value is None for row in rows for value in row.values.values()),
+            timeline=picture,
+            span_colors=colors,
+            num_left_out=num_left_out,
+            trajectories=trajectories,
+            config=run.config.read_text("utf-8") if run.config.exists() else None,
+        )
     )
     write_atomically(run.report, page.encode("utf-8"))
     return run.report

@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """All shown samples of one rollout instance. Groups at the top are Solver's, or their parent is not in the window."""
+    """All shown samples of one rollout instance. At the top: Solver groups, and those whose parent is not shown."""
 
     rollout_id: str
     problem_id: str

@@ -87,11 +87,11 @@ class RunDirectory:
         root.mkdir(parents=True, exist_ok=True)
         if name is None:
             if resume == "auto":
-                raise ValueError("run.resume=auto goes on with the run called run.name, and run.name is not set; set it")
+                raise ValueError("run.resume=auto goes on with the run called run.name, and run.name is not set")
             return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"run.name={name!r} is not a plain folder name (letters, digits and ._+=,@- , the first a letter or digit); "
+                f"run.name={name!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
                 "put the folder it goes into in run.dir"
             )
         path = root / name
@@ -106,7 +106,7 @@ class RunDirectory:
             run = cls(path, existed=True)
             if not path.is_dir() or (any(path.iterdir()) and not run.config.is_file()):
                 raise ValueError(
-                    f"run.resume=auto: {path} is there but holds no config.yaml, so it is no run directory; take another "
+                    f"run.resume=auto: {path} holds no config.yaml, so it is no run directory; take another "
                     "run.name"
                 ) from None
             return run

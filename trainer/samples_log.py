@@ -113,7 +113,7 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
             for number, line in enumerate(io.BufferedReader(stream), start=1):  # noqa: B007 - for the message below
                 yield _from_json(json.loads(line))
     except (zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line {number}: cannot be read as a sample ({error!r}); the file is damaged") from error
+        raise ValueError(f"{path}, line {number}: is no sample ({error!r}); the file is damaged") from error
 
 
 def _from_json(values: dict[str, object]) -> SampleRecord:

@@ -122,7 +122,9 @@ def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group
                         prompt_text=f"a 3 b *7 c -5 {text}",
                         answer=None if agent.startswith("verifier") else f"{number % 10}{text}",
                         verdict=right if agent.startswith("verifier") else None,
-                        reward=Reward(value, value, {} if missing else {"answer": value}, text or ("late" if missing else "")),
+                        reward=Reward(
+                            value, value, {} if missing else {"answer": value}, text or ("late" if missing else "")
+                        ),
                     )
                 )
                 advantages[samples[-1].uid] = 0.0 if missing else value - 0.5
@@ -142,9 +144,18 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             groups, advantages = make_step(step, rng, text)
             write_samples(run, step, groups, advantages)
             values = summarise(groups, version=step, advantages=advantages)
-            parts = {"rollout": 2.0 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1.0 + rng.random(), "publish": 0.2}
+            parts = {
+                "rollout": 2.0 + rng.random(),
+                "credit": 0.05,
+                "pack": 0.1,
+                "step": 1.0 + rng.random(),
+                "publish": 0.2,
+            }
             values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
-            values |= {"actor/entropy": 0.3 - 0.02 * step, "actor/grad_norm": math.nan if step == 2 else 0.5 + rng.random()}
+            values |= {
+                "actor/entropy": 0.3 - 0.02 * step,
+                "actor/grad_norm": math.nan if step == 2 else 0.5 + rng.random(),
+            }
             values |= {"mpt/fraction_masked": 0.04 * step, "perf/tokens_per_s": 4000 + 100 * step}
             metrics.log(step, values)
             lanes = {"rollout": "engine/0", "step": "rank/0", "publish": "sync/main", "credit": f"reward/0{text}"}

@@ -112,6 +112,7 @@ def test_a_verifier_that_always_says_the_same_is_warned_about(num_correct: int, 
 
 def test_wilson_agrees_with_published_values() -> None:
     # Newcombe 1998 (Stat. Med. 17:857), table I, method 3: 81/263, 15/148, 0/20, 1/29
-    for successes, n, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718)):
+    table = ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718))
+    for successes, n, low, high in table:
         assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
     assert wilson_interval(0, 0) == (0, 1) and wilson_interval(7, 7)[1] == 1

@@ -18,8 +18,9 @@ from marsrl.trainer.samples_log import sample_files, write_samples
 from marsrl.trainer.summary import save_summary
 
 ATTACK = (
-    "</pre></script></title></style><script>document.title='PWNED'</script><img src=x onerror=\"document.title='PWNED'\">"
-    "<svg onload=document.title='PWNED'>' onmouseover='x \" onload=\"y {{ 7*191 }} {% raw %} \x00\x1b\u2028\u202e\ud800 -->"
+    "</pre></script></title></style><script>document.title='PWNED'</script>"
+    "<img src=x onerror=\"document.title='PWNED'\"><svg onload=document.title='PWNED'>"
+    "' onmouseover='x \" onload=\"y {{ 7*191 }} {% raw %} \x00\x1b\u2028\u202e\ud800 -->"
 )
 
 
@@ -51,7 +52,8 @@ def test_what_models_wrote_stays_text(tmp_path: Path) -> None:
 
 def test_a_page_shows_every_part(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path).path).read_text("utf-8")
-    for shown in ("LLMEngine", "0123abc", "412,345", "Verifier in the loop", "<polyline", "engine/0", "0.880", "config.yaml"):
+    parts = ("LLMEngine", "0123abc", "412,345", "Verifier in the loop", "<polyline", "engine/0", "0.880", "config.yaml")
+    for shown in parts:
         assert shown in text, shown
     assert "No samples" not in text and 'class="note"' in text  # one gradient norm is not finite: said
 
@@ -94,8 +96,8 @@ def chromium() -> str:
 
 
 def browse(chromium: str, profile: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    command += [f"--user-data-dir={profile}", "--enable-logging=stderr", *options, page.as_uri()]
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += ["--no-first-run", f"--user-data-dir={profile}", "--enable-logging=stderr", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
 
@@ -108,6 +110,7 @@ def test_a_browser_runs_no_script_of_a_hostile_run_and_complains_of_nothing(chro
     assert "CONSOLE" not in done.stderr, done.stderr
     # the check itself: the same browser does run and report a script where the page lets it
     bait = tmp_path / "bait.html"
-    bait.write_text(f"<title>x</title><script>console.error('seen')</script>{ATTACK.encode('utf-8', 'replace').decode()}")
+    attack = ATTACK.encode("utf-8", "replace").decode()
+    bait.write_text(f"<title>x</title><script>console.error('seen')</script>{attack}")
     bitten = browse(chromium, tmp_path / "profile_bait", bait, "--dump-dom")
     assert "CONSOLE" in bitten.stderr and "PWNED" in bitten.stdout.split("</head>")[0]

@@ -23,7 +23,8 @@ def test_hostile_text_comes_back_exactly(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     reward = Reward(MISSING, MISSING, {"x": math.inf}, HOSTILE)
     group = make_group(
-        make_sample("u1", text=HOSTILE, prompt_text=HOSTILE, answer=HOSTILE, reward=reward), make_sample("u2", num_tokens=9)
+        make_sample("u1", text=HOSTILE, prompt_text=HOSTILE, answer=HOSTILE, reward=reward),
+        make_sample("u2", num_tokens=9),
     )
     for step in (10, 2):
         write_samples(run, step, [group], {"u2": 0.25})
