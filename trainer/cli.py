@@ -98,12 +98,11 @@ def _report(add: AddParser) -> None:
 
     def run(words: argparse.Namespace) -> int:
         from marsrl.trainer.report import write_report
-        from marsrl.trainer.run_directory import RunDirectory
 
         path = Path(words.run_directory)
         if not (path / "config.yaml").is_file():
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
-        print(write_report(RunDirectory(path)))
+        print(write_report(path))
         return 0
 
     parser.set_defaults(run=run)

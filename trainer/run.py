@@ -244,7 +244,7 @@ class Run:
             self.trace.save()
             assert driver.metrics is not None
             driver.metrics.close()
-            report = write_report(self.directory)
+            report = write_report(self.directory.path)
             self.console.results(summary)
             self.console.message(f"report: {report}")
         barrier()

@@ -3,7 +3,7 @@ import random
 import pytest
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, apply, draw_chain, is_held_out, parse_chain
 from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
-from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, drill, solver_trace, team_traces
+from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.registry import build_task
 
@@ -82,7 +82,7 @@ def test_slips_come_at_the_documented_rate() -> None:
 
 def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
     rng = random.Random(0)
-    trace = drill(rng)
+    trace = equality_drill(rng)
     assert trace.weights(6.0) == [6.0, 1.0]
     for trace in team_traces(rng, draw_chain(rng, OPTIONS, held_out=False), TutorRates(), OPTIONS):
         words = trace.completion.split(" ")
@@ -92,9 +92,20 @@ def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
         assert sum(weight == 6.0 for weight in weights) == ("Verdict:" in words)
 
 
+def test_a_table_drill_states_one_operation_and_its_result() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        trace = table_drill(rng)
+        assert isinstance(trace.prompt, str)
+        _, value, letter, operation, _ = trace.prompt.split()
+        assert trace.completion == str(apply(int(value), operation))
+        assert letter in "bcdefg"
+        assert trace.weights(6.0) == [1.0]  # no end token: the line goes on
+
+
 def test_drills_are_right_and_both_kinds_come() -> None:
     rng = random.Random(0)
-    drills = [drill(rng) for _ in range(200)]
+    drills = [equality_drill(rng) for _ in range(200)]
     for trace in drills:
         _, got, _, said, _ = str(trace.prompt).split()
         assert trace.completion == ("correct" if got == said else "wrong")
