@@ -153,7 +153,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=packages,
     package_dir=package_dir,
-    package_data={package: ["*.yaml", "*.html", "*.jinja", "*.json"] for package in packages},
+    package_data={package: ["*.yaml", "*.j2"] for package in packages},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},

@@ -78,7 +78,8 @@ class Scheduler:
         batches = [self._stage(versions, progress, new_problems=True)]
         if self.config.pipeline == "trajectory":
             while self.state.pending or self.state.open:
-                batches.append(self._stage(versions, progress, new_problems=False))
+                done = sum(int(batch.metrics["rollout/tokens"]) for batch in batches)
+                batches.append(self._stage(versions, _behind(done, progress), new_problems=False))
         counts: Counter[str] = Counter()
         for batch in batches:
             counts.update(batch.metrics)
@@ -126,7 +127,8 @@ class Scheduler:
                 for index in sorted(group.partial)
             ]
             requests = [self._request(group, index) for group, index in work]
-            results = pool.generate(requests, version=versions[policy], on_progress=progress) if requests else []
+            behind = _behind(counts["rollout/tokens"], progress)
+            results = pool.generate(requests, version=versions[policy], on_progress=behind) if requests else []
             for (group, index), request, result in zip(work, requests, results, strict=True):
                 counts["rollout/tokens"] += len(result.token_ids)
                 counts["rollout/prompt_tokens"] += len(request.token_ids)
@@ -192,3 +194,8 @@ class Scheduler:
                 pairs = [(played.asks[group_id], played.groups[group_id]) for group_id in sorted(played.asks)]
                 self.state.pending += self.team.orchestration.next_asks(pairs, rng)
                 del self.state.rounds[rollout_id, agent]
+
+
+def _behind(done: int, progress: Progress | None) -> Progress | None:
+    """Progress of a call that comes after others which decoded `done` tokens."""
+    return None if progress is None else lambda tokens: progress(done + tokens)

@@ -48,6 +48,7 @@ class Evaluator:
     max_tokens: int
     seed: int
     probe: Probe = field(default_factory=Probe)
+    num_decoded: int = 0  # tokens so far, for progress bars
 
     def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
@@ -77,6 +78,7 @@ class Evaluator:
 
     def evaluate(self, versions: Mapping[str, int], progress: Progress | None = None) -> Evaluation:
         """Every number of the before / after table."""
+        self.num_decoded = 0
         solver, system, loop = self._system(versions, progress)
         return Evaluation(
             solver=solver,
@@ -89,11 +91,16 @@ class Evaluator:
         self, asks: Sequence[Ask], versions: Mapping[str, int], name: str, progress: Progress | None
     ) -> list[Sample]:
         """`name` is part of the seeds: asking the same thing under another name draws anew."""
-        sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
-        seed = derive_seed(self.seed, "evaluate", name)
-        return self.team.answer(
-            asks, versions, max_tokens=self.max_tokens, seed=seed, sampling=sampling, progress=progress
+        samples = self.team.answer(
+            asks,
+            versions,
+            max_tokens=self.max_tokens,
+            seed=derive_seed(self.seed, "evaluate", name),
+            sampling=Sampling(self.config.temperature, self.config.top_p, self.config.top_k),
+            progress=None if progress is None else lambda tokens: progress(self.num_decoded + tokens),
         )
+        self.num_decoded += sum(len(sample.token_ids) for sample in samples)
+        return samples
 
     def _system(
         self, versions: Mapping[str, int], progress: Progress | None

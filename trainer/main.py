@@ -15,9 +15,12 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__)
 import argparse  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
+import time  # noqa: E402
 from types import FrameType  # noqa: E402
 
 from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
+
+RANK_0_PRINTS_S = 30.0
 
 EXAMPLES = """examples:
   torchrun trainer/main.py
@@ -54,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, ValueError, OSError) as error:
         if is_first:
             print(f"marsrl: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_0_PRINTS_S)  # torchrun ends everybody when the first rank fails: that must not be this one
         return 2
     if is_first:
         print(checked.text(with_config=words.dry_run), flush=True)

@@ -1,0 +1,97 @@
+"""The default run on several seeds: does RL make better agents? All seeds are reported, none is chosen.
+
+    python benchmarks/learning.py [--seeds 0 1 2] [--json FILE] [key.sub=value ...]
+
+Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
+for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
+the first, in standard errors), and what the agents reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.summary import Evaluation, Summary, load_summary
+
+MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
+AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+
+
+def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
+    """One run; its summary and how many standard errors the reward rose by."""
+    name = f"seed{seed}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
+    subprocess.run([*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL)
+    directory = Path(folder) / name
+    rewards = []
+    for row in read_metrics(directory / "metrics.jsonl"):
+        # the mean over agents, so that a change in how many samples each agent has is not a change in reward
+        values = [row.values.get(f"reward/{agent}/mean") for agent in AGENTS]
+        rewards.append(statistics.fmean([v for v in values if v is not None]))
+    return load_summary(directory / "summary.json"), rise(rewards)
+
+
+def rise(rewards: list[float]) -> float:
+    """(mean of the last quarter - mean of the first) / its standard error. Steps are taken as independent draws.
+
+    The first five steps are left out: until the pipeline is full, later agents have no samples.
+    """
+    steady = rewards[5:] if len(rewards) > 12 else rewards
+    quarter = max(2, len(steady) // 4)
+    first, last = steady[:quarter], steady[-quarter:]
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
+    return (statistics.fmean(last) - statistics.fmean(first)) / error if error else 0.0
+
+
+def verdicts(before: Evaluation, after: Evaluation, standard_errors: float) -> dict[str, bool]:
+    """What is wanted of a seed, by name."""
+
+    def gain(name: str) -> float:
+        return (getattr(after, name).mean or 0.0) - (getattr(before, name).mean or 0.0)
+
+    return {
+        "reward rises by 2 standard errors": standard_errors > 2,
+        "verifier +.05": gain("verifier") >= 0.05,
+        "system above solver": (after.system.mean or 0.0) > (after.solver.mean or 0.0),
+        "system +.10": gain("system") >= 0.10,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", help="write every number to this file")
+    parser.add_argument("--dir", help="where the runs go (default: a temporary directory)")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+    words = parser.parse_intermixed_args()
+    records, gains = [], []
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in words.seeds:
+            summary, errors = run(seed, words.dir or temporary, words.settings)
+            before, after = summary.before, summary.after
+            assert before is not None and after is not None
+            wanted = verdicts(before, after, errors)
+            gate = summary.warm_start.gate_met if summary.warm_start else None
+            print(f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; reward rose by {errors:.1f} standard errors")
+            for name in ("solver", "verifier", "corrector", "system"):
+                a, b = getattr(before, name), getattr(after, name)
+                print(f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}")
+            print("  " + "; ".join(f"{what}: {'yes' if held else 'NO'}" for what, held in wanted.items()), flush=True)
+            gains.append((after.system.mean or 0.0) / max(before.system.mean or 0.0, 1e-9))
+            records.append({"summary": summary.model_dump(mode="json"), "standard_errors": errors, "wanted": wanted})
+    if words.json:
+        Path(words.json).write_text(json.dumps(records, indent=1))
+    print(f"ratio: {statistics.geometric_mean(gains):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
