@@ -9,6 +9,7 @@ The libraries have a plain C ABI and include no Python or torch header, so one w
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -87,11 +88,13 @@ class BuildWithCMake(build_ext):
     def build_library(self, extension: NativeLibrary) -> None:
         output = Path(self.build_lib, NAME, "kernels", "_lib").resolve()
         build = ROOT / "build" / "cmake" / extension.target
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
+        # The one pip installed beside this Python, which need not be on PATH, else the system's.
+        cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
+        configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
         configure += [f"-DMARSRL_TARGET={LIBRARIES[extension.target]}", f"-DMARSRL_OUTPUT={output}"]
         # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
+        subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"  # a plain library, not a Python module: no cpython suffix
