@@ -26,7 +26,7 @@ from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
 
-_PROBE_SEQUENCES = 2
+_PROBE_SEQUENCES = 3
 _PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token
 _KEEP_FILES = 2  # the newest may still be being read by a slow engine when the next is written
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,13 +44,18 @@ class SyncTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A publish that was verified. max_probe_difference: nats; None where the probe was not due (sync.verify_every)."""
+    """A publish that was verified.
+
+    max_probe_difference: nats, over the sequences that agree; None where the probe was not due (sync.verify_every).
+    num_router_ties: sequences (of all engines) that were excused because rounding flipped an expert (MoE only).
+    """
 
     version: int
     seconds: float
     num_bytes: int
     num_tensors: int
     max_probe_difference: float | None
+    num_router_ties: int = 0
 
 
 def expected_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
@@ -121,9 +126,14 @@ class WeightSync:
         for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
             _compare(expected, receipt, version, engine)
         due = probe_logprobs is not None and version % self._verify_every == 0
-        difference = self._compare_probe(probe_logprobs(self._probe), version) if probe_logprobs is not None and due else None
+        difference, ties = None, 0
+        if probe_logprobs is not None and due:
+            # two experts within rounding of each other may be chosen differently by two correct programs: all tokens
+            # from there on differ. Real faults (stale prefixes, wrong weights) show in every sequence
+            allowed_ties = 1 if any(".mlp.experts." in name for name in named) else 0
+            difference, ties = self._compare_probe(probe_logprobs(self._probe), version, allowed_ties)
         num_bytes = sum(tensor.nbytes for tensor in named.values())
-        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference)
+        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference, ties)
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
@@ -151,26 +161,33 @@ class WeightSync:
         self._files = self._files[-_KEEP_FILES:]
         return path
 
-    def _compare_probe(self, trainer: Sequence[FloatArray], version: int) -> float:
-        worst, place = 0.0, ""
+    def _compare_probe(self, trainer: Sequence[FloatArray], version: int, allowed_ties: int) -> tuple[float, int]:
+        """(largest difference over the sequences that agree, number of excused ones); allowed_ties of them an engine."""
+        worst, ties = 0.0, 0
         for engine, scores in enumerate(self._pool.score(self._probe)):
-            for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
-                difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
-                difference = np.where(np.isfinite(difference), difference, np.inf)  # NaN compares as smaller than anything
-                at = int(difference.argmax())
-                if difference[at] > worst:
-                    worst = float(difference[at])
-                    place = (
-                        f"engine {engine}, sequence {sequence}, token {at + 1} of {len(difference)}: "
-                        f"trainer {ours[at]:.6f}, engine {theirs[at]:.6f}"
-                    )
-        if worst > self._tolerance:
-            raise RuntimeError(
-                f"weight sync: version {version}: trainer and engine disagree on the probe by up to {worst:.3g} nats at {place}; "
-                f"expected at most {self._tolerance:g} (sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look "
-                "at stale prefix caches, at the two models' settings (rope, norm eps, routing), or at the dtype"
-            )
-        return worst
+            found = [_largest(ours, theirs) for ours, theirs in zip(trainer, scores, strict=True)]
+            wrong = [sequence for sequence, (value, _) in enumerate(found) if value > self._tolerance]
+            if len(wrong) > allowed_ties:
+                sequence = max(wrong, key=lambda s: found[s][0])
+                value, at = found[sequence]
+                raise RuntimeError(
+                    f"weight sync: version {version}: trainer and engine disagree on the probe by up to {value:.3g} nats at "
+                    f"engine {engine}, sequence {sequence}, token {at + 1} of {len(trainer[sequence])}: trainer "
+                    f"{trainer[sequence][at]:.6f}, engine {scores[sequence][at]:.6f}; expected at most {self._tolerance:g} "
+                    "(sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look at stale prefix caches, at "
+                    "the two models' settings (rope, norm eps, routing), or at the dtype"
+                )
+            ties += len(wrong)
+            worst = max([worst, *(value for value, _ in found if value <= self._tolerance)])
+        return worst, ties
+
+
+def _largest(ours: FloatArray, theirs: FloatArray) -> tuple[float, int]:
+    """(largest absolute difference, its place); what is not a number counts as infinite."""
+    difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+    difference = np.where(np.isfinite(difference), difference, np.inf)
+    at = int(difference.argmax())
+    return float(difference[at]), at
 
 
 def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:

@@ -85,3 +85,24 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(sync, tensors, tmp_path, mo
     with pytest.raises(RuntimeError, match=r"could not be written to .*MiB free.*No space left"):
         sync.publish(perturbed(tensors, "norm").items(), 1, None)
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_flipped_expert_in_one_sequence_is_excused_and_counted_for_moe_only(checkpoint, judge, tmp_path):
+    def off_in(sequences):
+        def score(seqs):
+            right = judge(directory, None, list(seqs))
+            for i in sequences:
+                right[i][9:] += 0.03
+            return right
+
+        return score
+
+    directory = checkpoint("qwen3_moe")
+    engine = LocalEngine(directory, dtype="float32", max_model_len=128)
+    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, directory=tmp_path)
+    tensors = tensors_of(directory)
+    report = sync.publish(tensors.items(), 0, off_in([2]))
+    assert report.num_router_ties == 1 and report.max_probe_difference < 1e-4
+    with pytest.raises(RuntimeError, match="disagree on the probe"):
+        sync.publish(tensors.items(), 1, off_in([0, 2]))
+    sync.close()
