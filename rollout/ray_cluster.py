@@ -14,9 +14,15 @@ from typing import Any
 
 import numpy as np
 import ray
-
 from marsrl.rollout.engines.build import EngineSpec, build_engine
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, EngineInfo, Sampling, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    Sampling,
+    WeightReceipt,
+    WeightUpdate,
+)
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
@@ -154,7 +160,9 @@ class RayReplicas:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         if method == "generate":
             arguments = [(RequestBatch.pack(requests), version) for requests, version in arguments]
         calls = [getattr(a, method).remote(*args) for a, args in zip(self._actors, arguments, strict=True)]

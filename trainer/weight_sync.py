@@ -19,12 +19,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
+from safetensors.torch import save_file
+from torch import Tensor
 
 _PROBE_SEQUENCES = 3
 _PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token
@@ -72,8 +71,8 @@ def probe_sequences(vocab_size: int) -> list[IntArray]:
 class WeightSync:
     """Publishes one policy's weights to its engines and verifies every publish.
 
-        sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
-        report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
+    sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
+    report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
     """
 
     def __init__(
@@ -192,7 +191,9 @@ def _largest(ours: FloatArray, theirs: FloatArray) -> tuple[float, int]:
 
 def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:
     if receipt.version != version:
-        raise RuntimeError(f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent")
+        raise RuntimeError(
+            f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
+        )
     held = receipt.checksums
     wrong = [name for name in expected if held.get(name) != expected[name]] + [n for n in held if n not in expected]
     if wrong:

@@ -89,7 +89,9 @@ def make_pool(
     """
     if config.engine == "scripted":
         if scripted is None:
-            raise ValueError("rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local")
+            raise ValueError(
+                "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
+            )
         return EnginePool(LocalReplicas([scripted() for _ in range(config.engines)]), policy)
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")

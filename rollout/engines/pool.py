@@ -30,7 +30,9 @@ class Replicas(Protocol):
 
     def __len__(self) -> int: ...
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
 
     def num_decoded(self) -> list[int]: ...
@@ -47,7 +49,9 @@ class LocalReplicas:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         if on_wait is None:
             return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
         done = threading.Event()
@@ -88,7 +92,9 @@ class EnginePool:
     def __enter__(self) -> EnginePool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -114,7 +120,9 @@ class EnginePool:
                 on_progress(sum(self.num_decoded()) - before)
 
         answers = self._replicas.call(
-            "generate", [([requests[i] for i in share], version) for share in shares], None if on_progress is None else report
+            "generate",
+            [([requests[i] for i in share], version) for share in shares],
+            None if on_progress is None else report,
         )
         report()
         results: list[DecodeResult | None] = [None] * len(requests)

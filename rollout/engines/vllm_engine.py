@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
@@ -163,7 +162,9 @@ class VllmEngine:
         from vllm import SamplingParams
 
         if temperature != 1.0:
-            raise ValueError(f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only")
+            raise ValueError(
+                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
+            )
         for sequence in sequences:
             if not 2 <= len(sequence) <= self._max_model_len:
                 raise ValueError(
@@ -245,7 +246,9 @@ class VllmEngine:
         return DecodeResult(
             uid=request.uid,
             token_ids=np.asarray(completion.token_ids, np.int32),
-            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),  # one a token: logprobs=0 asks for the drawn one
+            logprobs=np.asarray(
+                completion.logprobs.logprobs, np.float32
+            ),  # one a token: logprobs=0 asks for the drawn one
             finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
             version=self._version,
             num_cached_tokens=output.num_cached_tokens or 0,

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from marsrl.rollout.config import VllmOptions
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
@@ -54,7 +53,9 @@ def _qwen3_moe(directory: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(**SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[])
+    config = Qwen3MoeConfig(
+        **SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[]
+    )
     _save(Qwen3MoeForCausalLM(config), directory)
 
 

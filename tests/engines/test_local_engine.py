@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import perturbed, prompt, request, tensors_of
-from safetensors.torch import save_file
-
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.local.sampler import RowSampling, draw
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
+from safetensors.torch import save_file
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 
@@ -22,7 +21,9 @@ def engine_of(checkpoint, kind, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_those_of_transformers(kind, checkpoint, judge):
     engine = engine_of(checkpoint, kind)
-    asks = [request(f"{i // 2}.{i}", prompt(20 + 7 * (i // 2), seed=i // 2), 70, seed=i, temperature=0.7) for i in range(6)]
+    asks = [
+        request(f"{i // 2}.{i}", prompt(20 + 7 * (i // 2), seed=i // 2), 70, seed=i, temperature=0.7) for i in range(6)
+    ]
     results = engine.generate(asks, version=0)
     whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):

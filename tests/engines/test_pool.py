@@ -6,7 +6,6 @@ import socket
 import numpy as np
 import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
-
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas, split_requests
@@ -97,7 +96,9 @@ def test_an_address_where_nobody_listens_is_named(checkpoint):
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
     with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
-        make_pool("main", str(checkpoint("qwen3")), local_config(ray_address=address), dtype="float32", max_model_len=64)
+        make_pool(
+            "main", str(checkpoint("qwen3")), local_config(ray_address=address), dtype="float32", max_model_len=64
+        )
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
-
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
@@ -18,7 +17,16 @@ GROUPS = [
     *[("qwen3_tied", part) for part in ("embed_tokens",)],
     *[
         ("qwen3_moe", part)
-        for part in ("self_attn", "mlp.gate.weight", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head", "norm")
+        for part in (
+            "self_attn",
+            "mlp.gate.weight",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "embed_tokens",
+            "lm_head",
+            "norm",
+        )
     ],
 ]
 
@@ -74,7 +82,9 @@ def corrupting(engine, corrupt, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe"])
-def test_one_number_of_one_expert_that_changes_after_loading_is_named(kind, vllm_engine, checkpoint, judge, monkeypatch):
+def test_one_number_of_one_expert_that_changes_after_loading_is_named(
+    kind, vllm_engine, checkpoint, judge, monkeypatch
+):
     engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
 
     def corrupt(model):
@@ -82,7 +92,9 @@ def test_one_number_of_one_expert_that_changes_after_loading_is_named(kind, vllm
 
     with monkeypatch.context() as patch:
         corrupting(engine, corrupt, patch)
-        with pytest.raises(RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.mlp\.experts\.w2_weight"):
+        with pytest.raises(
+            RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.mlp\.experts\.w2_weight"
+        ):
             publish(engine, tensors, judge, checkpoint(kind), 1)
     publish(engine, tensors, judge, checkpoint(kind), 0)
 
@@ -111,7 +123,9 @@ def test_experts_that_vllm_does_not_repack_are_named(kind, vllm_engine, checkpoi
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
-def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(kind, vllm_engine, checkpoint, judge, monkeypatch):
+def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
+    kind, vllm_engine, checkpoint, judge, monkeypatch
+):
     engine, old = vllm_engine(kind), tensors_of(checkpoint(kind))
     new = perturbed(old, "self_attn")
     with monkeypatch.context() as patch:
@@ -217,4 +231,6 @@ def test_info_names_the_real_library(kind, vllm_engine):
     import vllm
 
     info = vllm_engine(kind).info()
-    assert info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
+    assert (
+        info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
+    )

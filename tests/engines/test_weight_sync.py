@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from engine_cases import perturbed, tensors_of
-
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.trainer.weight_sync import WeightSync

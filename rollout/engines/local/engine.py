@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
@@ -30,6 +28,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+from torch import Tensor
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 _CACHE_STEP = 64  # the cache grows by this many positions
@@ -70,7 +69,9 @@ class LocalEngine:
     @torch.inference_mode()
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
         if version != self._version:
-            raise WrongVersion(f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded")
+            raise WrongVersion(
+                f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded"
+            )
         end = None if self._deadline_s is None else time.monotonic() + self._deadline_s
         results: dict[int, DecodeResult] = {}
         served = []
