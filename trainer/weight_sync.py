@@ -1,6 +1,7 @@
 """From the trainer's weights to every engine's, and the proof that they arrived.
 
-    publish: write a safetensors file -> every engine loads it -> checksums of every tensor agree -> probe log-probs agree
+    publish: write a safetensors file -> every engine loads it -> checksums of every tensor agree -> probe log-probs
+    agree
 
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
 failure that costs people weeks, so nothing here is sampled or optional but the probe's interval.
@@ -112,7 +113,8 @@ class WeightSync:
         """Send HF-named tensors to every engine as `version` and verify what arrived.
 
         Args:
-            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips the probe.
+            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips
+            the probe.
 
         Raises:
             RuntimeError: the file cannot be written, an engine holds other numbers than were sent (the tensors are
@@ -161,7 +163,8 @@ class WeightSync:
         return path
 
     def _compare_probe(self, trainer: Sequence[FloatArray], version: int, allowed_ties: int) -> tuple[float, int]:
-        """(largest difference over the sequences that agree, number of excused ones); allowed_ties of them an engine."""
+        """(largest difference over the sequences that agree, number of excused ones); allowed_ties of them an "
+        "engine."""
         worst, ties = 0.0, 0
         for engine, scores in enumerate(self._pool.score(self._probe)):
             found = [_largest(ours, theirs) for ours, theirs in zip(trainer, scores, strict=True)]
@@ -170,10 +173,13 @@ class WeightSync:
                 sequence = max(wrong, key=lambda s: found[s][0])
                 value, at = found[sequence]
                 raise RuntimeError(
-                    f"weight sync: version {version}: trainer and engine disagree on the probe by up to {value:.3g} nats at "
+                    f"weight sync: version {version}: trainer and engine disagree on the probe by up to "
+                    f"{value:.3g} nats at "
                     f"engine {engine}, sequence {sequence}, token {at + 1} of {len(trainer[sequence])}: trainer "
-                    f"{trainer[sequence][at]:.6f}, engine {scores[sequence][at]:.6f}; expected at most {self._tolerance:g} "
-                    "(sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look at stale prefix caches, at "
+                    f"{trainer[sequence][at]:.6f}, engine {scores[sequence][at]:.6f}; expected at most "
+                    f"{self._tolerance:g} "
+                    "(sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look at stale "
+                    "prefix caches, at "
                     "the two models' settings (rope, norm eps, routing), or at the dtype"
                 )
             ties += len(wrong)
@@ -199,7 +205,8 @@ def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, 
     if wrong:
         first = "; ".join(f"{name} ({_what(name, expected, held)})" for name in wrong[:3])
         raise RuntimeError(
-            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of {len(expected)} tensors "
+            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
+            f"{len(expected)} tensors "
             f"differ, first {first}"
         )
 

@@ -20,7 +20,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine,
 from marsrl.rollout.types import FloatArray, IntArray
 
 PREFILL_COST = 0.1
-"""Work of a prompt token over that of a decoded one, in balancing replicas; decoding is bound by memory, prefill is not."""
+"""Work of a prompt token over that of a decoded one, in balancing replicas; decoding is bound by memory, "
+"prefill is not."""
 
 _PROGRESS_S = 0.2
 

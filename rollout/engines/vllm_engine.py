@@ -83,7 +83,8 @@ class VllmEngine:
         """
         if options.tensor_parallel > 1:
             raise ValueError(
-                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs whole tensors in "
+                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs "
+                f"whole tensors in "
                 "every engine: set it to 1 and use more engines"
             )
         import torch
@@ -168,7 +169,8 @@ class VllmEngine:
         for sequence in sequences:
             if not 2 <= len(sequence) <= self._max_model_len:
                 raise ValueError(
-                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to {self._max_model_len} (max_model_len)"
+                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
+                    f"{self._max_model_len} (max_model_len)"
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False, "ignore_eos": True}
         last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
@@ -197,7 +199,8 @@ class VllmEngine:
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
-                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old weights are "
+                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old "
+                "weights are "
                 "left; requests are still running"
             )
 

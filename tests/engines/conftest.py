@@ -142,7 +142,8 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the real vLLM by model, so that each is started once; MoE first (vLLM makes its expert group with the first model of a process only)."""
+    """Tests of the real vLLM by model, so that each is started once; MoE first (vLLM makes its expert group "
+    "with the first model of a process only)."""
     order = ["qwen3_moe", "qwen3", "qwen3_tied", "qwen2"]
 
     def place(item: pytest.Item) -> int:

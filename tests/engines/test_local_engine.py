@@ -112,5 +112,5 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(checkp
 
 def test_an_unsupported_model_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(ValueError, match="LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
         LocalEngine(tmp_path, dtype="float32", max_model_len=16)

@@ -1,5 +1,7 @@
 """Files, comparison and messages of the sync, over a small local engine: about 2 s."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from engine_cases import perturbed, tensors_of
@@ -77,7 +79,7 @@ def test_a_tensor_that_was_not_sent_is_named(sync, tensors, engine, checkpoint):
 
 def test_a_full_disk_is_told_and_leaves_no_half_file(sync, tensors, tmp_path, monkeypatch):
     def full(named, path):
-        open(path, "wb").write(b"half")
+        Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("marsrl.trainer.weight_sync.save_file", full)

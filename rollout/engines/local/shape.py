@@ -34,7 +34,8 @@ def read_shape(model_dir: str | Path) -> ModelShape:
     """The shape that config.json states.
 
     Raises:
-        ValueError: the file is missing, or the architecture, its rotary scaling or its attention window is not supported.
+        ValueError: the file is missing, or the architecture, its rotary scaling or its attention window is not
+        supported.
     """
     path = Path(model_dir) / "config.json"
     if not path.is_file():
