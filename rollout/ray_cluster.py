@@ -5,6 +5,7 @@ Token arrays cross as one numpy array a batch (Ray keeps those outside of the pi
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -14,9 +15,15 @@ from typing import Any
 
 import numpy as np
 import ray
-
 from marsrl.rollout.engines.build import EngineSpec, build_engine
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, EngineInfo, Sampling, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    Sampling,
+    WeightReceipt,
+    WeightUpdate,
+)
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
@@ -78,7 +85,8 @@ def _join(address: str, timeout_s: float) -> None:
             socket.create_connection((host, int(port)), timeout=timeout_s).close()
         except OSError as error:
             raise RuntimeError(
-                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray start --head`, "
+                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray "
+                f"start --head`, "
                 "correct the address, or leave it out to start a cluster on this machine"
             ) from error
     elif where != "auto":
@@ -98,7 +106,8 @@ def _join(address: str, timeout_s: float) -> None:
     if thread.is_alive() or failure:
         reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
         raise RuntimeError(
-            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
+            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that "
+            f"it runs the "
             f"same Ray ({ray.__version__}) and Python"
         ) from (failure[0] if failure else None)
 
@@ -154,7 +163,9 @@ class RayReplicas:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         if method == "generate":
             arguments = [(RequestBatch.pack(requests), version) for requests, version in arguments]
         calls = [getattr(a, method).remote(*args) for a, args in zip(self._actors, arguments, strict=True)]
@@ -208,7 +219,8 @@ class RequestBatch:
 
     def unpack(self) -> list[DecodeRequest]:
         fields = zip(
-            self.uids, _cut(self.tokens, self.offsets), self.max_new_tokens, self.samplings, self.seeds, self.affinities,
+            self.uids, _cut(self.tokens, self.offsets), self.max_new_tokens, self.samplings, self.seeds,
+            self.affinities,
             strict=True,
         )  # fmt: skip
         return [DecodeRequest(*each) for each in fields]
@@ -258,4 +270,4 @@ def _join_arrays(arrays: Sequence[Any], dtype: Any) -> tuple[Any, IntArray]:
 
 
 def _cut(joined: Any, offsets: IntArray) -> list[Any]:
-    return [joined[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [joined[a:b] for a, b in itertools.pairwise(offsets.tolist())]

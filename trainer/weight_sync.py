@@ -1,6 +1,7 @@
 """From the trainer's weights to every engine's, and the proof that they arrived.
 
-    publish: write a safetensors file -> every engine loads it -> checksums of every tensor agree -> probe log-probs agree
+    publish: write a safetensors file -> every engine loads it -> checksums of every tensor agree -> probe log-probs
+    agree
 
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
 failure that costs people weeks, so nothing here is sampled or optional but the probe's interval.
@@ -19,14 +20,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
+from safetensors.torch import save_file
+from torch import Tensor
 
-_PROBE_SEQUENCES = 2
+_PROBE_SEQUENCES = 3
 _PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token
 _KEEP_FILES = 2  # the newest may still be being read by a slow engine when the next is written
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,13 +44,18 @@ class SyncTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A publish that was verified. max_probe_difference: nats; None where the probe was not due (sync.verify_every)."""
+    """A publish that was verified.
+
+    max_probe_difference: nats, over the sequences that agree; None where the probe was not due (sync.verify_every).
+    num_router_ties: sequences (of all engines) that were excused because rounding flipped an expert (MoE only).
+    """
 
     version: int
     seconds: float
     num_bytes: int
     num_tensors: int
     max_probe_difference: float | None
+    num_router_ties: int = 0
 
 
 def expected_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
@@ -67,8 +72,8 @@ def probe_sequences(vocab_size: int) -> list[IntArray]:
 class WeightSync:
     """Publishes one policy's weights to its engines and verifies every publish.
 
-        sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
-        report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
+    sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
+    report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
     """
 
     def __init__(
@@ -108,7 +113,8 @@ class WeightSync:
         """Send HF-named tensors to every engine as `version` and verify what arrived.
 
         Args:
-            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips the probe.
+            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips
+            the probe.
 
         Raises:
             RuntimeError: the file cannot be written, an engine holds other numbers than were sent (the tensors are
@@ -121,9 +127,14 @@ class WeightSync:
         for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
             _compare(expected, receipt, version, engine)
         due = probe_logprobs is not None and version % self._verify_every == 0
-        difference = self._compare_probe(probe_logprobs(self._probe), version) if probe_logprobs is not None and due else None
+        difference, ties = None, 0
+        if probe_logprobs is not None and due:
+            # two experts within rounding of each other may be chosen differently by two correct programs: all tokens
+            # from there on differ. Real faults (stale prefixes, wrong weights) show in every sequence
+            allowed_ties = 1 if any(".mlp.experts." in name for name in named) else 0
+            difference, ties = self._compare_probe(probe_logprobs(self._probe), version, allowed_ties)
         num_bytes = sum(tensor.nbytes for tensor in named.values())
-        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference)
+        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference, ties)
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
@@ -151,37 +162,51 @@ class WeightSync:
         self._files = self._files[-_KEEP_FILES:]
         return path
 
-    def _compare_probe(self, trainer: Sequence[FloatArray], version: int) -> float:
-        worst, place = 0.0, ""
+    def _compare_probe(self, trainer: Sequence[FloatArray], version: int, allowed_ties: int) -> tuple[float, int]:
+        """(largest difference over the sequences that agree, number of excused ones); allowed_ties of them an "
+        "engine."""
+        worst, ties = 0.0, 0
         for engine, scores in enumerate(self._pool.score(self._probe)):
-            for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
-                difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
-                difference = np.where(np.isfinite(difference), difference, np.inf)  # NaN compares as smaller than anything
-                at = int(difference.argmax())
-                if difference[at] > worst:
-                    worst = float(difference[at])
-                    place = (
-                        f"engine {engine}, sequence {sequence}, token {at + 1} of {len(difference)}: "
-                        f"trainer {ours[at]:.6f}, engine {theirs[at]:.6f}"
-                    )
-        if worst > self._tolerance:
-            raise RuntimeError(
-                f"weight sync: version {version}: trainer and engine disagree on the probe by up to {worst:.3g} nats at {place}; "
-                f"expected at most {self._tolerance:g} (sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look "
-                "at stale prefix caches, at the two models' settings (rope, norm eps, routing), or at the dtype"
-            )
-        return worst
+            found = [_largest(ours, theirs) for ours, theirs in zip(trainer, scores, strict=True)]
+            wrong = [sequence for sequence, (value, _) in enumerate(found) if value > self._tolerance]
+            if len(wrong) > allowed_ties:
+                sequence = max(wrong, key=lambda s: found[s][0])
+                value, at = found[sequence]
+                raise RuntimeError(
+                    f"weight sync: version {version}: trainer and engine disagree on the probe by up to "
+                    f"{value:.3g} nats at "
+                    f"engine {engine}, sequence {sequence}, token {at + 1} of {len(trainer[sequence])}: trainer "
+                    f"{trainer[sequence][at]:.6f}, engine {scores[sequence][at]:.6f}; expected at most "
+                    f"{self._tolerance:g} "
+                    "(sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look at stale "
+                    "prefix caches, at "
+                    "the two models' settings (rope, norm eps, routing), or at the dtype"
+                )
+            ties += len(wrong)
+            worst = max([worst, *(value for value, _ in found if value <= self._tolerance)])
+        return worst, ties
+
+
+def _largest(ours: FloatArray, theirs: FloatArray) -> tuple[float, int]:
+    """(largest absolute difference, its place); what is not a number counts as infinite."""
+    difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+    difference = np.where(np.isfinite(difference), difference, np.inf)
+    at = int(difference.argmax())
+    return float(difference[at]), at
 
 
 def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:
     if receipt.version != version:
-        raise RuntimeError(f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent")
+        raise RuntimeError(
+            f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
+        )
     held = receipt.checksums
     wrong = [name for name in expected if held.get(name) != expected[name]] + [n for n in held if n not in expected]
     if wrong:
         first = "; ".join(f"{name} ({_what(name, expected, held)})" for name in wrong[:3])
         raise RuntimeError(
-            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of {len(expected)} tensors "
+            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
+            f"{len(expected)} tensors "
             f"differ, first {first}"
         )
 

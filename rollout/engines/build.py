@@ -1,4 +1,5 @@
-"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than "
+"asked for."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def make_pool(
     Args:
         policy: name under `policies`, for messages.
         max_model_len: prompt and completion together, tokens.
-        scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the placement).
+        scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
+        placement).
 
     Raises:
         ValueError: rollout.engine=scripted without `scripted`.
@@ -89,7 +91,9 @@ def make_pool(
     """
     if config.engine == "scripted":
         if scripted is None:
-            raise ValueError("rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local")
+            raise ValueError(
+                "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
+            )
         return EnginePool(LocalReplicas([scripted() for _ in range(config.engines)]), policy)
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")

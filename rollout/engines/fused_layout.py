@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from marsrl.rollout.engines.checksum import checksum
 from safetensors import safe_open
 from torch import Tensor
-
-from marsrl.rollout.engines.checksum import checksum
 
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
@@ -32,7 +31,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What a fused tensor is made of. parts[e]: the tensors whose rows follow each other; is_stacked: one per expert."""
+    """What a fused tensor is made of. parts[e]: the tensors whose rows follow each other; is_stacked: one per "
+    "expert."""
 
     parts: tuple[tuple[str, ...], ...]
     is_stacked: bool
@@ -78,16 +78,22 @@ def _fusion(fused: str, members: Mapping[tuple[int, str], str]) -> Fusion:
     if missing:
         raise ValueError(
             f"weights: {fused} is fused from {', '.join(f'{p}_proj' for p in parts)}"
-            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are missing, first "
-            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found {sorted(members.values())[:4]}"
+            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are "
+            f"missing, first "
+            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found "
+            f"{sorted(members.values())[:4]}"
         )
-    return Fusion(tuple(tuple(members[e, p] for p in parts) for e in range(experts)), fused.endswith(("w13_weight", "w2_weight")))
+    return Fusion(
+        tuple(tuple(members[e, p] for p in parts) for e in range(experts)), fused.endswith(("w13_weight", "w2_weight"))
+    )
 
 
 def fuse(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, fused tensor) one after the other, cast to dtype: only one fused tensor is held at a time."""
     for name, fusion in fusion_plan(tensors).items():
-        rows = [torch.cat([tensors[p] for p in parts]) if len(parts) > 1 else tensors[parts[0]] for parts in fusion.parts]
+        rows = [
+            torch.cat([tensors[p] for p in parts]) if len(parts) > 1 else tensors[parts[0]] for parts in fusion.parts
+        ]
         fused = torch.stack(rows) if fusion.is_stacked else rows[0]
         yield name, fused if dtype is None else fused.to(dtype)
 

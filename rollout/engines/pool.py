@@ -20,7 +20,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine,
 from marsrl.rollout.types import FloatArray, IntArray
 
 PREFILL_COST = 0.1
-"""Work of a prompt token over that of a decoded one, in balancing replicas; decoding is bound by memory, prefill is not."""
+"""Work of a prompt token over that of a decoded one, in balancing replicas; decoding is bound by memory, "
+"prefill is not."""
 
 _PROGRESS_S = 0.2
 
@@ -30,7 +31,9 @@ class Replicas(Protocol):
 
     def __len__(self) -> int: ...
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
 
     def num_decoded(self) -> list[int]: ...
@@ -47,7 +50,9 @@ class LocalReplicas:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
         if on_wait is None:
             return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
         done = threading.Event()
@@ -88,7 +93,9 @@ class EnginePool:
     def __enter__(self) -> EnginePool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -114,7 +121,9 @@ class EnginePool:
                 on_progress(sum(self.num_decoded()) - before)
 
         answers = self._replicas.call(
-            "generate", [([requests[i] for i in share], version) for share in shares], None if on_progress is None else report
+            "generate",
+            [([requests[i] for i in share], version) for share in shares],
+            None if on_progress is None else report,
         )
         report()
         results: list[DecodeResult | None] = [None] * len(requests)

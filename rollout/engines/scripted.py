@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-
 from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
@@ -54,7 +53,9 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
         if version != self._version:
-            raise WrongVersion(f"ScriptedEngine: asked for policy version {version}, but version {self._version} is loaded")
+            raise WrongVersion(
+                f"ScriptedEngine: asked for policy version {version}, but version {self._version} is loaded"
+            )
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:

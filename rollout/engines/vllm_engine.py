@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
@@ -84,7 +83,8 @@ class VllmEngine:
         """
         if options.tensor_parallel > 1:
             raise ValueError(
-                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs whole tensors in "
+                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs "
+                f"whole tensors in "
                 "every engine: set it to 1 and use more engines"
             )
         import torch
@@ -163,11 +163,14 @@ class VllmEngine:
         from vllm import SamplingParams
 
         if temperature != 1.0:
-            raise ValueError(f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only")
+            raise ValueError(
+                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
+            )
         for sequence in sequences:
             if not 2 <= len(sequence) <= self._max_model_len:
                 raise ValueError(
-                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to {self._max_model_len} (max_model_len)"
+                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
+                    f"{self._max_model_len} (max_model_len)"
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False, "ignore_eos": True}
         last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
@@ -196,7 +199,8 @@ class VllmEngine:
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
-                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old weights are "
+                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old "
+                "weights are "
                 "left; requests are still running"
             )
 
@@ -245,7 +249,9 @@ class VllmEngine:
         return DecodeResult(
             uid=request.uid,
             token_ids=np.asarray(completion.token_ids, np.int32),
-            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),  # one a token: logprobs=0 asks for the drawn one
+            logprobs=np.asarray(
+                completion.logprobs.logprobs, np.float32
+            ),  # one a token: logprobs=0 asks for the drawn one
             finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
             version=self._version,
             num_cached_tokens=output.num_cached_tokens or 0,

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles, fuse
+from torch import Tensor, nn
 
 
 class WeightExtension:
@@ -34,6 +33,7 @@ class WeightExtension:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
         _pack_experts(model, WeightFiles(path), self.vllm_config.model_config.dtype)
+        _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
         """{fused name: checksum of what is held}. It equals the received tensor's checksum iff the kernels hold it."""
@@ -70,7 +70,8 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
         if held.device.type != "cpu":
             return checksum(held)
         same = held.shape == received.shape and torch.equal(_packed(module, received), held)
-        return checksum(received) if same else checksum(held)
+        # inverted: experts that were left unpacked have the very checksum that is expected, and are wrong
+        return checksum(received) if same else ~checksum(held)
     if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
         identity = torch.eye(received.shape[1], dtype=received.dtype)
         product = module.cpu_linear(identity, module.weight, None).t()[: received.shape[0]]
@@ -110,3 +111,16 @@ def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch
             held = getattr(module, attribute)
             if held.shape == weight.shape and torch.equal(held, weight):
                 held.copy_(_packed(module, weight))
+
+
+def _pack_heads(model: nn.Module) -> None:
+    """Repair vLLM's reload of a tied head on a CPU.
+
+    The head shares the embedding's weight but computes with a packed copy of its own, which vLLM 0.32 makes anew only
+    where the head itself was loaded: a tied one keeps the old numbers. A layer that still has its weight beside the
+    copy is packed again.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from marsrl.rollout.config import VllmOptions
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
@@ -54,7 +53,9 @@ def _qwen3_moe(directory: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(**SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[])
+    config = Qwen3MoeConfig(
+        **SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[]
+    )
     _save(Qwen3MoeForCausalLM(config), directory)
 
 
@@ -119,21 +120,40 @@ def judge() -> Callable[[Path, dict[str, torch.Tensor] | None, list[np.ndarray]]
 
 @pytest.fixture(scope="session")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") -> real vLLM on that checkpoint, started once in this process."""
+    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time."""
     pytest.importorskip("vllm")
     from marsrl.rollout.engines.vllm_engine import VllmEngine, vllm_environment
 
     os.environ.update(vllm_environment(threads=1))
-    engines: dict[str, Any] = {}
+    open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:
-        if kind != "qwen3_moe":
-            start("qwen3_moe")  # first: vLLM makes its expert group with the first model of a process only
-        if kind not in engines:
+        if kind not in open_engine:
+            for engine in open_engine.values():
+                engine.close()
+            open_engine.clear()
             options = VllmOptions(max_num_seqs=32, kv_cache_mib=32)
-            engines[kind] = VllmEngine(checkpoint(kind), options, dtype="float32", max_model_len=256, threads=1)
-        return engines[kind]
+            open_engine[kind] = VllmEngine(checkpoint(kind), options, dtype="float32", max_model_len=256, threads=1)
+        return open_engine[kind]
 
     yield start
-    for engine in engines.values():
+    for engine in open_engine.values():
         engine.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the real vLLM by model, so that each is started once; MoE first (vLLM makes its expert group "
+    "with the first model of a process only)."""
+    order = ["qwen3_moe", "qwen3", "qwen3_tied", "qwen2"]
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name != "test_vllm_engine.py":
+            return -1
+        return order.index(item.callspec.params["kind"])  # type: ignore[attr-defined]
+
+    items.sort(key=place)  # stable
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other

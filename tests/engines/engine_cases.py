@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 
@@ -18,7 +17,9 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: files[name].clone() for name in files}
 
 
-def perturbed(tensors: dict[str, torch.Tensor], part: str, seed: int = 0, scale: float = 0.1) -> dict[str, torch.Tensor]:
+def perturbed(
+    tensors: dict[str, torch.Tensor], part: str, seed: int = 0, scale: float = 0.1
+) -> dict[str, torch.Tensor]:
     """The tensors with noise on all whose name contains `part` (at least one)."""
     generator = torch.Generator().manual_seed(seed)
     assert any(part in name for name in tensors), (part, sorted(tensors))

@@ -1,12 +1,14 @@
 """LocalEngine: prefill packed, one prompt once; then decode all rows of a wave together until each has ended.
 
-    requests -> waves of max_num_seqs -> prefill(distinct prompts) -> copy the cache to the group -> [step, compact]* -> results
+    requests -> waves of max_num_seqs -> prefill(distinct prompts) -> copy the cache to the group -> [step, compact]*
+    -> results
 
 The batch loses its finished rows once an eighth of them is done (a gather of the cache, so not at every row).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
@@ -30,6 +30,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+from torch import Tensor
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 _CACHE_STEP = 64  # the cache grows by this many positions
@@ -70,7 +71,9 @@ class LocalEngine:
     @torch.inference_mode()
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
         if version != self._version:
-            raise WrongVersion(f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded")
+            raise WrongVersion(
+                f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded"
+            )
         end = None if self._deadline_s is None else time.monotonic() + self._deadline_s
         results: dict[int, DecodeResult] = {}
         served = []
@@ -153,7 +156,8 @@ class LocalEngine:
                 break
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(
-                    f"LocalEngine: {len(going)} requests are unfinished after rollout.deadline_s = {self._deadline_s:g} s; "
+                    f"LocalEngine: {len(going)} requests are unfinished after rollout.deadline_s = "
+                    f"{self._deadline_s:g} s; "
                     "raise it, or ask for fewer or shorter completions"
                 )
             if len(going) <= len(alive) * 7 // 8:
@@ -209,7 +213,7 @@ class LocalEngine:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = torch.empty_like(q)
-            for row, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+            for row, (a, b) in enumerate(itertools.pairwise(starts)):
                 heads = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]  # [1, heads, n, D]
                 out[a:b] = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
                 if cache is not None:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from marsrl.rollout.engines.fused_layout import fuse
 from marsrl.rollout.engines.local.shape import ModelShape
+from torch import Tensor
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
@@ -18,7 +17,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class LocalModel:
     """Weights in the fused layout (fused_layout.py) and the pure functions over them."""
 
-    def __init__(self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Fuse and take over HF-named tensors.
 
         Raises:
@@ -108,9 +109,13 @@ def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
             expected[f"{at}.mlp.gate.weight"] = (shape.num_experts, h)
         name = f"{at}.mlp.experts.w13_weight" if has_experts else f"{at}.mlp.gate_up_proj.weight"
         if name not in weights:
-            raise ValueError(f"local engine: the weights lack {name}; this layer is {'sparse' if has_experts else 'dense'}")
+            raise ValueError(
+                f"local engine: the weights lack {name}; this layer is {'sparse' if has_experts else 'dense'}"
+            )
     for name, size in expected.items():
         if name not in weights:
             raise ValueError(f"local engine: the weights lack {name}")
         if tuple(weights[name].shape) != size:
-            raise ValueError(f"local engine: {name} has shape {tuple(weights[name].shape)}; config.json asks for {size}")
+            raise ValueError(
+                f"local engine: {name} has shape {tuple(weights[name].shape)}; config.json asks for {size}"
+            )

@@ -34,7 +34,8 @@ def read_shape(model_dir: str | Path) -> ModelShape:
     """The shape that config.json states.
 
     Raises:
-        ValueError: the file is missing, or the architecture, its rotary scaling or its attention window is not supported.
+        ValueError: the file is missing, or the architecture, its rotary scaling or its attention window is not
+        supported.
     """
     path = Path(model_dir) / "config.json"
     if not path.is_file():
@@ -42,11 +43,15 @@ def read_shape(model_dir: str | Path) -> ModelShape:
     config: dict[str, Any] = json.loads(path.read_text())
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
-        raise ValueError(f"model: {path} is of architecture {architecture}; the local engine supports {', '.join(SUPPORTED)}")
+        raise ValueError(
+            f"model: {path} is of architecture {architecture}; the local engine supports {', '.join(SUPPORTED)}"
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"model: {path} scales rotary positions by {kind!r}; the local engine supports the default only")
+        raise ValueError(
+            f"model: {path} scales rotary positions by {kind!r}; the local engine supports the default only"
+        )
     if config.get("use_sliding_window"):
         raise ValueError(f"model: {path} has use_sliding_window true; the local engine attends to everything")
     if config.get("hidden_act", "silu") != "silu":

@@ -1,0 +1,116 @@
+"""Our own decoder against transformers: about 3 s."""
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import perturbed, prompt, request, tensors_of
+from marsrl.rollout.engines.fused_layout import fused_checksums
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.local.sampler import RowSampling, draw
+from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.types import Finish
+from safetensors.torch import save_file
+
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
+
+
+def engine_of(checkpoint, kind, **options):
+    return LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_of_transformers(kind, checkpoint, judge):
+    engine = engine_of(checkpoint, kind)
+    asks = [
+        request(f"{i // 2}.{i}", prompt(20 + 7 * (i // 2), seed=i // 2), 70, seed=i, temperature=0.7) for i in range(6)
+    ]
+    results = engine.generate(asks, version=0)
+    whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
+    for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
+        np.testing.assert_allclose(result.logprobs, right[len(ask.token_ids) - 1 :], atol=1e-4, rtol=0)
+    for scored, right in zip(engine.score(whole), judge(checkpoint(kind), None, whole), strict=True):
+        np.testing.assert_allclose(scored, right, atol=1e-4, rtol=0)
+    assert [r.num_cached_tokens for r in results] == [0, 19, 0, 26, 0, 33]  # a group's prompt is computed once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drawn_depends_on_seed_and_position_alone(kind, checkpoint):
+    engine = engine_of(checkpoint, kind)
+    asks = [request(f"{i}", prompt(10 + 5 * i, seed=i), 40, seed=i, stop_token_ids=(3, 9)) for i in range(9)]
+    together = engine.generate(asks, version=0)
+    assert {len(r.token_ids) for r in together} != {40}  # some rows end early: compaction has happened
+    narrow = engine_of(checkpoint, kind, max_num_seqs=2)
+    for ask, result, other in zip(asks, together, narrow.generate(asks[::-1], version=0)[::-1], strict=True):
+        alone = engine.generate([ask], version=0)[0]
+        np.testing.assert_array_equal(alone.token_ids, result.token_ids)
+        np.testing.assert_array_equal(other.token_ids, result.token_ids)
+        np.testing.assert_allclose(alone.logprobs, result.logprobs, atol=1e-5)
+        assert (result.finish is Finish.STOP) == (int(result.token_ids[-1]) in (3, 9))
+
+
+def test_a_sampled_completion_goes_on_over_segments_as_if_it_were_one(checkpoint):
+    """Counter-based noise: unlike in vLLM this holds for drawn tokens, with one seed."""
+    engine = engine_of(checkpoint, "qwen3_moe")
+    whole = engine.generate([request("w", prompt(30), 60, seed=5)], version=0)[0]
+    tokens = prompt(30)
+    for _ in range(3):
+        part = engine.generate([request("s", tokens, 20, seed=5)], version=0)[0]
+        tokens = np.concatenate([tokens, part.token_ids])
+    np.testing.assert_array_equal(tokens[30:], whole.token_ids)
+
+
+def test_the_same_requests_give_the_same_bits(checkpoint):
+    engine = engine_of(checkpoint, "qwen3_moe")
+    asks = [request(f"{i}", prompt(12, seed=i // 3), 20, seed=i) for i in range(12)]
+    for one, two in zip(engine.generate(asks, version=0), engine.generate(asks, version=0), strict=True):
+        assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]).log()
+    n = 40_000
+    rows = RowSampling(torch.ones(n), torch.ones(n), torch.full((n,), -1), torch.arange(n), False)
+    tokens, logprobs = draw(logits.expand(n, -1), rows, torch.full((n,), 17))
+    share = torch.bincount(tokens, minlength=5) / n
+    torch.testing.assert_close(share, logits.exp(), atol=0.012, rtol=0)  # 5 standard errors
+    assert share[4] == 0
+    torch.testing.assert_close(logprobs, logits[tokens])
+
+
+def test_top_k_and_top_p_cut_and_renormalise():
+    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
+    n = 2000
+    k = RowSampling(torch.ones(n), torch.ones(n), torch.full((n,), 1), torch.arange(n), True)
+    tokens, logprobs = draw(logits.expand(n, -1), k, torch.zeros(n, dtype=torch.int64))
+    assert set(tokens.tolist()) == {1} and logprobs.abs().max() < 1e-6
+    p = RowSampling(torch.ones(n), torch.full((n,), 0.85), torch.full((n,), -1), torch.arange(n), True)
+    tokens, logprobs = draw(logits.expand(n, -1), p, torch.zeros(n, dtype=torch.int64))
+    assert set(tokens.tolist()) == {1, 2, 3}
+    torch.testing.assert_close(logprobs[tokens == 1].exp()[0], torch.tensor(0.5 / 0.9))
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp.gate.weight", "down_proj", "embed_tokens", "lm_head", "norm"])
+def test_an_update_takes_and_reports_what_was_sent(part, checkpoint, judge, tmp_path):
+    engine = engine_of(checkpoint, "qwen3_moe")
+    new = perturbed(tensors_of(checkpoint("qwen3_moe")), part)
+    save_file(new, tmp_path / "w.safetensors")
+    receipt = engine.update_weights(WeightUpdate(str(tmp_path / "w.safetensors"), 1))
+    assert receipt.version == 1 and dict(receipt.checksums) == fused_checksums(new, torch.float32)
+    ask = [prompt(50)]
+    np.testing.assert_allclose(engine.score(ask)[0], judge(checkpoint("qwen3_moe"), new, ask)[0], atol=1e-4, rtol=0)
+    with pytest.raises(WrongVersion):
+        engine.generate([request("a", prompt(5), 2)], version=0)
+
+
+def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(checkpoint):
+    engine = engine_of(checkpoint, "qwen3")
+    asks = [request("full", prompt(256), 8), request("good", prompt(8), 8), request("foreign", np.array([160]), 8)]
+    results = engine.generate(asks, version=0)
+    assert [r.finish for r in results] == [Finish.ERROR, Finish.LENGTH, Finish.ERROR]
+    assert "max_model_len 256" in results[0].error and engine.num_decoded() == 8
+
+
+def test_an_unsupported_model_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+        LocalEngine(tmp_path, dtype="float32", max_model_len=16)

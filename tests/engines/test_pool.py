@@ -1,0 +1,132 @@
+"""Replicas here and in Ray: about 15 s, most of it Ray's start."""
+
+import os
+import socket
+
+import numpy as np
+import pytest
+from engine_cases import perturbed, prompt, request, tensors_of
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.build import make_pool
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas, split_requests
+from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.types import Finish
+from marsrl.trainer.weight_sync import WeightSync
+
+
+def scripted_pool(n, **options):
+    return EnginePool(LocalReplicas([ScriptedEngine(lambda r: [5, 6, len(r.uid), 1], **options) for _ in range(n)]))
+
+
+def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together():
+    asks = [request(f"{i % 7}.{i}", prompt(5 + i), 3 + i % 5) for i in range(40)]
+    shares = split_requests(asks, 3)
+    assert sorted(i for share in shares for i in share) == list(range(40))
+    homes = {}
+    for replica, share in enumerate(shares):
+        for i in share:
+            assert homes.setdefault(asks[i].affinity, replica) == replica
+    results = scripted_pool(3).generate(asks, version=0)
+    assert [r.uid for r in results] == [a.uid for a in asks]
+
+
+def test_load_is_even_where_affinities_allow_it():
+    asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
+    loads = [sum(asks[i].max_new_tokens for i in share) for share in split_requests(asks, 4)]
+    assert max(loads) - min(loads) <= 10
+
+
+def test_a_script_goes_on_where_a_segment_ended():
+    engine = ScriptedEngine(lambda r: list(range(10, 17)), version=2)
+    first = engine.generate([request("a", prompt(4), 5, stop_token_ids=(1,))], version=2)[0]
+    assert first.token_ids.tolist() == [10, 11, 12, 13, 14] and first.finish is Finish.LENGTH
+    ask = request("a", np.concatenate([prompt(4), first.token_ids]), 5, stop_token_ids=(1,))
+    second = engine.generate([ask], version=2)[0]
+    assert second.token_ids.tolist() == [15, 16, 1] and second.finish is Finish.STOP
+    with pytest.raises(WrongVersion):
+        engine.generate([ask], version=3)
+
+
+def test_a_scripted_failure_is_a_result():
+    pool = scripted_pool(1, fail=lambda r: "broken" if r.uid == "b" else None)
+    results = pool.generate([request("a", prompt(3), 9), request("b", prompt(3), 9)], version=0)
+    assert [(r.finish, r.error) for r in results] == [(Finish.LENGTH, ""), (Finish.ERROR, "broken")]
+
+
+def local_config(**options):
+    return RolloutConfig(engine="local", threads=1, vllm=VllmOptions(max_num_seqs=64), **options)
+
+
+def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):
+    import psutil
+
+    directory, tensors = checkpoint("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
+    asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
+    here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
+    alone = here.generate(asks, version=0)
+    config = local_config(engines=2, object_store_mib=80)
+    pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
+    children = {p.pid for p in psutil.Process().children(recursive=True)}
+    try:
+        progress = []
+        results = pool.generate(asks, version=0, on_progress=progress.append)
+        for one, other in zip(alone, results, strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert (one.uid, one.finish, one.version) == (other.uid, other.finish, other.version)
+        assert sum(pool.num_decoded()) == 24 * 30 == progress[-1] and all(pool.num_decoded())
+        assert [info.kind for info in pool.infos()] == ["local", "local"]
+        with pytest.raises(WrongVersion):
+            pool.generate(asks, version=1)
+        new = perturbed(tensors, "experts")
+        sync = WeightSync(pool, vocab_size=160)
+        report = sync.publish(new.items(), 1, lambda seqs: judge(directory, new, list(seqs)))
+        sync.close()
+        assert report.num_tensors == 21 and report.max_probe_difference < 1e-4
+        assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
+    finally:
+        pool.close()
+    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    assert not left
+
+
+def test_an_address_where_nobody_listens_is_named(checkpoint):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
+        make_pool(
+            "main", str(checkpoint("qwen3")), local_config(ray_address=address), dtype="float32", max_model_len=64
+        )
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for config, word in ((RolloutConfig(), "install vllm"), (local_config(), "install ray")):
+        with pytest.raises(RuntimeError, match=word):
+            make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
+
+
+@pytest.mark.slow
+def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
+    pytest.importorskip("vllm")
+    directory, tensors = checkpoint("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
+    config = RolloutConfig(
+        engine="vllm", engines=2, threads=1, object_store_mib=80, vllm=VllmOptions(max_num_seqs=32, kv_cache_mib=32)
+    )
+    with make_pool("main", str(directory), config, dtype="float32", max_model_len=256) as pool:
+        assert all(info.kind == "vllm" and info.engine_class.startswith("vllm.") for info in pool.infos())
+        sync = WeightSync(pool, vocab_size=160)
+        for version in (0, 1, 2):
+            new = perturbed(tensors, "experts", seed=version)
+            report = sync.publish(new.items(), version, lambda seqs, new=new: judge(directory, new, list(seqs)))
+            assert report.max_probe_difference < 1e-4
+        sync.close()
+        asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
+        results = pool.generate(asks, version=2)
+        whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
+        for result, right in zip(results, judge(directory, new, whole), strict=True):
+            np.testing.assert_allclose(result.logprobs, right[39:], atol=1e-4, rtol=0)
+        assert sum(pool.num_decoded()) == 16 * 20 and all(pool.num_decoded())
+    assert "RAY_ADDRESS" not in os.environ
