@@ -169,12 +169,13 @@ class Converter:
         """(Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
 
         Every rank must exhaust the iterator: each tensor is gathered from its owners when it is asked for, so that no
-        rank holds the whole model.
+        rank holds the whole model. The tensors are copies: later steps do not change them.
         """
         for unit in self._units:
             whole = self._collect(unit)
             if whole is not None:
-                yield from zip(unit.hf, (part.contiguous() for part in self._split(unit, whole.cpu())), strict=True)
+                parts = (part.contiguous().to("cpu", copy=True) for part in self._split(unit, whole))
+                yield from zip(unit.hf, parts, strict=True)
 
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from marsrl.trainer.config import OptimizerConfig
 
@@ -50,7 +51,9 @@ class Optimizer:
             optimizer_cpu_offload=config.offload,
         )
         self._clip = config.grad_clip
-        self._whole = get_megatron_optimizer(options, [model])
+        # megatron 0.16.1's own rule for vectors asks for a name that ends in .bias, and its optimizer decays norms.
+        vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
+        self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
         self._prime()
 
     def zero_grad(self) -> None:
