@@ -1,8 +1,7 @@
 """Packaging: the folders kernels/, rollout/ and trainer/ install as marsrl.*, with the native library from csrc/.
 
-Environment variables that steer the native build:
-    MARSRL_BUILD       auto (default): a failed build is a warning; require: it is an error; off: nothing is built
-    MARSRL_CUDA_ARCHS  CMake's list of CUDA architectures; default "80-real;90a-real;90-virtual"
+The environment variable that steers the native build:
+    MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
 
 The libraries have a plain C ABI and include no Python or torch header, so one wheel serves every Python and torch.
 """
@@ -20,7 +19,7 @@ NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = [folder for folder in ("kernels", "rollout", "trainer") if (ROOT / folder).is_dir()]
 BUILD_MODES = ("auto", "require", "off")
-LIBRARIES = {"marsrl_cpu": "cpu", "marsrl_cuda": "cuda"}  # CMake target -> the value of MARSRL_TARGET that builds it
+LIBRARIES = {"marsrl_cpu": "cpu"}  # CMake target -> the value of MARSRL_TARGET that builds it
 
 REQUIREMENTS = [
     "torch>=2.10",  # no upper pin: the native code does not link against it
@@ -59,7 +58,7 @@ class NativeLibrary(Extension):
 
 
 class BuildWithCMake(build_ext):
-    """Builds each library in a directory of its own, so that a CUDA failure keeps the CPU library.
+    """Builds each library in a directory of its own, so that the failure of one keeps the others.
 
     build/cmake/<target> stays between builds: the second `pip install -e .` compiles only what changed.
     """
@@ -78,7 +77,9 @@ class BuildWithCMake(build_ext):
                 self.built.append(extension.target)
             except (OSError, subprocess.CalledProcessError) as error:
                 if mode == "require":
-                    raise RuntimeError(f"building {extension.target} failed and MARSRL_BUILD=require: {error}") from error
+                    raise RuntimeError(
+                        f"building {extension.target} failed and MARSRL_BUILD=require: {error}"
+                    ) from error
                 self.warn(f"building {extension.target} failed, kernels fall back to PyTorch: {error}")
         if self.inplace:
             self.copy_extensions_to_source()
@@ -88,8 +89,6 @@ class BuildWithCMake(build_ext):
         build = ROOT / "build" / "cmake" / extension.target
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
         configure += [f"-DMARSRL_TARGET={LIBRARIES[extension.target]}", f"-DMARSRL_OUTPUT={output}"]
-        if os.environ.get("MARSRL_CUDA_ARCHS"):
-            configure.append(f"-DCMAKE_CUDA_ARCHITECTURES={os.environ['MARSRL_CUDA_ARCHS']}")
         # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
@@ -119,7 +118,9 @@ def is_foreign_cache(build: Path) -> bool:
     cache = build / "CMakeCache.txt"
     if not cache.exists():
         return False
-    entries = dict(line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[:1] not in "#/")
+    entries = dict(
+        line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[:1] not in "#/"
+    )
     return not Path(entries.get("CMAKE_COMMAND:INTERNAL", "")).exists()
 
 
@@ -138,12 +139,6 @@ def namespace_packages() -> tuple[list[str], dict[str, str]]:
     return packages, {f"{NAME}.{folder}": folder for folder in FOLDERS}
 
 
-def native_libraries() -> list[NativeLibrary]:
-    """The CPU library always; the CUDA library where nvcc is and its sources are."""
-    has_cuda = shutil.which("nvcc") is not None and (ROOT / "csrc" / "cuda").is_dir()
-    return [NativeLibrary(target) for target, kind in LIBRARIES.items() if kind == "cpu" or has_cuda]
-
-
 packages, package_dir = namespace_packages()
 setup(
     name=NAME,
@@ -157,7 +152,7 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},
-    ext_modules=native_libraries(),
+    ext_modules=[NativeLibrary(target) for target in LIBRARIES],
     cmdclass={"build_ext": BuildWithCMake, "bdist_wheel": PlatformWheel},
     zip_safe=False,
 )

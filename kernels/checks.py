@@ -3,6 +3,8 @@
 Only shapes, dtypes and devices are looked at: they are known to the host. Values on a device are never read.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -32,14 +34,16 @@ def check(
         raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} like the first argument")
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor, num_tokens: int, device: torch.device, name: str = "cu_seqlens") -> int:
+def check_cu_seqlens(
+    op: str, cu_seqlens: Tensor, num_tokens: int, device: torch.device, name: str = "cu_seqlens"
+) -> int:
     """Check the boundaries of packed sequences; returns S. Their values are read on the CPU only."""
     check(op, name, cu_seqlens, (None,), INTEGERS, device)
     if cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
     if cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in zip(bounds, bounds[1:])):
+        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"{op}: {name} is {_short(bounds)}, expected to rise from 0 to {num_tokens} tokens")
     return cu_seqlens.numel() - 1
 

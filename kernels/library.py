@@ -4,7 +4,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  before any library of ours: one OpenMP runtime in the process, torch's
+import torch
 
 ABI_VERSION = 1  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Bucket:
 def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
     """Segments by length, at most half of a bucket's places being padding: log2(longest / shortest) buckets."""
     segments = sorted(
-        ((end - begin, begin) for begin, end in zip(bounds, bounds[1:]) if end > begin), key=lambda s: (-s[0], s[1])
+        ((end - begin, begin) for begin, end in pairwise(bounds) if end > begin), key=lambda s: (-s[0], s[1])
     )
     buckets, start = [], 0
     while start < len(segments):
@@ -55,8 +56,8 @@ def attention_varlen_cpu(
         return _sdpa(q, k, v, buckets[0], scale).flatten(0, 1)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for bucket in buckets:
-        padded = [x.index_select(0, bucket.source) for x in (q, k, v)]
-        result = _sdpa(*padded, bucket, scale).flatten(0, 1).index_select(0, bucket.places)
+        padded_q, padded_k, padded_v = (x.index_select(0, bucket.source) for x in (q, k, v))
+        result = _sdpa(padded_q, padded_k, padded_v, bucket, scale).flatten(0, 1).index_select(0, bucket.places)
         output = output.index_copy(0, bucket.tokens, result)
     return output
 
@@ -78,7 +79,7 @@ def _per_segment(
         mask = None
         if causal and num_queries > 1:  # one query, as in decoding, sees every key
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        segment = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
-        output = scaled_dot_product_attention(*segment, attn_mask=mask, scale=scale, enable_gqa=True)
+        query, key, value = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs) if outputs else torch.zeros_like(q)

@@ -24,7 +24,7 @@ def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbia
 
     def extreme(fill: float, reduce: str) -> Tensor:
         values = torch.where(is_present, rewards, fill)
-        return rewards.new_full(rewards.shape, fill).index_reduce_(0, set_of, values, reduce)
+        return rewards.new_full(rewards.shape, fill).scatter_reduce_(0, set_of, values, reduce)
 
     values, present = torch.where(is_present, rewards, 0.0), is_present.double()
     count = total(present)

@@ -15,7 +15,9 @@ class GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.spans = [
-            (expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, accumulate(counts))) if count
+            (expert, slice(end - count, end))
+            for expert, (count, end) in enumerate(zip(counts, accumulate(counts)))
+            if count
         ]
         output = x.new_empty(x.shape[0], weights.shape[1])
         for expert, rows in ctx.spans:
@@ -33,7 +35,9 @@ class GroupedLinear(torch.autograd.Function):
                 torch.mm(grad_output[rows], weights[expert], out=of_x[rows])
         if ctx.needs_input_grad[1]:
             has_rows = len(ctx.spans) == weights.shape[0]
-            of_weights = torch.empty(weights.shape, dtype=weights.dtype) if has_rows else weights.new_zeros(weights.shape)
+            of_weights = (
+                torch.empty(weights.shape, dtype=weights.dtype) if has_rows else weights.new_zeros(weights.shape)
+            )
             for expert, rows in ctx.spans:
                 torch.mm(grad_output[rows].t(), x[rows], out=of_weights[expert])
         return of_x, of_weights, None

@@ -99,8 +99,6 @@ _OP = Op(
             lambda hidden, weight, head, temperature: why_not_cpu_head(hidden, head),
             library.why_no_cpu_library,
         ),
-        Implementation(
-            "reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)
-        ),
+        Implementation("reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)),
     ),
 )

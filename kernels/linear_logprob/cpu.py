@@ -9,9 +9,9 @@ from ..vocabulary import Head, HeadGradients, Rows, Statistics
 def sweep_statistics(head: Head, hidden: Tensor, rows: Rows) -> Statistics:
     """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0])
-    buffer = torch.empty(min(head.chunk_rows, rows.count), head.width)
-    for begin in range(0, rows.count, head.chunk_rows):
-        chunk = rows.chunk(begin, head.chunk_rows)
+    chunks = rows.chunks(head.chunk_rows)
+    buffer = torch.empty(max((chunk.count for chunk in chunks), default=0), head.width)
+    for chunk in chunks:
         logits = buffer[: chunk.count]
         head.logits(chunk.take(hidden), logits)
         head.statistics(logits, chunk, statistics)
@@ -30,11 +30,10 @@ def sweep_gradients(
     """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
     gradients = HeadGradients(head, hidden, wants_hidden, wants_weight)
     rows = Rows.of((coefficient != 0) | (entropy_coefficient != 0), hidden.shape[0])
-    size = head.buffer_rows  # logits are used once here: one chunk fills the buffer
-    buffer = torch.empty(min(size, rows.count), head.width)
+    chunks = rows.chunks(head.chunk_rows)
+    buffer = torch.empty(max((chunk.count for chunk in chunks), default=0), head.width)
     active = torch.empty(buffer.shape[0], dtype=torch.int64)
-    for begin in range(0, rows.count, size):
-        chunk = rows.chunk(begin, size)
+    for chunk in chunks:
         logits = buffer[: chunk.count]
         head.logits(chunk.take(hidden), logits)
         kept = head.gradients_(logits, chunk, statistics, coefficient, entropy_coefficient, active)

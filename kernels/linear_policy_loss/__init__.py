@@ -44,9 +44,9 @@ def linear_policy_loss(
 
         dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
 
-    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, rows with c = e = 0 only their logits.
-    Sequence-level ratios with old_logprobs, and sequence_mask without, need whole sequences first: their logits are
-    computed twice, and the log says so.
+    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, rows with c = e = 0 only their
+    logits. Sequence-level ratios with old_logprobs, and sequence_mask without, need whole sequences first: their
+    logits are computed twice, and the log says so.
 
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size: as in linear_logprob; targets are not read
@@ -122,7 +122,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _placeholder_gradient(weight: Tensor) -> Tensor | None:
-    """What a weight's hooks get when its gradient went to main_grad: Megatron's want a tensor, whose values they skip."""
+    """The weight's gradient when the real one went to main_grad: Megatron's hooks want a tensor and skip its values."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -168,9 +168,7 @@ def _reference(
     tokens: PolicyTokens,
     main_grad: Tensor | None,
 ) -> PolicyLoss:
-    return linear_policy_loss_reference(
-        hidden, weight, head.targets, temperature, head.num_columns, objective, tokens
-    )
+    return linear_policy_loss_reference(hidden, weight, head.targets, temperature, head.num_columns, objective, tokens)
 
 
 def _why_not_reference(

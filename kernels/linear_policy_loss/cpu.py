@@ -1,4 +1,4 @@
-"""The fused loss on the CPU: for each chunk logits, statistics, coefficients and gradient while it is in the cache."""
+"""The fused loss on the CPU: logits, statistics, coefficients and gradient of one chunk after the other."""
 
 import logging
 from dataclasses import dataclass
@@ -63,12 +63,11 @@ def _single_pass(
     terms = PolicyTermsOnCpu(objective, tokens, statistics.logprobs, statistics.entropy, rows.ids)
     gradients = HeadGradients(head, hidden, wants_hidden, wants_weight)
     wants_any = wants_hidden or wants_weight
-    size = min(head.buffer_rows if wants_any else head.chunk_rows, rows.count)
+    size = min(head.chunk_rows, rows.count)
     buffer = torch.empty(size, head.width)  # its first `filled` rows wait for the backward GEMMs
     active = torch.empty(size, dtype=torch.int64)  # the tokens of these rows
     filled = 0
-    for begin in range(0, rows.count, head.chunk_rows):
-        chunk = rows.chunk(begin, head.chunk_rows)
+    for chunk in rows.chunks(head.chunk_rows):
         if filled + chunk.count > size:
             gradients.add(buffer[:filled], active[:filled])
             filled = 0

@@ -32,10 +32,14 @@ def policy_tokens(
     if (advantages is None) == (token_advantages is None):
         found = "neither" if advantages is None else "both"
         raise ValueError(f"{op}: {found} of advantages [S] and token_advantages [T] given, expected exactly one")
-    if advantages is not None:
-        check(op, "advantages", advantages, (num_sequences,), FLOATS, device)
+    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
     if token_advantages is not None:
         check(op, "token_advantages", token_advantages, (num_tokens,), FLOATS, device)
+        advantages_of_tokens = token_advantages
+    else:
+        assert advantages is not None
+        check(op, "advantages", advantages, (num_sequences,), FLOATS, device)
+        advantages_of_tokens = advantages[sequence_of]
     if mask is not None:
         check(op, "mask", mask, (num_tokens,), (torch.bool,), device)
     if gate is not None:
@@ -66,9 +70,8 @@ def policy_tokens(
     elif not normaliser > 0:
         raise ValueError(f"{op}: normaliser is {normaliser}, expected a positive number")
 
-    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
     return PolicyTokens(
-        advantages=token_advantages if advantages is None else advantages[sequence_of],
+        advantages=advantages_of_tokens,
         mask=mask,
         sequence_of=sequence_of,
         num_sequences=num_sequences,

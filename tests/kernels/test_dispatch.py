@@ -1,0 +1,82 @@
+"""Which implementation serves a call, and what is said when none can."""
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+from marsrl.kernels import PolicyObjective, explain, group_advantage, library, linear_logprob, linear_policy_loss
+from marsrl.kernels.dispatch import Implementation, Op
+
+
+@pytest.fixture
+def arguments():
+    return torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4, dtype=torch.int64)
+
+
+def test_a_forced_implementation_is_used(arguments, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "reference")
+    monkeypatch.setattr(library, "cpu_library", lambda: pytest.fail("the C++ library was used"))
+    linear_logprob(*arguments)
+
+
+def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(arguments, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
+    with pytest.raises(
+        RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: float64 input"
+    ):
+        linear_logprob(arguments[0].double(), *arguments[1:])
+    group_advantage(torch.zeros(4), *[arguments[2]] * 3)  # has one implementation: nothing to force
+
+
+def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "tritn")
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, reference"):
+        linear_logprob(*arguments)
+
+
+def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
+    hidden, weight, targets = arguments
+    with pytest.raises(RuntimeError, match=r"no implementation .* cpu: float64 input.*; reference: main_grad is given"):
+        linear_policy_loss(
+            hidden.double(),
+            weight,
+            targets,
+            objective=PolicyObjective(),
+            advantages=torch.ones(1),
+            cu_seqlens=torch.tensor([0, 4]),
+            normaliser=1.0,
+            main_grad=torch.zeros_like(weight),
+        )
+
+
+def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch):
+    by_op = {each.op: each for each in explain()}
+    assert by_op["linear_policy_loss"].chosen == "cpu"
+    assert by_op["linear_policy_loss"].reasons == {"reference": "cpu is preferred"}
+    assert by_op["group_advantage"].chosen == "reference"
+    monkeypatch.setenv("MARSRL_KERNELS", "reference")
+    by_op = {each.op: each for each in explain()}
+    assert by_op["linear_logprob"].reasons == {"cpu": "MARSRL_KERNELS=reference"}
+
+
+def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
+    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
+    op = Op("op", (Implementation("a", lambda: "a", machine_lacks=lambda: "no chip"), Implementation("b", lambda: "b")))
+    assert op() == "b"
+    assert explain()[0].reasons == {"a": "no chip"} and explain()[0].chosen == "b"
+
+
+def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
+    assert "is missing: build it with" in library.open_library(tmp_path / "none.so")
+    (tmp_path / "broken.so").write_text("not a library")
+    assert "cannot be loaded" in library.open_library(tmp_path / "broken.so")
+    (tmp_path / "old.c").write_text("int marsrl_abi_version(void) { return 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "old.so", tmp_path / "old.c"], check=True)
+    message = f"interface version 0, this package needs {library.ABI_VERSION}: build it again"
+    assert message in library.open_library(tmp_path / "old.so")
+
+
+def test_structures_have_the_size_that_c_gives_them():
+    assert ctypes.sizeof(library.Objective) == 12 * 4
+    assert ctypes.sizeof(library.Tokens) == 13 * ctypes.sizeof(ctypes.c_void_p)

@@ -1,0 +1,114 @@
+"""group_advantage: groups computed by hand, and properties that hold for any batch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marsrl.kernels import group_advantage
+
+NAN = math.nan
+
+
+def advantage(rewards, group_of, agent_of=None, instance_of=None, **options):
+    zeros = [0] * len(rewards)
+    ids = (torch.tensor(i, dtype=torch.int64) for i in (group_of, agent_of or zeros, instance_of or zeros))
+    return group_advantage(torch.tensor(rewards, dtype=torch.float64), *ids, eps=0.0, **options).tolist()
+
+
+def test_a_group_by_hand():
+    # mean 1/4, variance 3/16
+    assert advantage([1, 0, 0, 0], [2, 2, 2, 2]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+    assert advantage([1, 0, 0, 0], [2, 2, 2, 2], std="unbiased") == pytest.approx([1.5, -0.5, -0.5, -0.5])
+
+
+def test_groups_do_not_mix_whatever_their_order():
+    assert advantage([1, 5, 0, 7], [3, 0, 3, 0]) == pytest.approx([1, -1, -1, 1])
+
+
+def test_a_missing_reward_is_left_out_and_gets_zero():
+    assert advantage([1, NAN, 0, 1, NAN], [0, 0, 0, 1, 1]) == pytest.approx([1, 0, -1, 0, 0])
+
+
+def test_an_all_equal_group_trains_nothing():
+    assert advantage([0.1] * 8, [0] * 8) == [0.0] * 8  # the mean of eight 0.1 is not 0.1 to the last bit
+
+
+def test_a_group_of_one_has_no_baseline_unless_raw_is_asked_for():
+    assert advantage([0.7, 1, 0], [0, 1, 1]) == pytest.approx([0, 1, -1])
+    assert advantage([0.7, 1, 0], [0, 1, 1], singleton="raw") == pytest.approx([0.7, 1, -1])
+
+
+# One instance: agent 0 has rewards 1, 0; agent 1 has 4, 2, 0. Together: mean 1.4, variance 2.24.
+@pytest.mark.parametrize(
+    "normalise, means, stds",
+    [
+        ("agent", (0.5, 2.0), (0.5, (8 / 3) ** 0.5)),
+        ("global", (1.4, 1.4), (2.24**0.5, 2.24**0.5)),
+        ("agent_mean", (0.5, 2.0), (2.24**0.5, 2.24**0.5)),
+        ("agent_std", (1.4, 1.4), (0.5, (8 / 3) ** 0.5)),
+    ],
+)
+def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
+    rewards, agents = [1, 4, 0, 2, 0], [0, 1, 0, 1, 1]
+    expected = [(r - means[a]) / stds[a] for r, a in zip(rewards, agents)]
+    assert advantage(rewards, [0, 1, 2, 3, 4], agents, [3] * 5, normalise=normalise) == pytest.approx(expected)
+
+
+batches = st.integers(1, 24).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.sampled_from([0.0, 0.1, 1.0, -2.5, NAN]), min_size=n, max_size=n),
+        *[st.lists(st.integers(0, n - 1), min_size=n, max_size=n)] * 3,
+    )
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches, st.sampled_from(["biased", "unbiased"]))
+def test_of_each_group_the_mean_is_zero_and_the_spread_one_or_nothing(batch, std):
+    rewards, group_of, agent_of, instance_of = batch
+    found = advantage(rewards, group_of, agent_of, instance_of, std=std)
+    for group in set(group_of):
+        members = [i for i, g in enumerate(group_of) if g == group and not math.isnan(rewards[i])]
+        values = [found[i] for i in members]
+        if len({rewards[i] for i in members}) < 2:
+            assert values == [0.0] * len(members)
+        else:
+            assert sum(values) == pytest.approx(0, abs=1e-9)
+            assert sum(v * v for v in values) == pytest.approx(len(members) - (std == "unbiased"))
+    assert all(found[i] == 0 for i, r in enumerate(rewards) if math.isnan(r))
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches, st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]), st.randoms())
+def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, random):
+    order = list(range(len(batch[0])))
+    random.shuffle(order)
+    found = advantage(*batch, normalise=normalise)
+    permuted = advantage(*([values[i] for i in order] for values in batch), normalise=normalise)
+    assert [permuted[order.index(i)] for i in range(len(order))] == pytest.approx(found, abs=1e-9)
+    shifted = advantage([r + 3.0 for r in batch[0]], *batch[1:], normalise=normalise)
+    assert shifted == pytest.approx(found, abs=1e-6)
+
+
+def test_no_samples_give_no_advantages():
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert group_advantage(torch.zeros(0), empty, empty, empty).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"normalise": "batch"}, "normalise is 'batch', expected group or agent"),
+        ({"std": "none"}, "std is 'none', expected biased or unbiased"),
+        ({"group_of": torch.tensor([0, 2])}, r"group_of holds 0..2, expected 0..1"),
+        ({"agent_of": torch.zeros(3, dtype=torch.int64)}, r"agent_of has shape \[3\], expected \[2\]"),
+        ({"rewards": torch.zeros(2, dtype=torch.int64)}, "rewards has dtype int64, expected float32 or float64"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_was_expected(change, message):
+    ids = torch.zeros(2, dtype=torch.int64)
+    arguments = {"rewards": torch.zeros(2), "group_of": ids, "agent_of": ids, "instance_of": ids}
+    with pytest.raises(ValueError, match="group_advantage: " + message):
+        group_advantage(**{**arguments, **change})

@@ -1,0 +1,260 @@
+"""linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
+
+import pytest
+import torch
+from marsrl.kernels import PolicyObjective, linear_policy_loss, vocabulary
+from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+
+PLAIN = PolicyObjective(mpt_probability=None)
+
+
+def head_case(num_tokens=60, size=16, vocab=131):
+    """hidden, weight, targets; a third of the rows are sure of their target."""
+    hidden, weight = torch.randn(num_tokens, size), torch.randn(vocab, size) * 0.5
+    targets = torch.randint(0, vocab, (num_tokens,))
+    hidden[::3] += 20 * torch.nn.functional.normalize(weight[targets[::3]], dim=1)
+    return hidden, weight, targets
+
+
+def run(hidden, weight, targets, arguments, dtype, factor=3.0):
+    hidden, weight = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+    if dtype == torch.float64:
+        arguments = {
+            n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in arguments.items()
+        }
+    result = linear_policy_loss(hidden, weight, targets, **arguments)
+    (factor * result.loss).backward()
+    return result, hidden.grad, weight.grad
+
+
+def compare(hidden, weight, targets, arguments, monkeypatch, dtype=torch.float32):
+    """Ours with poison in all that is masked, against the definition without."""
+    mask = arguments["mask"]
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    exact, *exact_grads = run(hidden, weight, targets, arguments, torch.float64)
+    poisoned = hidden.masked_fill(~mask[:, None], torch.nan)
+    found, *grads = run(poisoned, weight, targets.masked_fill(~mask, -100), poison_masked(arguments), dtype)
+    with monkeypatch.context() as context:
+        context.setenv("MARSRL_KERNELS", "reference")
+        plain, *plain_grads = run(hidden, weight, targets, arguments, dtype)
+    for field in ("logprobs", "entropy", "coefficient"):
+        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
+    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
+    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
+    for metric in exact.agent_sums:
+        scale = term if metric == "loss" else 0.0
+        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
+    for field, *values in zip(("hidden.grad", "weight.grad"), grads, exact_grads, plain_grads):
+        assert_accurate(field, *values)
+    assert not grads[0][~mask].any()
+    return found
+
+
+def arguments_for(logprobs_of, name, **changes):
+    """policy_case around the true log-probs of the head, so that ratios lie around 1."""
+    objective, is_off_policy = OBJECTIVES[name]
+    hidden, weight, targets = logprobs_of
+    arguments, _ = policy_case(hidden.shape[0])
+    logits = hidden.double() @ weight.double().t()
+    true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float()
+    for key in ("old_logprobs", "rollout_logprobs", "reference_logprobs"):
+        arguments[key] = true + 0.2 * torch.randn(hidden.shape[0])
+    if not is_off_policy:
+        arguments["old_logprobs"] = None
+    return {**arguments, "objective": objective, **changes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_equals_its_definition(name, dtype, monkeypatch):
+    case = head_case()
+    compare(*case, arguments_for(case, name), monkeypatch, dtype)
+
+
+# one row; around a chunk; a real odd vocabulary; two blocks of 4096 columns
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936)]
+)
+def test_shapes(shape, monkeypatch):
+    case = head_case(*shape)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
+    arguments["mask"][0] = True
+    compare(*case, arguments, monkeypatch)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
+def test_the_chunk_size_is_not_seen_in_the_result(rows, name, monkeypatch):
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * 131)
+    case = head_case()
+    compare(*case, arguments_for(case, name), monkeypatch)
+
+
+def test_temperature_per_token_and_padded_vocabulary(monkeypatch):
+    hidden, weight, targets = head_case(vocab=128)
+    weight[100:] = 50.0
+    targets = targets % 100
+    case = hidden, weight, targets
+    temperature = torch.rand(60) + 0.5
+    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
+    compare(*case, arguments, monkeypatch)
+
+
+def simple(num_tokens=20, **changes):
+    """A batch without a mask: weights of supervised training, one sequence."""
+    hidden, weight, targets = head_case(num_tokens)
+    arguments = {
+        "objective": PLAIN,
+        "token_advantages": torch.randn(num_tokens),
+        "cu_seqlens": torch.tensor([0, num_tokens]),
+        "normaliser": 5.0,
+        **changes,
+    }
+    return hidden.requires_grad_(), weight.requires_grad_(), targets, arguments
+
+
+def test_no_tokens_is_a_loss_of_zero_with_gradients_of_zero():
+    hidden, weight, targets, arguments = simple(0)
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    assert hidden.grad.shape == (0, 16) and not weight.grad.any()
+
+
+def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
+    hidden, weight, targets, arguments = simple()
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    expected = hidden.detach().double().requires_grad_()
+    logp = torch.log_softmax(expected @ weight.detach().double().t(), -1).gather(1, targets[:, None])[:, 0]
+    (-(arguments["token_advantages"] * logp).sum() / 5).backward()
+    torch.testing.assert_close(hidden.grad.double(), expected.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
+def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name):
+    case = head_case()
+    arguments = arguments_for(case, name)
+    hidden, weight, targets = case
+    _, _, dw = run(hidden, weight, targets, arguments, torch.float32, factor=2.5)
+    weight = weight.clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
+    main_grad = torch.ones_like(weight)
+    first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    with torch.no_grad():
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    assert (main_grad == 1).all()
+    (2.5 * first.loss).backward()
+    torch.testing.assert_close(main_grad, 1 + dw, atol=1e-6, rtol=1e-5)
+    assert weight.grad is None
+    with pytest.raises(RuntimeError, match="second backward through one forward"):
+        (2.5 * first.loss).backward()
+
+
+def test_activation_recomputation_does_not_double_main_grad():
+    hidden, weight, targets, arguments = simple()
+    main_grad = torch.zeros_like(weight)
+
+    def head(x):
+        return linear_policy_loss(x, weight, targets, **arguments, main_grad=main_grad).loss
+
+    head(hidden).backward()
+    expected, main_grad_once = hidden.grad.clone(), main_grad.clone()
+    hidden.grad = None
+    main_grad.zero_()
+    torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=True).backward()
+    assert torch.equal(hidden.grad, expected) and torch.equal(main_grad, main_grad_once)
+
+
+def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
+    hidden, weight, targets, arguments = simple()
+    weight.grad_added_to_main_grad = False
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
+    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_inputs_get_no_gradient(frozen):
+    hidden, weight, targets, arguments = simple()
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    expected = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    hidden.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "hidden")
+    loss = linear_policy_loss(hidden, weight, targets, **arguments).loss
+    assert loss.requires_grad == (frozen != "both")
+    if frozen != "both":
+        loss.backward()
+    assert (hidden.grad is None) == (frozen != "weight") and (weight.grad is None) == (frozen != "hidden")
+    if frozen == "weight":
+        assert torch.equal(hidden.grad, expected[0])
+    if frozen == "hidden":
+        assert torch.equal(weight.grad, expected[1])
+
+
+def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
+    hidden, weight, targets, arguments = simple(40)
+    arguments["token_advantages"][10:] = 0
+    seen = []
+    gradient = vocabulary.Head.hidden_gradient
+    monkeypatch.setattr(
+        vocabulary.Head, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
+    )
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    assert seen == [10] and not hidden.grad[10:].any() and hidden.grad[:10].any()
+
+
+def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
+    hidden, weight, targets, arguments = simple(40, mask=torch.arange(40) < 12)
+    seen = []
+    logits = vocabulary.Head.logits
+    monkeypatch.setattr(
+        vocabulary.Head, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
+    )
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    assert seen == [12]
+
+
+@pytest.mark.parametrize("share", ["mask", "advantages"])
+def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(share):
+    hidden, weight, targets, arguments = simple()
+    if share == "mask":
+        arguments["mask"] = torch.zeros(20, dtype=torch.bool)
+    else:
+        arguments["token_advantages"].zero_()
+    result = linear_policy_loss(hidden, weight, targets, **arguments)
+    result.loss.backward()
+    assert result.loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_two_runs_give_the_same_bits():
+    case = head_case(200, 16, 4099)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
+    first, dx, dw = run(*case, arguments, torch.float32)
+    again, dx_again, dw_again = run(*case, arguments, torch.float32)
+    assert torch.equal(first.loss, again.loss) and torch.equal(dx, dx_again) and torch.equal(dw, dw_again)
+    assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
+
+
+def test_autocast_changes_nothing():
+    hidden, weight, targets, arguments = simple()
+    expected = linear_policy_loss(hidden, weight, targets, **arguments).logprobs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = linear_policy_loss(hidden, weight, targets, **arguments)
+        result.loss.backward()
+    assert torch.equal(result.logprobs, expected) and hidden.grad.dtype == torch.float32
+
+
+def test_non_contiguous_hidden_and_weight_give_the_same():
+    hidden, weight, targets, arguments = simple()
+    expected = linear_policy_loss(hidden, weight, targets, **arguments)
+    strided = linear_policy_loss(
+        hidden.detach().t().contiguous().t(), weight.detach().t().contiguous().t(), targets, **arguments
+    )
+    torch.testing.assert_close(strided.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_wrong_target_or_main_grad_is_named():
+    hidden, weight, targets, arguments = simple()
+    with pytest.raises(ValueError, match=r"main_grad has dtype bfloat16, expected float32"):
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight).bfloat16())
+    targets[3] = 131
+    with pytest.raises(ValueError, match=r"linear_policy_loss: targets\[3\] is 131, expected 0..130"):
+        linear_policy_loss(hidden, weight, targets, **arguments)

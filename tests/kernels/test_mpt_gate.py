@@ -1,0 +1,37 @@
+"""mpt_gate: positive samples of low entropy, and nobody else."""
+
+import pytest
+import torch
+from marsrl.kernels import mpt_gate
+
+CU_SEQLENS = torch.tensor([0, 3, 3, 5, 8])
+ENTROPY = torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1])
+MASK = torch.tensor([True, True, False, True, True, True, True, True])
+
+
+@pytest.mark.parametrize("poison", [9.0, torch.nan])
+def test_a_sample_is_gated_by_its_own_mean_entropy_over_trained_tokens(poison):
+    entropy = torch.where(MASK, ENTROPY, poison)
+    positive = torch.tensor([True, True, True, False])
+    # means: 0.15, none, 0.3, 0.067 but not positive
+    assert mpt_gate(entropy, MASK, CU_SEQLENS, positive).tolist() == [True, False, False, False]
+    assert mpt_gate(entropy, MASK, CU_SEQLENS, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
+
+
+def test_the_batch_is_gated_as_one():
+    positive = torch.tensor([True, True, False, True])  # mean over the seven tokens: 1.1 / 7 = 0.157
+    assert mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="batch").tolist() == [True, True, False, True]
+    assert not mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="batch", entropy_threshold=0.15).any()
+
+
+def test_without_trained_tokens_nothing_is_gated():
+    for scope in ("sample", "batch"):
+        assert not mpt_gate(ENTROPY, MASK & False, CU_SEQLENS, torch.ones(4, dtype=torch.bool), scope=scope).any()
+
+
+def test_wrong_arguments_are_named_with_what_was_expected():
+    positive = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="mpt_gate: scope is 'token', expected sample or batch"):
+        mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="token")
+    with pytest.raises(ValueError, match=r"mpt_gate: positive has shape \[3\], expected \[4\]"):
+        mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive[:3])

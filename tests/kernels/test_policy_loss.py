@@ -1,0 +1,149 @@
+"""policy_loss: the C++ objective against its definition in float64, and facts worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from marsrl.kernels import PolicyObjective, policy_loss
+from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+
+
+def run(logprobs, entropy, arguments, dtype):
+    logprobs = logprobs.detach().to(dtype).requires_grad_()
+    entropy = entropy.detach().to(dtype).requires_grad_()
+    arguments = {
+        n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in arguments.items()
+    }
+    result = policy_loss(logprobs, entropy, **arguments)
+    (3.0 * result.loss).backward()
+    return result, (logprobs.grad, entropy.grad)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_equals_its_definition(name, monkeypatch):
+    objective, is_off_policy = OBJECTIVES[name]
+    arguments, logprobs = policy_case()
+    logprobs[5] = -1e-4  # p > 0.99
+    entropy = torch.rand(60)
+    arguments["objective"] = objective
+    if not is_off_policy:
+        arguments["old_logprobs"] = None
+    found, found_grads = run(logprobs, entropy, poison_masked(arguments), torch.float32)
+    exact, exact_grads = run(logprobs, entropy, arguments, torch.float64)
+    monkeypatch.setenv("MARSRL_KERNELS", "reference")
+    plain, plain_grads = run(logprobs, entropy, arguments, torch.float32)
+    for field in ("logprobs", "entropy", "coefficient"):
+        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
+    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
+    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
+    for metric in exact.agent_sums:
+        scale = term if metric == "loss" else 0.0
+        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
+    for field, *grads in zip(("logprobs.grad", "entropy.grad"), found_grads, exact_grads, plain_grads):
+        assert_accurate(field, *grads)
+    assert not (found_grads[0] * ~arguments["mask"]).any() and not found.coefficient[~arguments["mask"]].any()
+    torch.testing.assert_close(found.agent_sums["loss"].sum(), found.loss.detach(), atol=1e-6, rtol=1e-6)
+
+
+def one(logp, advantage, objective, **given):
+    """Loss and slope of a single token whose old log-prob is log 1/2."""
+    logprobs = torch.tensor([logp], requires_grad=True)
+    given = {"old_logprobs": torch.tensor([math.log(0.5)]), **given}
+    result = policy_loss(
+        logprobs,
+        torch.zeros(1),
+        objective=objective,
+        advantages=torch.tensor([advantage]),
+        cu_seqlens=torch.tensor([0, 1]),
+        normaliser=1.0,
+        **given,
+    )
+    result.loss.backward()
+    return result.loss.item(), logprobs.grad.item(), result
+
+
+def test_the_clip_stops_the_gradient_only_where_the_ratio_left_in_the_direction_of_the_advantage():
+    objective = PolicyObjective(dual_clip=3.0)
+    assert one(math.log(0.55), 2.0, objective)[:2] == pytest.approx((-2.2, -2.2))  # ratio 1.1
+    assert one(math.log(0.75), 2.0, objective)[:2] == pytest.approx((-2.4, 0.0))  # 1.5 clipped to 1.2
+    assert one(math.log(0.75), -2.0, objective)[:2] == pytest.approx((3.0, 3.0))
+    assert one(math.log(0.25), -2.0, objective)[:2] == pytest.approx((1.6, 0.0))  # 0.5 clipped to 0.8
+    given = {"old_logprobs": torch.tensor([math.log(0.1)])}
+    assert one(math.log(0.5), -2.0, objective, **given)[:2] == pytest.approx((6.0, 0.0))  # 5 stopped at 3
+
+
+def test_without_old_logprobs_the_gradient_is_that_of_advantage_times_logp():
+    loss, slope, result = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
+    assert (loss, slope) == pytest.approx((-2.0, -2.0))
+    assert result.agent_sums["clipped_tokens"].item() == 0
+
+
+def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count():
+    for gate, expected in ((True, 0.0), (False, -2.0)):
+        loss, slope, result = one(math.log(0.995), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([gate]))
+        assert (loss, slope) == pytest.approx((expected, expected))
+        assert result.agent_sums["masked_tokens"].item() == gate and result.agent_sums["tokens"].item() == 1
+    assert one(math.log(0.98), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([True]))[1] == -2.0
+
+
+def test_token_advantages_are_weights_of_supervised_training():
+    logprobs = -torch.rand(9)
+    logprobs.requires_grad_()
+    weights = torch.rand(9)
+    policy_loss(
+        logprobs,
+        torch.zeros(9),
+        objective=PolicyObjective(),
+        token_advantages=weights,
+        cu_seqlens=torch.tensor([0, 4, 9]),
+        normaliser=torch.tensor(4.0),
+    ).loss.backward()
+    torch.testing.assert_close(logprobs.grad, -weights / 4)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_all_tokens_masked_is_a_loss_of_zero(num_tokens):
+    arguments, logprobs = policy_case(num_tokens)
+    arguments["mask"][:] = False
+    logprobs = torch.full_like(logprobs, torch.nan).requires_grad_()
+    result = policy_loss(
+        logprobs, torch.full((num_tokens,), torch.nan), objective=PolicyObjective(), **poison_masked(arguments)
+    )
+    result.loss.backward()
+    assert result.loss.item() == 0 and not logprobs.grad.any() and not result.logprobs.any()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"advantages": torch.ones(5)}, r"advantages has shape \[5\], expected \[6\]"),
+        ({"token_advantages": torch.ones(60)}, r"both of advantages \[S\] and token_advantages \[T\] given"),
+        ({"advantages": None}, r"neither of advantages"),
+        ({"mask": torch.ones(60)}, "mask has dtype float32, expected bool"),
+        (
+            {"cu_seqlens": torch.arange(7)},
+            r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6\], expected to rise from 0 to 60 tokens",
+        ),
+        ({"agent_of": torch.tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
+        ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
+        ({"gate": torch.ones(6)}, "gate has dtype float32, expected bool"),
+        ({"old_logprobs": torch.ones(59)}, r"old_logprobs has shape \[59\], expected \[60\]"),
+        ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
+        ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),
+        ({"normaliser": 0}, "normaliser is 0, expected a positive number"),
+        ({"objective": "clip"}, "objective is a str, expected a PolicyObjective"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_was_expected(change, message):
+    arguments, logprobs = policy_case()
+    arguments["objective"] = PolicyObjective()
+    with pytest.raises(ValueError, match="policy_loss: " + message):
+        policy_loss(logprobs, torch.zeros(60), **{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "ppo"}, {"clip_low": -0.1}, {"dual_clip": 1.1}, {"correction_low": 3.0}, {"kl": "k4"}]
+)
+def test_an_objective_with_senseless_options_cannot_be_made(options):
+    with pytest.raises(ValueError, match=f"PolicyObjective: .*{next(iter(options))}"):
+        PolicyObjective(**options)
