@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from megatron_models import num_trained, sequences  # noqa: E402
-
-from marsrl.kernels import PolicyObjective  # noqa: E402
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig  # noqa: E402
-from marsrl.trainer.learner import Learner  # noqa: E402
-from marsrl.trainer.megatron import parallel  # noqa: E402
-from marsrl.trainer.packing import pack  # noqa: E402
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.packing import pack
+from megatron_models import num_trained, sequences
 
 SAMPLES = 8
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_models import save_model
-from safetensors.torch import load_file, save_file
-
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_shape import ModelShape, read_shape
+from megatron_models import save_model
+from safetensors.torch import load_file, save_file
 
 
 def learner(folder: Path, **policy: object) -> Learner:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from layouts_worker import run
-from megatron_models import save_model
-
 from marsrl.trainer.megatron import parallel
+from megatron_models import save_model
 
 TWO = {
     "qwen3_moe": {

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from megatron_models import micro_batches, num_trained, save_model, sequences
-from torch import Tensor
-
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.packing import TrainSequence, pack
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from torch import Tensor
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.megatron import shim
 

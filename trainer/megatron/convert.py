@@ -24,12 +24,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-
-from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 
 _SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
@@ -144,7 +143,7 @@ class Converter:
             where = {}
             for path in weight_files(Path(model_dir)):
                 file = stack.enter_context(safe_open(path, "pt"))
-                where.update({name: file for name in file.keys()})  # noqa: SIM118  (not a dict)
+                where.update(dict.fromkeys(file.keys(), file))
             for unit in self._units:
                 copies_embedding = (
                     unit.name.startswith("embedding.") and self._place.stage > 0 and "output_layer.weight" in self._parameters
