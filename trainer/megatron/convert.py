@@ -24,12 +24,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-
-from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 
 _SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
@@ -144,7 +143,7 @@ class Converter:
             where = {}
             for path in weight_files(Path(model_dir)):
                 file = stack.enter_context(safe_open(path, "pt"))
-                where.update({name: file for name in file.keys()})  # noqa: SIM118  (not a dict)
+                where.update(dict.fromkeys(file.keys(), file))
             for unit in self._units:
                 copies_embedding = (
                     unit.name.startswith("embedding.") and self._place.stage > 0 and "output_layer.weight" in self._parameters
@@ -169,12 +168,13 @@ class Converter:
         """(Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
 
         Every rank must exhaust the iterator: each tensor is gathered from its owners when it is asked for, so that no
-        rank holds the whole model.
+        rank holds the whole model. The tensors are copies: later steps do not change them.
         """
         for unit in self._units:
             whole = self._collect(unit)
             if whole is not None:
-                yield from zip(unit.hf, (part.contiguous() for part in self._split(unit, whole.cpu())), strict=True)
+                parts = (part.contiguous().to("cpu", copy=True) for part in self._split(unit, whole))
+                yield from zip(unit.hf, parts, strict=True)
 
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from marsrl.kernels import grouped_linear
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -12,8 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 from torch.nn.parameter import Parameter
-
-from marsrl.kernels import grouped_linear
 
 
 class GroupedExperts(MegatronModule):

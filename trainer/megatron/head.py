@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.trainer.config import MptConfig
+from marsrl.trainer.megatron.attention import Segments
+from marsrl.trainer.packing import PackedBatch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -15,11 +19,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
-
-from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
-from marsrl.trainer.config import MptConfig
-from marsrl.trainer.megatron.attention import Segments
-from marsrl.trainer.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,21 @@ class PolicyModel(GPTModel):
             rollout_logprobs=batch.rollout_logprobs,
             normaliser=loss.normaliser,
             temperature=batch.temperature,
-            main_grad=weight.main_grad if torch.is_grad_enabled() else None,  # type: ignore[attr-defined]  # set by DDP
+            main_grad=self._main_grad(weight),
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
         )
         return HeadResult(policy, gate)
+
+    def _main_grad(self, weight: Tensor) -> Tensor | None:
+        """DDP's float32 gradient buffer of the head, which the kernel adds to; None where its gradient is autograd's.
+
+        On CUDA it is autograd's until a CUDA implementation of linear_policy_loss takes main_grad.
+        """
+        if not torch.is_grad_enabled() or weight.is_cuda:
+            return None
+        buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        return buffer
 
     def _gate(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Whose mastered tokens are masked: one sweep over the same hidden states, before the loss is formed.

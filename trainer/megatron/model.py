@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
+from marsrl.trainer.megatron.experts import GroupedExperts
+from marsrl.trainer.megatron.head import PolicyModel
+from marsrl.trainer.megatron.hf_shape import ModelShape
+from marsrl.trainer.megatron.parallel import Layout
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -14,13 +20,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
-
-from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
-from marsrl.trainer.megatron.experts import GroupedExperts
-from marsrl.trainer.megatron.head import PolicyModel
-from marsrl.trainer.megatron.hf_shape import ModelShape
-from marsrl.trainer.megatron.parallel import Layout
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -47,7 +46,6 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "moe_router_load_balancing_type": "aux_loss" if has_aux else "none",
             "moe_aux_loss_coeff": policy.router_aux_loss,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
         }
@@ -72,7 +70,9 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        perform_initialization=False,  # every parameter is read from the HF directory
+        # Every parameter is read from the HF directory, but without this megatron does not mark which are cut over TP
+        # ranks, and the gradient norm silently counts one rank's part of them.
+        perform_initialization=True,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
@@ -81,6 +81,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # micro-batches differ in length; pipeline stages tell each other
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
         calculate_per_token_loss=True,  # megatron divides by nothing: the loss comes divided by the global normaliser
         **moe,
         **_RECOMPUTE[policy.recompute],

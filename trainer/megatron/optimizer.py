@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW: the schedule, the guarded step, and what its checkpoints need without TransformerEngine."""
+"""Megatron's distributed AdamW: the schedule, the guarded step, what checkpoints need without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from marsrl.trainer.config import OptimizerConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
-
-from marsrl.trainer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -49,8 +49,9 @@ class Optimizer:
             use_distributed_optimizer=True,
             optimizer_cpu_offload=config.offload,
         )
-        self._clip = config.grad_clip
-        self._whole = get_megatron_optimizer(options, [model])
+        self._clip, self._weight_decay = config.grad_clip, config.weight_decay
+        vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
+        self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
         self._prime()
 
     def zero_grad(self) -> None:
@@ -66,6 +67,8 @@ class Optimizer:
         """Clip to the config's norm and update the weights; after grad_norm()."""
         for group in self._groups():
             group["lr"] = lr
+            # megatron leaves it to its scheduler to apply wd_mult; without one, norms and biases would be decayed.
+            group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
         for part in self._parts():
             parameters = part.get_parameters()
             if parameters:

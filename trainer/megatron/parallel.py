@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.megatron import shim
 from marsrl.trainer.megatron.hf_shape import ModelShape

@@ -35,8 +35,8 @@ def install() -> bool:
     if not _installed:
         if "megatron.core" in sys.modules:
             raise RuntimeError(
-                "megatron shim: megatron.core was imported before shim.install(), so its functions are already compiled "
-                "for CUDA; call marsrl.trainer.megatron.shim.install() first"
+                "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
+                " call marsrl.trainer.megatron.shim.install() first"
             )
         _before_import()
         _installed.append(_CudaToCpu())
@@ -47,7 +47,7 @@ def install() -> bool:
 
 
 def _before_import() -> None:
-    # jit_fuser is torch.compile: 21.7 s a step of compiling against 0.03 s; read when megatron's functions are decorated.
+    # jit_fuser is torch.compile: 21.7 s a step against 0.03 s; read when megatron decorates.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
@@ -57,7 +57,7 @@ def _before_import() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
     cuda.stream = lambda stream=None: contextlib.nullcontext()  # grad buffers reduce on a side stream
     cuda.synchronize = lambda device=None: None  # checkpoint save waits for the device
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # the RNG tracker's states
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 

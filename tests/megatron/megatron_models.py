@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 
 VOCAB = 61  # odd: tensor parallelism pads it

@@ -1,0 +1,112 @@
+"""The converter: every tensor comes back as it went in, and a directory that cannot be used is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_shape import ModelShape, read_shape
+from megatron_models import save_model
+from safetensors.torch import load_file, save_file
+
+
+def learner(folder: Path, **policy: object) -> Learner:
+    config = PolicyConfig.model_validate({"dtype": "float32", **policy})
+    return Learner(
+        config, folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=2, total_steps=4, seed=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_directory_comes_back_bit_for_bit(kind: str, dtype: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "in")
+    policy = learner(folder, dtype=dtype)
+    expected = load_file(folder / "model.safetensors")
+    exported = dict(policy.export())
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, expected[name].to(getattr(torch, dtype))), name
+    policy.save_hf(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == expected.keys() and all(torch.equal(written[n], exported[n]) for n in written)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in folder.iterdir())
+    with pytest.raises(ValueError, match="exists"):
+        policy.save_hf(tmp_path / "out")
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3F"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),
+        ({"hidden_size": 64}, r"embed_tokens.weight has shape \[61, 32\], config.json gives \[61, 64\]"),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_what_config_json_may_not_say(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+    folder = edited(save_model("qwen3", tmp_path / "m"), **changes)
+    with pytest.raises(ValueError, match=says):
+        learner(folder)
+
+
+def test_a_half_there_directory_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a directory"):
+        read_shape(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json; found nothing"):
+        read_shape(tmp_path / "empty")
+    folder = save_model("qwen3", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
+        read_shape(folder)
+    names = list(tensors)
+    save_file({n: tensors[n] for n in names[:5]}, folder / "a.safetensors")
+    weight_map = {n: "a.safetensors" if i < 5 else "b.safetensors" for i, n in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"half there: .* missing: b\.safetensors"):
+        read_shape(folder)
+    save_file({n: tensors[n] for n in names[5:]}, folder / "b.safetensors")
+    assert {n for n, _ in learner(folder).export()} == set(names)  # several files are read as one
+
+
+SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e-6, False, False, True, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "says"),
+    [
+        ({"tensor": 5}, 5, "layout.tensor is 5, which does not divide the 12 attention heads"),
+        ({"tensor": 4, "expert": 2}, 8, "layout.tensor is 4, which does not divide the 6 key/value heads"),
+        ({"expert": 3}, 3, "layout.expert is 3, which does not divide the 8 experts"),
+        ({"expert": 2, "expert_tensor": 5}, 10, "layout.expert_tensor is 5, which does not divide the 24 units"),
+        ({"pipeline": 4}, 4, "layout.pipeline is 4, which does not divide the 6 layers"),
+        ({"tensor": 2}, 3, "is 2, which does not divide the 3 ranks"),
+        ({"expert": 4}, 2, "is 4, which does not divide the 2 ranks"),
+        ({"tensor": 2, "expert_tensor": 1}, 2, "expert 1 with expert_tensor 1 and tensor 2"),
+        ({"context": 2}, 2, "context parallelism is not supported"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(layout: dict[str, int], world: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parallel.check(parallel.resolve(LayoutConfig(**layout)), SHAPE, world)
+
+
+def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
+    assert parallel.resolve(LayoutConfig(tensor=2)).expert_tensor == 2
+    assert parallel.resolve(LayoutConfig(tensor=2, expert=2)).expert_tensor == 1

@@ -1,0 +1,61 @@
+"""Every layout trains the same model: two gloo ranks, started once, against one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts_worker import run
+from marsrl.trainer.megatron import parallel
+from megatron_models import save_model
+
+TWO = {
+    "qwen3_moe": {
+        "dp2": {},
+        "ep2": {"expert": 2},
+        "tp2_etp2": {"tensor": 2},
+        "tp2_ep2": {"tensor": 2, "expert": 2},
+        "pp2": {"pipeline": 2},
+    },
+    "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """{kind/layout: losses, norms, metrics, scores and weights}: one rank in this process, two in a run of their own."""
+    folder = tmp_path_factory.mktemp("layouts")
+    models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(Path(__file__).parent / "layouts_worker.py"), str(folder / "two.pt")]
+    command += [json.dumps(models), json.dumps(TWO)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    # Written by this very test a moment ago; tensors and numbers only.
+    found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
+    for kind, model in models.items():
+        found[f"{kind}/one"] = run(model, {})
+        parallel.stop(keep_world=True)
+    return found
+
+
+@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
+def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
+    one, two = reports[name.split("/")[0] + "/one"], reports[name]
+    assert one["untouched"].keys() == two["untouched"].keys()
+    assert all(torch.equal(one["untouched"][n], two["untouched"][n]) for n in one["untouched"])  # converted bit for bit
+    expected, found = (torch.tensor(each["stats"], dtype=torch.float64) for each in (one, two))
+    assert torch.allclose(found, expected, rtol=3e-6, atol=2e-6), (found - expected).abs().max()
+    assert two["scores"] == pytest.approx(one["scores"], rel=1e-5)
+    for n, weight in one["weights"].items():
+        # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that.
+        off = (two["weights"][n] - weight).abs() > 1e-4
+        assert float(off.float().mean()) < 3e-3, n

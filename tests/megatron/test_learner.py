@@ -1,0 +1,270 @@
+"""The learner against transformers and plain PyTorch: same log-probs, same step, whatever the cut; bad steps change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.packing import TrainSequence, pack
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from torch import Tensor
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
+
+
+def learner(folder: Path, *, mpt: MptConfig | None = None, total_steps: int = 10, **changes: Any) -> Learner:
+    objective = changes.pop("objective", PolicyObjective())
+    old_policy = changes.pop("old_policy", "pois")
+    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
+    mpt = mpt or MptConfig(scope="off")
+    return Learner(
+        policy, folder, objective=objective, mpt=mpt, num_agents=2, total_steps=total_steps, seed=0, old_policy=old_policy
+    )
+
+
+def weights(policy: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def gradients(policy: Learner) -> dict[str, Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in policy._model.named_parameters()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
+    """(log-probs [N], entropy [N]) of the sampled tokens, by transformers on the one sequence."""
+    ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
+    logits = model(ids[None]).logits[0].float() / sample.temperature
+    rows = torch.arange(len(sample.prompt_ids) - 1, len(ids) - 1)[torch.from_numpy(sample.is_sampled)]
+    logp = logits[rows].log_softmax(-1)
+    return logp.gather(1, ids[rows + 1, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "m")
+    samples = [dataclasses.replace(s, temperature=t) for s, t in zip(sequences(7), [1.0, 0.7] * 4, strict=False)]
+    batch = pack(samples, align=4)
+    (found,) = learner(folder).score([batch])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.cat([hf_logprobs(model, s)[0] for s in samples])
+    assert float((found[batch.mask] - expected).abs().max()) < 1e-5
+    assert bool((found[~batch.mask] == 0).all())
+
+
+def test_router_weights_that_are_not_normalised_follow_config_json(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=False)
+    samples = sequences(3)
+    batch = pack(samples)
+    (found,) = learner(folder).score([batch])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.cat([hf_logprobs(model, s)[0] for s in samples])
+    assert float((found[batch.mask] - expected).abs().max()) < 1e-5
+
+
+def plain_step(folder: Path, samples: list[TrainSequence], mpt: MptConfig) -> tuple[dict[str, Tensor], float, float, int]:
+    """(weights after one step, loss, gradient norm, masked tokens): GRPO with DMMPT, one sequence at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    total, masked = torch.zeros(()), 0
+    for sample in samples:
+        logp, entropy = hf_logprobs(model, sample)
+        keep = torch.ones_like(logp)
+        if mpt.scope == "sample" and sample.is_positive and float(entropy.mean()) < mpt.entropy:
+            keep = (logp.detach().exp() < mpt.probability).float()
+        masked += int((keep == 0).sum())
+        ratio = (logp - logp.detach()).exp()
+        total = total - (keep * ratio * sample.advantage).sum()
+    loss = total / num_trained(samples)
+    loss.backward()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps).step()
+    model.save_pretrained(folder.parent / "after")
+    after = {}
+    from safetensors.torch import load_file
+
+    after.update(load_file(folder.parent / "after" / "model.safetensors"))
+    return after, float(loss), float(norm), masked
+
+
+@pytest.mark.parametrize(
+    ("kind", "mpt"),
+    [
+        ("qwen2", MptConfig(scope="off")),
+        ("qwen3", MptConfig(scope="sample", entropy=3.972, probability=0.02)),  # gates two of three positive samples
+        ("qwen3_moe", MptConfig(scope="sample", entropy=3.98, probability=0.01)),
+    ],
+)
+def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "m")
+    samples = sequences(8)
+    policy = learner(folder, mpt=mpt)
+    stats = policy.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+    after, loss, norm, masked = plain_step(folder, samples, mpt)
+    assert stats.loss == pytest.approx(loss, abs=5e-7)
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert sum(stats.agent_sums["masked_tokens"]) == masked and sum(stats.agent_sums["tokens"]) == num_trained(samples)
+    if mpt.scope == "sample":
+        assert 0 < masked < num_trained(samples) and 0 < stats.gated_samples <= sum(s.is_positive for s in samples)
+    found = weights(policy)
+    # The first AdamW step is lr g / (|g| + 1e-8): where g is near 1e-8, its rounding shows. A key's bias has no gradient.
+    keys = {name for name in after if name.endswith("k_proj.bias")}
+    rest = [{n: w for n, w in each.items() if n not in keys} for each in (found, after)]
+    assert largest_difference(*rest) < 2e-4
+    assert all(float((found[n] - after[n]).abs().max()) < 2.1 * OPTIMIZER.lr for n in keys)
+    medians = [float((rest[0][n] - rest[1][n]).abs().median()) for n in rest[0]]
+    assert max(medians) < 2e-7
+
+
+def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(9)
+    policy = learner(folder, optimizer=OPTIMIZER.model_copy(update={"lr": 0.0}))
+    runs = []
+    for cuts in (1, 3, 9):  # 9: one sequence a micro-batch, so packed equals per-sequence
+        stats = policy.step(micro_batches(samples, cuts), normaliser=num_trained(samples))
+        runs.append((stats.loss, gradients(policy)))
+    for loss, gradient in runs[1:]:
+        assert loss == pytest.approx(runs[0][0], abs=5e-7)
+        assert largest_difference(gradient, runs[0][1]) < 3e-6
+    twice = pack(samples)
+    stats = policy.step([twice, pack([])], normaliser=num_trained(samples))  # an empty micro-batch adds nothing
+    assert largest_difference(gradients(policy), runs[0][1]) < 3e-6
+
+
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(4)
+    policy, clean = learner(folder), micro_batches(sequences(4), 1)
+    before = weights(policy)
+    bad = [dataclasses.replace(samples[0], advantage=math.nan), *samples[1:]]
+    stats = policy.step(micro_batches(bad, 2), normaliser=num_trained(bad))
+    assert stats.is_skipped and not stats.is_updated and policy.num_steps == 1
+    assert largest_difference(weights(policy), before) == 0.0
+    after_bad = policy.step(clean, normaliser=num_trained(samples))
+    assert after_bad.is_updated
+    fresh = learner(folder)
+    fresh.step(clean, normaliser=num_trained(samples))
+    assert largest_difference(weights(policy), weights(fresh)) == 0.0  # no trace of it in the optimizer either
+
+
+def test_an_empty_step_passes_and_counts(tmp_path: Path) -> None:
+    policy = learner(save_model("qwen3_moe", tmp_path / "m"))
+    before = weights(policy)
+    stats = policy.step([pack([])], normaliser=0.0)
+    assert stats.is_empty and not stats.is_updated and not stats.is_skipped and policy.num_steps == 1
+    assert stats.loss == 0.0 and math.isfinite(stats.grad_norm) and set(stats.agent_sums["tokens"]) == {0.0}
+    assert largest_difference(weights(policy), before) == 0.0
+    with pytest.raises(ValueError, match="normaliser is 0"):
+        policy.step([pack(sequences(2))], normaliser=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 2, "decay": "cosine"})
+    batches = [micro_batches(sequences(5, seed=i), 2) for i in range(5)]
+    normaliser = 50.0
+    unbroken = learner(folder, dtype=dtype, optimizer=optimizer)
+    for batch in batches[:3]:
+        unbroken.step(batch, normaliser=normaliser)
+    unbroken.save(tmp_path / "ckpt")
+    expected = [unbroken.step(batch, normaliser=normaliser) for batch in batches[3:]]
+    restored = learner(folder, dtype=dtype, optimizer=optimizer)
+    restored.load(tmp_path / "ckpt")
+    found = [restored.step(batch, normaliser=normaliser) for batch in batches[3:]]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.loss, ours.grad_norm, ours.lr, ours.agent_sums) == (
+            theirs.loss,
+            theirs.grad_norm,
+            theirs.lr,
+            theirs.agent_sums,
+        )
+    assert largest_difference(weights(restored), weights(unbroken)) == 0.0
+    with pytest.raises(ValueError, match="not a whole checkpoint"):
+        restored.load(tmp_path)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_activations_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(4)
+    found = []
+    for mode in ("none", recompute):
+        policy = learner(folder, recompute=mode)
+        policy.step([pack(samples)], normaliser=num_trained(samples))
+        found.append(gradients(policy))
+    assert largest_difference(*found) < 1e-7
+
+
+def test_old_policies(tmp_path: Path) -> None:
+    """pois and recompute have ratio 1 at a single update; sais clips against the rollout's log-probs."""
+    folder = save_model("qwen3", tmp_path / "m")
+    samples = sequences(6)
+    batch = pack(samples)
+    stats = {}
+    for old_policy in ("pois", "recompute", "sais"):
+        policy = learner(folder, old_policy=old_policy)
+        stats[old_policy] = policy.step([batch], normaliser=num_trained(samples))
+    assert stats["recompute"].grad_norm == pytest.approx(stats["pois"].grad_norm, rel=1e-4)
+    assert sum(stats["pois"].agent_sums["clipped_tokens"]) == 0 < sum(stats["sais"].agent_sums["clipped_tokens"])
+    trainer = stats["pois"].logprobs[0][batch.mask].double()
+    rollout = batch.rollout_logprobs[batch.mask].double()  # type: ignore[index]
+    difference = (trainer.exp() - rollout.exp()).abs()
+    assert stats["pois"].prob_diff_mean == pytest.approx(float(difference.mean()), rel=1e-9)
+    assert stats["pois"].prob_diff_max == pytest.approx(float(difference.max()), rel=1e-9)
+    x = trainer - rollout
+    assert stats["pois"].k3 == pytest.approx(float((x.exp() - 1 - x).mean()), rel=1e-9)
+    unknown = pack([dataclasses.replace(s, rollout_logprobs=None) for s in samples])
+    assert math.isnan(learner(folder).step([unknown], normaliser=9.0).k3)
+    with pytest.raises(ValueError, match="sais needs rollout log-probs"):
+        policy.step([unknown], normaliser=9.0)
+
+
+def test_token_weights_train_as_supervised_learning(tmp_path: Path) -> None:
+    import numpy as np
+
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = [
+        dataclasses.replace(s, token_weights=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None)
+        for s in sequences(6)
+    ]
+    policy = learner(folder, router_aux_loss=0.01)
+    stats = [policy.step([pack(samples)], normaliser=num_trained(samples)) for _ in range(8)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = 0.0
+    with torch.no_grad():
+        for s in samples:
+            assert s.token_weights is not None
+            expected -= float((hf_logprobs(model, s)[0] * torch.from_numpy(s.token_weights[s.is_sampled])).sum())
+    assert sum(stats[0].agent_sums["weighted_nll"]) == pytest.approx(expected, rel=1e-5)
+    assert sum(stats[-1].agent_sums["weighted_nll"]) < 0.8 * sum(stats[0].agent_sums["weighted_nll"])
+
+
+def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
+    policy = learner(save_model("qwen3", tmp_path / "m"), mpt=MptConfig(scope="batch", entropy=4.0, probability=0.02))
+    samples = sequences(6)
+    with pytest.raises(ValueError, match="mpt.scope=batch .* a rank has 2"):
+        policy.step(micro_batches(samples, 2), normaliser=9.0)
+    stats = policy.step(micro_batches(samples, 1), normaliser=9.0)
+    assert stats.gated_samples == sum(s.is_positive for s in samples)
+    assert sum(stats.agent_sums["masked_tokens"]) > 0
