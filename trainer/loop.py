@@ -32,6 +32,7 @@ def train(run: Run) -> None:
             if stats.is_updated:
                 with run.timed("publish"):
                     run.publish(policy)  # version + 1, engines hold it and have proven it
+        run.evaluate_if_due(step)
         run.record(step, batch)
         run.checkpoint_if_due(step)
     run.finish()  # evaluation after, summary, report

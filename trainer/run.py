@@ -187,6 +187,17 @@ class Run:
         if report.max_probe_difference is not None:
             self.driver.row["sync/probe_diff_max"] = report.max_probe_difference
 
+    def evaluate_if_due(self, step: int) -> None:
+        """Rank 0: an evaluation on the way, into this step's metrics as eval/{solver, verifier, corrector, system}."""
+        if self.driver is None or not self.config.run.eval_every or step % self.config.run.eval_every:
+            return
+        with self.timed("evaluate"):
+            result = self._evaluate(self.driver, f"evaluation at step {step}")
+        for name in ("solver", "verifier", "corrector", "system"):
+            mean = getattr(result, name).mean
+            if mean is not None:
+                self.driver.row[f"eval/{name}"] = mean
+
     def record(self, step: int, batch: Batch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step."""
         driver = self.driver
@@ -229,8 +240,6 @@ class Run:
             save_checkpoint(
                 self.directory, step, self.versions, self.learners, state, keep=self.config.run.keep_checkpoints
             )
-        if self.driver is not None and self.config.run.eval_every and step % self.config.run.eval_every == 0:
-            self._evaluate(self.driver, f"evaluation at step {step}")
 
     def finish(self) -> None:
         """Evaluation after, summary.json, report.html, the table."""

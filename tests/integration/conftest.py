@@ -1,0 +1,97 @@
+"""Whole runs as a user starts them: torchrun, real vLLM in a Ray actor, Megatron; the smallest settings that still do it all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
+
+# A task of one or two operations is learned in seconds, from tutors that slip often; the run stays MarsRL in every part.
+SMALL = (
+    "task_options={min_operations: 1, max_operations: 2}",
+    "warm_start={max_solver_steps: 60, short_steps: 30, solver_loss: 0.5, team_steps: 40, table_drills: 128, "
+    "slip_solver: 0.4, slip_verifier: 0.3, slip_corrector: 0.4}",
+    "evaluate={num_problems: 12, probe_size: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
+    "rollout.prompts_per_step=3",
+    "rollout.group_size=4",
+    "rollout.vllm.max_num_seqs=64",
+    "rollout.vllm.kv_cache_mib=64",
+)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Starts runs in one folder with one cache of warm starts."""
+
+    folder: Path
+    cache: Path
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    def command(self, name: str, *words: str) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+        return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *SMALL, *words]
+
+    def start(self, name: str, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(name, *words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment(),
+            start_new_session=True,
+        )
+
+    def run(self, name: str, *words: str) -> Path:
+        """A run to its end; its directory."""
+        process = self.start(name, *words)
+        try:
+            output, _ = process.communicate(timeout=400)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        assert process.returncode == 0, output[-6000:]
+        return self.folder / name
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def first_run(runner: Runner) -> Path:
+    """Four steps from a fresh warm start."""
+    return runner.run("first", "run.steps=4")
+
+
+@pytest.fixture
+def left_behind() -> Iterator[Callable[[], list[str]]]:
+    """Commands of processes that were started meanwhile and still run (engines, Ray, judges, ranks)."""
+    before = {pid for pid, _ in _processes()}
+    yield lambda: [command for pid, command in _processes() if pid not in before and _is_ours(command)]
+
+
+def _processes() -> list[tuple[int, str]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            except OSError:
+                continue  # it ended while we looked
+            found.append((int(entry.name), command))
+    return found
+
+
+def _is_ours(command: str) -> bool:
+    return any(word in command for word in ("ray::", "raylet", "gcs_server", "trainer/main.py", "judge_process"))
