@@ -41,7 +41,7 @@ class StepStats:
     loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
     is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
     is_empty: no trained token on any rank; nothing was computed.
-    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT or correction), entropy and kl
+    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), entropy and kl
         (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
@@ -110,7 +110,8 @@ class Learner:
         self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        has_cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
         self.num_steps = 0  # calls of step(), skipped and empty ones included: what the schedule counts
 
     @property
@@ -202,7 +203,7 @@ class Learner:
         dist.barrier()
 
     def load(self, folder: str | Path) -> None:
-        """Restore what save() wrote, also under another TP/EP/ETP/PP layout. On the same one, training goes on bit for bit.
+        """Restore what save() wrote; under the same layout training goes on bit for bit.
 
         Raises:
             ValueError: the directory is not a whole checkpoint; with the file that is missing.
@@ -240,16 +241,16 @@ class Learner:
         problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])
         if problem == 1:
             raise ValueError(
-                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {self.align}: pack(..., align={self.align}); "
-                f"here: {[batch.num_tokens for batch in batches]}"
+                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {self.align}; "
+                f"use pack(..., align={self.align}); here: {[batch.num_tokens for batch in batches]}"
             )
         if problem == 2:
             raise ValueError(
-                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; a rank has "
-                f"{most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
+                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
+                f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
             )
         if most != fewest or most == 0:
-            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected equally many, at least one")
+            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
         copies = self._layout.tensor * self._layout.pipeline
         return int(share[0]) // copies, int(share[1]) // copies
 

@@ -38,7 +38,7 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
         config = transformers.Qwen3MoeConfig(**{**shape, **moe, "norm_topk_prob": True, **changes})
         model = transformers.Qwen3MoeForCausalLM(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of one and biases of zero would hide a swap
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)

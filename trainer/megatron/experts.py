@@ -34,8 +34,8 @@ class GroupedExperts(MegatronModule):
         self.gate_up = Parameter(torch.empty(num_local_experts, 2, width, config.hidden_size, **options))
         self.down = Parameter(torch.empty(num_local_experts, config.hidden_size, width, **options))
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
-            set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the gradient norm counts one rank only
-            weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP: which data-parallel group
+            set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
+            weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
 
     def forward(
         self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor

@@ -88,7 +88,8 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     found = config.get("architectures") or ["none"]
     architecture = str(found[0])
     if architecture not in SUPPORTED:
-        raise ValueError(f"model: {path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
+        supported = ", ".join(SUPPORTED)
+        raise ValueError(f"model: {path}: architecture {architecture} is not supported; supported: {supported}")
     is_moe = architecture == "Qwen3MoeForCausalLM"
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     rope = config.get("rope_parameters") or {}

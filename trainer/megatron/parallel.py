@@ -56,8 +56,8 @@ def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
         if ep == 1 and etp != tp:
             # Measured on megatron-core 0.16.1: up to 140 % off, no error.
             raise ValueError(
-                f"layout: expert 1 with expert_tensor {etp} and tensor {tp}: Megatron reduces the experts' gradients over "
-                "the wrong group; set layout.expert_tensor equal to layout.tensor, or layout.expert above 1"
+                f"layout: expert 1 with expert_tensor {etp} and tensor {tp}: Megatron reduces the experts' gradients "
+                "over the wrong group; set layout.expert_tensor equal to layout.tensor, or layout.expert above 1"
             )
     elif ep > 1:
         raise ValueError(f"layout.expert is {ep}, but {shape.architecture} has no experts; set 1")
@@ -92,7 +92,8 @@ def start(layout: Layout, seed: int) -> None:
 
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
