@@ -51,7 +51,9 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     config = _with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
         if policy.model is not None:
-            check(resolve(policy.layout), read_shape(policy.model), world_size)
+            shape = read_shape(policy.model)
+            check(resolve(policy.layout), shape, world_size)
+            config = _within_positions(config, name, shape.max_positions)
         elif config.task != "arithmetic":
             raise ConfigError(
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
@@ -66,6 +68,27 @@ def _problems(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], i
         return (), 0
     read = read_problems(path, config.task, config.data.question_key, config.data.answer_key, config.data.on_bad_line)
     return read.problems, read.num_bad
+
+
+def _within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:
+    """max_input_tokens of the policy's agents, lowered to what leaves room for a whole completion.
+
+    Raises:
+        ConfigError: a completion alone is as long as the model can be.
+    """
+    room = max_positions - config.rollout.max_response_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_response_tokens is {config.rollout.max_response_tokens}, but policies.{policy}.model knows "
+            f"{max_positions} positions (max_position_embeddings); lower it"
+        )
+    agents = {
+        name: agent.model_copy(update={"max_input_tokens": min(agent.max_input_tokens, room)})
+        if agent.policy == policy
+        else agent
+        for name, agent in config.agents.items()
+    }
+    return config.model_copy(update={"agents": agents})
 
 
 def _with_agents(config: RunConfig, names: tuple[str, ...]) -> RunConfig:
