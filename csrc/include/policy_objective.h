@@ -77,12 +77,11 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const Tokens& tokens,
   if (is_masked) return term;
 
   const float advantage = tokens.advantage[t];
-  float log_ratio = 0.0f;
+  float ratio = 1.0f;
   if (tokens.log_ratio)
-    log_ratio = tokens.log_ratio[t];
+    ratio = std::exp(tokens.log_ratio[t]);
   else if (tokens.old_logprobs)
-    log_ratio = logp - tokens.old_logprobs[t];
-  const float ratio = std::exp(log_ratio);
+    ratio = std::exp(logp - tokens.old_logprobs[t]);
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float clipped_ratio = ratio < low ? low : (ratio > high ? high : ratio);
   double surrogate;
