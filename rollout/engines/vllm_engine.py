@@ -173,8 +173,10 @@ class VllmEngine:
                     f"{self._max_model_len} (max_model_len)"
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False, "ignore_eos": True}
+        decoded = self._decoded_before
         last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         first = self._run([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
+        self._decoded_before = decoded  # the tokens that vLLM made beside the scores are nobody's
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
             ids = [int(token) for token in sequence]
