@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +29,18 @@ class Checked:
     plan: BatchPlan
     task: Task
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
+    num_held_out: int  # taken from data.train for evaluation, because there is no data.eval
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
         plan = "\n".join(f"  {line}" for line in self.plan.lines())
         config = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False) if with_config else ""
-        skipped = f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped" if self.num_skipped_lines else ""
-        return f"{config}batch arithmetic:\n{plan}{skipped}"
+        notes = ""
+        if self.num_skipped_lines:
+            notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
+        if self.num_held_out:
+            notes += f"\n{self.num_held_out} problems of data.train are held out for evaluation (no data.eval is given)"
+        return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
 def preflight(config: RunConfig, world_size: int) -> Checked:
@@ -46,6 +52,10 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     """
     train, num_skipped = _problems(config, config.data.train)
     held_out, num_skipped_eval = _problems(config, config.data.eval)
+    num_held_out = 0
+    if train and not held_out:
+        train, held_out = _hold_out(train, config.evaluate.num_problems)
+        num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
     orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
     config = _with_agents(config, tuple(spec.name for spec in orchestration.agents))
@@ -59,7 +69,17 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
-    return Checked(config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval)
+    return Checked(config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out)
+
+
+def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], list[Problem]]:
+    """(train, held out): every tenth problem by a hash of its question, at most as many as an evaluation uses.
+
+    The same questions whatever the order of the file, and equal questions on the same side.
+    """
+    questions = sorted({p.question for p in problems if zlib.crc32(p.question.encode()) % 10 == 0})[:wanted]
+    chosen = set(questions)
+    return [p for p in problems if p.question not in chosen], [p for p in problems if p.question in chosen]
 
 
 def _problems(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], int]:

@@ -75,6 +75,7 @@ class Run:
         self.agents = config.agents
         self.versions = dict.fromkeys(learners, 0)
         self.step = 0
+        self.consumed_version = 0  # of the policy that this step's batch was consumed by: staleness is measured against it
         self.trace = TraceLog(directory.trace)
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
@@ -130,6 +131,7 @@ class Run:
 
     def play(self) -> Batch | None:
         """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
+        self.consumed_version = max(self.versions.values())
         if self.driver is None:
             return None
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
@@ -203,10 +205,9 @@ class Run:
         driver = self.driver
         if driver is None or batch is None:
             return
-        version = max(self.versions.values())
         summary = summarise(
             batch.groups,
-            version=version - 1,
+            version=self.consumed_version,
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
             verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
