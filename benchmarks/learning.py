@@ -29,7 +29,9 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
     """One run; its summary and how many standard errors the reward rose by."""
     name = f"seed{seed}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
-    subprocess.run([*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL
+    )
     directory = Path(folder) / name
     rewards = []
     for row in read_metrics(directory / "metrics.jsonl"):
@@ -80,10 +82,14 @@ def main() -> int:
             assert before is not None and after is not None
             wanted = verdicts(before, after, errors)
             gate = summary.warm_start.gate_met if summary.warm_start else None
-            print(f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; reward rose by {errors:.1f} standard errors")
+            print(
+                f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; reward rose by {errors:.1f} standard errors"
+            )
             for name in ("solver", "verifier", "corrector", "system"):
                 a, b = getattr(before, name), getattr(after, name)
-                print(f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}")
+                print(
+                    f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
+                )
             print("  " + "; ".join(f"{what}: {'yes' if held else 'NO'}" for what, held in wanted.items()), flush=True)
             gains.append((after.system.mean or 0.0) / max(before.system.mean or 0.0, 1e-9))
             records.append({"summary": summary.model_dump(mode="json"), "standard_errors": errors, "wanted": wanted})

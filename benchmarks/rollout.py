@@ -55,7 +55,7 @@ class Bare:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--bare", *arguments]
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )

@@ -45,8 +45,15 @@ def batch(seed: int = 0) -> tuple[list, int]:  # type: ignore[type-arg]
             tokens = rng.integers(4, 8192, n).astype(np.int32)
             sequences.append(
                 TrainSequence(
-                    f"{group}:{i}", prompt, tokens, np.ones(n, bool), np.full(n, -9.0, np.float32),
-                    float(advantages[i]), 0, 1.0, bool(rewards[i]),
+                    f"{group}:{i}",
+                    prompt,
+                    tokens,
+                    np.ones(n, bool),
+                    np.full(n, -9.0, np.float32),
+                    float(advantages[i]),
+                    0,
+                    1.0,
+                    bool(rewards[i]),
                 )
             )
     return sequences, sum(s.num_sampled for s in sequences)
@@ -119,7 +126,16 @@ def _rss_bytes() -> int:
 
 
 def measure(variant: str, model_dir: str, experts: str, mpt: float | None, repeats: int) -> dict:  # type: ignore[type-arg]
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", variant, "--model", model_dir, "--experts", experts]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        variant,
+        "--model",
+        model_dir,
+        "--experts",
+        experts,
+    ]
     command += ["--repeats", str(repeats)] + (["--mpt-entropy", str(mpt)] if mpt is not None else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -153,14 +169,27 @@ def main() -> int:
         model_dir = f"{folder}/model"
         init_model(SHAPE, "bytes", Path(model_dir), seed=0, dtype="float32")
         experts, times = fastest_experts(model_dir, sequences)
-        print("experts implementation of the reference: " + ", ".join(f"{k} {v:.2f} s" for k, v in times.items()) + f" -> {experts}")
+        print(
+            "experts implementation of the reference: "
+            + ", ".join(f"{k} {v:.2f} s" for k, v in times.items())
+            + f" -> {experts}"
+        )
         results = {}
-        for label, mpt in (("DMMPT off", None), ("DMMPT on", 20.0)):  # 20 nats: above ln V, so every positive sample is gated
+        for label, mpt in (
+            ("DMMPT off", None),
+            ("DMMPT on", 20.0),
+        ):  # 20 nats: above ln V, so every positive sample is gated
             rows = {variant: measure(variant, model_dir, experts, mpt, words.repeats) for variant in VARIANTS}
             check_same_update(label, rows)
             results[label] = table(label, rows)
     if words.json:
-        record = {"device": device_name(), "commit": commit(), "torch": torch.__version__, "experts": times, "results": results}
+        record = {
+            "device": device_name(),
+            "commit": commit(),
+            "torch": torch.__version__,
+            "experts": times,
+            "results": results,
+        }
         Path(words.json).write_text(json.dumps(record, indent=1))
     print(f"ratio: {min(r['ratio'] for r in results.values()):.2f}")
     return 0
@@ -184,7 +213,10 @@ def table(label: str, rows: dict) -> dict:  # type: ignore[type-arg]
     ratio = speed["ours"] / speed["reference"]
     sorted_ratio = speed["ours"] / speed["reference, sorted and dropped"]
     memory = rows["ours"]["extra_bytes"] / rows["reference"]["extra_bytes"]
-    print(f"  ours over reference {ratio:.2f}x (wanted 3), over sorted and dropped {sorted_ratio:.2f}x (wanted 1.2), memory {memory:.2f} (wanted 0.5)")
+    print(
+        f"  ours over reference {ratio:.2f}x (wanted 3), over sorted and dropped {sorted_ratio:.2f}x (wanted 1.2), "
+        f"memory {memory:.2f} (wanted 0.5)"
+    )
     return {"rows": rows, "ratio": ratio, "ratio_sorted": sorted_ratio, "memory": memory}
 
 

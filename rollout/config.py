@@ -37,7 +37,9 @@ class VllmOptions(Settings):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
     max_num_seqs: int = Field(256, gt=0, description="requests decoded at once by one engine")
-    kv_cache_mib: int | None = Field(None, gt=0, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)")
+    kv_cache_mib: int | None = Field(
+        None, gt=0, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
     tensor_parallel: int = Field(1, gt=0, description="GPUs of one engine")
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
@@ -61,8 +63,12 @@ class RolloutConfig(Settings):
     max_response_tokens: int = Field(1024, gt=0, description="global maximum length of a completion")
     segments: int = Field(1, gt=0, description="stages a completion may take; 1 = whole completions")
     segment_length: int | None = Field(None, gt=0, description="tokens a stage; default max_response_tokens / segments")
-    pipeline: Literal["agentic", "trajectory"] = Field("agentic", description="train on finished groups, or on whole trajectories")
-    group_completion: Literal["wait", "drop_stragglers"] = Field("wait", description="what a group does about unfinished samples")
+    pipeline: Literal["agentic", "trajectory"] = Field(
+        "agentic", description="train on finished groups, or on whole trajectories"
+    )
+    group_completion: Literal["wait", "drop_stragglers"] = Field(
+        "wait", description="what a group does about unfinished samples"
+    )
     max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
     deadline_s: float = Field(1800.0, gt=0, description="a stage that takes longer is an error")
@@ -93,4 +99,6 @@ class EvaluateConfig(Settings):
     temperature: float = Field(0.6, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)
-    probe_size: int = Field(160, gt=0, description="fixed Verifier inputs, half of them right (and as many for the Corrector)")
+    probe_size: int = Field(
+        160, gt=0, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
+
 from marsrl.rollout.engines.build import EngineSpec, build_engine
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
@@ -266,7 +267,7 @@ class ResultBatch:
 def _join_arrays(arrays: Sequence[Any], dtype: Any) -> tuple[Any, IntArray]:
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    return (np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)), offsets  # type: ignore[return-value]
+    return (np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)), offsets
 
 
 def _cut(joined: Any, offsets: IntArray) -> list[Any]:

@@ -7,6 +7,7 @@ a missing reward with a note, never a 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -81,10 +82,8 @@ class _Worker:
         """End the process at once, wait for it, release the pipes; its exit code."""
         self.process.kill()
         code = self.process.wait()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # an unsent request of a dead process; nobody waits for it
             self._requests.close()
-        except BrokenPipeError:
-            pass  # an unsent request of a dead process; nobody waits for it
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

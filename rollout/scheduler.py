@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team, derive_seed
 from marsrl.rollout.types import Ask, Finish, Group, Sample
 from marsrl.rollout.unfinished import OpenGroup, Partial, Round
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -55,9 +56,7 @@ class Scheduler:
         seed: of the run; every request's and every pick's own seed derives from it.
     """
 
-    def __init__(
-        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int
-    ) -> None:
+    def __init__(self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int) -> None:
         self.config = config
         self.team = team
         self.source = source

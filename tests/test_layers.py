@@ -42,7 +42,11 @@ def test_only_files_named_for_a_library_import_it(library: str) -> None:
 
 def test_only_the_learner_side_imports_megatron() -> None:
     users = [p.relative_to(ROOT) for p in FILES if any(n.split(".")[0] == "megatron" for n in imported(p))]
-    wrong = [str(p) for p in users if p.parts[:2] != ("trainer", "megatron") and p.name not in ("learner.py", "checkpoint.py")]
+    wrong = [
+        str(p)
+        for p in users
+        if p.parts[:2] != ("trainer", "megatron") and p.name not in ("learner.py", "checkpoint.py")
+    ]
     assert users
     assert not wrong
 

@@ -1,7 +1,7 @@
 """Puts a run together from its settings, in the order in which things may fail, and takes it apart again.
 
-    rank 0:  run directory, engines (Ray or in process), scheduler, evaluator, logs
-    all:     process groups, the warm start where no model is given, one learner a policy, the checkpoint to go on from
+rank 0:  run directory, engines (Ray or in process), scheduler, evaluator, logs
+all:     process groups, the warm start where no model is given, one learner a policy, the checkpoint to go on from
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         started: WarmStart | None = None
         if any(policy.model is None for policy in config.policies.values()):
             started = warm_start(config, checked.task, console)
-        models = {name: policy.model or str(started.model_dir) for name, policy in config.policies.items() if policy.model or started}
+        made = str(started.model_dir) if started is not None else ""
+        models = {name: policy.model or made for name, policy in config.policies.items()}
         learners = {name: _learner(config, name, models[name]) for name in config.policies}
         driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
         yield Run(config, directory, console, learners, driver, started)
@@ -84,9 +85,7 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
 
 
 @contextmanager
-def _driver(
-    checked: Checked, directory: RunDirectory, models: dict[str, str], console: RunConsole
-) -> Iterator[Driver]:
+def _driver(checked: Checked, directory: RunDirectory, models: dict[str, str], console: RunConsole) -> Iterator[Driver]:
     """Rank 0's side: engines, team, scheduler, evaluator. Closed in the opposite order, whatever went wrong."""
     config = checked.config
     with ExitStack() as stack:
@@ -125,7 +124,9 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 seed=config.run.seed,
             )
             stack.callback(pools[name].close)
-        orchestration = build_orchestration(config.orchestration, config.agents, checked.task.prompts, config.rollout.picks)
+        orchestration = build_orchestration(
+            config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
+        )
         yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
 
 

@@ -1,9 +1,9 @@
 """A checkpoint: every policy's learner, the rollout's state, and what they belong to, written whole or not at all.
 
-    checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
-    checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
-    checkpoints/step_12/meta.json           step, policy versions (rank 0)
-    checkpoints/latest                      moved last, when everything above is on disk
+checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
+checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
+checkpoints/step_12/meta.json           step, policy versions (rank 0)
+checkpoints/latest                      moved last, when everything above is on disk
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def load_checkpoint(run: RunDirectory, learners: Mapping[str, Learner]) -> Resto
         rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
         return Restored(int(meta["step"]), {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"checkpoint {found.path} is damaged ({error}); write an older one into checkpoints/latest") from error
+        raise RuntimeError(
+            f"checkpoint {found.path} is damaged ({error}); write an older one into checkpoints/latest"
+        ) from error
 
 
 def _remove_old(run: RunDirectory, keep: int) -> None:

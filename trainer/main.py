@@ -38,8 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", help="YAML file (default: the task's preset, configs/cpu_default.yaml for arithmetic)")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, then exit")
+    parser.add_argument(
+        "--config", help="YAML file (default: the task's preset, configs/cpu_default.yaml for arithmetic)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, then exit"
+    )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
     words = parser.parse_intermixed_args(arguments)
     is_first = int(os.environ.get("RANK", "0")) == 0
@@ -73,7 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
             train(opened)
     except KeyboardInterrupt:
         if is_first:
-            print("marsrl: interrupted; the last checkpoint is whole, go on with run.resume=auto", file=sys.stderr, flush=True)
+            print(
+                "marsrl: interrupted; the last checkpoint is whole, go on with run.resume=auto",
+                file=sys.stderr,
+                flush=True,
+            )
         return 130
     return 0
 

@@ -159,7 +159,9 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         positions[start:end] = np.arange(len(ids))
         targets[start : end - 1] = ids[1:]
         temperature[start:end] = sequence.temperature
-        predicts = slice(start + len(sequence.prompt_ids) - 1, end - 1)  # the positions whose target is a completion token
+        predicts = slice(
+            start + len(sequence.prompt_ids) - 1, end - 1
+        )  # the positions whose target is a completion token
         mask[predicts] = sequence.is_sampled
         if sequence.rollout_logprobs is not None:
             rollout[predicts] = np.where(sequence.is_sampled, sequence.rollout_logprobs, 0)

@@ -69,7 +69,9 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
-    return Checked(config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out)
+    return Checked(
+        config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out
+    )
 
 
 def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], list[Problem]]:

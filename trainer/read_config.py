@@ -40,7 +40,9 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
         path = default_config(str(OmegaConf.select(words, "task", default="arithmetic")))
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"--config {path}: no such file; presets here: {', '.join(sorted(p.name for p in CONFIGS.glob('*.yaml')))}")
+        raise ConfigError(
+            f"--config {path}: no such file; presets here: {', '.join(sorted(p.name for p in CONFIGS.glob('*.yaml')))}"
+        )
     try:
         base = OmegaConf.load(path)
         if not OmegaConf.is_dict(base):
@@ -65,7 +67,9 @@ def _checked_words(overrides: Sequence[str]) -> Sequence[str]:
     for word in overrides:
         key, equals, _ = word.partition("=")
         if not equals or not key or key.startswith("-"):
-            raise ConfigError(f"command line: {word!r} is not a setting; write key.sub=value (--help lists the options)")
+            raise ConfigError(
+                f"command line: {word!r} is not a setting; write key.sub=value (--help lists the options)"
+            )
     return overrides
 
 

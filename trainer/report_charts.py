@@ -171,7 +171,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return low - room, high + room
 
 
-class _scale:  # noqa: N801 - reads as a function
+class _scale:
     """A linear map of [low, high] to [to_low, to_high]; one value maps to the middle."""
 
     def __init__(self, low: float, high: float, to_low: float, to_high: float) -> None:

@@ -29,8 +29,8 @@ from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_j
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share
 from marsrl.trainer.step_metrics import step_metrics
-from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.summarise_run import summarise_run
+from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weight_sync import WeightSync, probe_sequences
@@ -75,7 +75,9 @@ class Run:
         self.agents = config.agents
         self.versions = dict.fromkeys(learners, 0)
         self.step = 0
-        self.consumed_version = 0  # of the policy that this step's batch was consumed by: staleness is measured against it
+        self.consumed_version = (
+            0  # of the policy that this step's batch was consumed by: staleness is measured against it
+        )
         self.trace = TraceLog(directory.trace)
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
@@ -85,7 +87,9 @@ class Run:
     @property
     def share_of_this_rank(self) -> Share:
         learner = next(iter(self.learners.values()))
-        return Share(learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align)
+        return Share(
+            learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align
+        )
 
     @property
     def keeps_zero(self) -> bool:
@@ -110,7 +114,9 @@ class Run:
             self.versions = restored.versions
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
-            self.driver.metrics = MetricsLog(self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step)
+            self.driver.metrics = MetricsLog(
+                self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
+            )
             if restored is not None:
                 self.driver.scheduler.state = restored.rollout.scheduler
                 self.driver.scheduler.source.load(restored.rollout.source)
@@ -226,7 +232,9 @@ class Run:
         for warning in one_sided_verdicts(batch.groups):
             self.console.warning(warning)
         rewards = " ".join(
-            f"{agent} {summary[f'reward/{agent}/mean']:.2f}" for agent in self.agents if f"reward/{agent}/mean" in summary
+            f"{agent} {summary[f'reward/{agent}/mean']:.2f}"
+            for agent in self.agents
+            if f"reward/{agent}/mean" in summary
         )
         self.console.message(f"step {step}/{self.config.run.steps}  reward: {rewards}  {total:.1f} s")
         driver.credited, driver.row = {}, {}

@@ -1,14 +1,14 @@
 """Where a run leaves what it did, and how a directory is never overwritten.
 
-    runs/<name>/
-        config.yaml               the resolved settings
-        metrics.jsonl             one object a step            (metrics.py)
-        tensorboard/              the same, as event files
-        samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
-        trace.json                who was busy when            (trace.py)
-        checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
-        hf/                       an exported model
-        summary.json, report.html (summary.py, report.py)
+runs/<name>/
+    config.yaml               the resolved settings
+    metrics.jsonl             one object a step            (metrics.py)
+    tensorboard/              the same, as event files
+    samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
+    trace.json                who was busy when            (trace.py)
+    checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    hf/                       an exported model
+    summary.json, report.html (summary.py, report.py)
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class RunDirectory:
             run = cls(path, existed=True)
             if not path.is_dir() or (any(path.iterdir()) and not run.config.is_file()):
                 raise ValueError(
-                    f"run.resume=auto: {path} holds no config.yaml, so it is no run directory; take another "
-                    "run.name"
+                    f"run.resume=auto: {path} holds no config.yaml, so it is no run directory; take another run.name"
                 ) from None
             return run
         return cls(path)

@@ -121,7 +121,7 @@ def _from_json(values: dict[str, object]) -> SampleRecord:
     if not isinstance(segments, list):
         raise TypeError(f"segments is {segments!r}, expected a list")
     fields = {**values, "segments": tuple(Segment(**s) for s in segments), "finish": Finish(str(values["finish"]))}
-    return SampleRecord(**fields)  # type: ignore[arg-type]  # unknown or lacking fields raise; written by us alone
+    return SampleRecord(**fields)  # unknown or lacking fields raise; written by us alone
 
 
 def _finite(value: float) -> float | None:

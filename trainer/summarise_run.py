@@ -27,7 +27,12 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
         low, high = config.warm_start.gate_solver, config.warm_start.gate_verifier
         solver = driver.before.solver.mean if driver.before else None
         verifier = driver.before.verifier.mean if driver.before else None
-        met = solver is not None and verifier is not None and low[0] <= solver <= low[1] and high[0] <= verifier <= high[1]
+        met = (
+            solver is not None
+            and verifier is not None
+            and low[0] <= solver <= low[1]
+            and high[0] <= verifier <= high[1]
+        )
         started = WarmStartRecord(
             cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
         )
@@ -75,7 +80,11 @@ def commit() -> str | None:
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None  # no git here, or an installed package: there is no revision to name

@@ -71,7 +71,9 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
         ValueError: the task has no tutors (only the built-in arithmetic task has).
     """
     if not isinstance(task, ArithmeticTask):
-        raise ValueError(f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model")
+        raise ValueError(
+            f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model"
+        )
     recipe = {
         "recipe": RECIPE,
         "shape": SHAPE,
@@ -131,19 +133,24 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
         learner.save_hf(out)
 
 
-def _teach(
-    learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole
-) -> None:
+def _teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
     average = None
     with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
         for step in range(settings.max_solver_steps):
-            loss = _step(learner, school.solver_lesson(step), place, settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps)))
+            loss = _step(
+                learner,
+                school.solver_lesson(step),
+                place,
+                settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps)),
+            )
             average = loss if average is None else 0.95 * average + 0.05 * loss
             bar.advance(note=f"loss {average:.3f}, next phase below {settings.solver_loss}")
             if average < settings.solver_loss and step >= settings.short_steps:
                 break
         else:
-            console.warning(f"warm start: the Solver's loss is {average:.3f} after {settings.max_solver_steps} steps, going on")
+            console.warning(
+                f"warm start: the Solver's loss is {average:.3f} after {settings.max_solver_steps} steps, going on"
+            )
     with console.progress("warm start 2/2: team", settings.team_steps, "steps") as bar:
         for step in range(settings.team_steps):
             # to 10% over the last 60% of the phase

@@ -20,11 +20,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
-from safetensors.torch import save_file
-from torch import Tensor
 
 _PROBE_SEQUENCES = 3
 _PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Literal
@@ -20,7 +21,7 @@ def pick(
     beginning with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
-    for one, other in zip(pool, pool[1:], strict=False):
+    for one, other in itertools.pairwise(pool):
         if one.uid == other.uid:
             raise ValueError(f"pick: sample {one.uid} is offered twice; uids must be unique in a rollout instance")
     rng.shuffle(pool)

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from marsrl.rollout.engines.checksum import checksum
 from safetensors import safe_open
 from torch import Tensor
+
+from marsrl.rollout.engines.checksum import checksum
 
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+
 from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,

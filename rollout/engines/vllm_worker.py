@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles, fuse
-from torch import Tensor, nn
 
 
 class WeightExtension:

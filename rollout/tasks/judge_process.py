@@ -51,6 +51,7 @@ def main(path: str) -> None:
     print(json.dumps({"ready": True}), file=replies, flush=True)
     while True:
         request = json.loads(requests.get())
+        reply: dict[str, bool | str]
         try:
             reply = {"correct": bool(judge(request["reference"], request["answer"]))}
         except (Exception, RecursionError) as error:  # any failure of the judge is the parent's to count

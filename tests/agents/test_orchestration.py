@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from marsrl.rollout.agents.inference import EvaluationThread
 from marsrl.rollout.agents.orchestration import VerifierCorrector, build_orchestration
 from marsrl.rollout.agents.picks import PickRule, is_right, pick

@@ -1,6 +1,7 @@
 import time
 
 import pytest
+
 from marsrl.rollout.agents.parsers import (
     boxed_answer,
     chain_answer,

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.prompts import MATH
 from marsrl.rollout.agents.render import ChatRenderer

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from marsrl.rollout.config import VllmOptions
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import

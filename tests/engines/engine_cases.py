@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 

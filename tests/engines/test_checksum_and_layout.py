@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_cases import tensors_of
+
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import fuse, fused_checksums, fusion_plan
 

@@ -6,6 +6,7 @@ import socket
 import numpy as np
 import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
+
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas, split_requests

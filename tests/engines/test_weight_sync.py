@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_cases import perturbed, tensors_of
+
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.trainer.weight_sync import WeightSync

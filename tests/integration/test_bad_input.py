@@ -47,7 +47,9 @@ def test_a_refused_run_exits_with_2_and_without_a_traceback() -> None:
 
 
 def test_an_unknown_key_names_the_nearest_right_one(refusal: Refusal) -> None:
-    assert refusal("rollout.group_sise=4") == "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size?"
+    assert (
+        refusal("rollout.group_sise=4") == "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size?"
+    )
 
 
 def test_under_torchrun_one_rank_says_it_once() -> None:
@@ -85,7 +87,10 @@ def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path, re
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     message = refusal(f"policies.main.model={tmp_path}")
-    assert "GPT2LMHeadModel is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM" in message
+    assert (
+        "GPT2LMHeadModel is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+        in message
+    )
 
 
 def test_half_a_model_names_the_missing_files(tmp_path: Path, refusal: Refusal) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from marsrl.kernels import attention_varlen
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.testing import assert_accurate

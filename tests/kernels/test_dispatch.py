@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+
 from marsrl.kernels import PolicyObjective, explain, group_advantage, library, linear_logprob, linear_policy_loss
 from marsrl.kernels.dispatch import Implementation, Op
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from marsrl.kernels import group_advantage
 
 NAN = math.nan

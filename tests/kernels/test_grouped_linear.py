@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from marsrl.kernels import grouped_linear
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
 from marsrl.kernels.testing import assert_accurate

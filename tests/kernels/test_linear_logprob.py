@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from marsrl.kernels import linear_logprob, vocabulary
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import assert_accurate

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from marsrl.kernels import PolicyObjective, linear_policy_loss, vocabulary
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
 

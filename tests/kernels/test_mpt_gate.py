@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from marsrl.kernels import mpt_gate
 
 CU_SEQLENS = torch.tensor([0, 3, 3, 5, 8])

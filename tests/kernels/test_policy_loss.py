@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from marsrl.kernels import PolicyObjective, policy_loss
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+
 from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
 
 WORLD, SIZE, WIDTH, TOKENS = 2, 12, 40, 30

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from megatron_models import num_trained, sequences
+
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.packing import pack
-from megatron_models import num_trained, sequences
 
 SAMPLES = 8
 
@@ -33,14 +34,19 @@ def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
     mpt = MptConfig(scope="sample", entropy=3.98, probability=0.02)
     learner = Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
     samples = sequences(SAMPLES)
-    batches = [pack(samples[::2], align=2), pack(samples[1::2], align=2)]  # the same two, so that the router loss agrees
+    batches = [
+        pack(samples[::2], align=2),
+        pack(samples[1::2], align=2),
+    ]  # the same two, so that the router loss agrees
     ranks_of_data = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
     mine = batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
     untouched = dict(learner.export())
     stats = []
     for _ in range(2):
         s = learner.step(mine, normaliser=num_trained(samples))
-        stats.append([s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3])
+        stats.append(
+            [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
+        )
     scores = [x.sum().item() for x in learner.score(mine)]
     total = torch.tensor(sum(scores)) / (1 if ranks_of_data > 1 else dist.get_world_size())
     dist.all_reduce(total)

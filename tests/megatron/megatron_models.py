@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 
 VOCAB = 61  # odd: tensor parallelism pads it
@@ -46,7 +47,9 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
     return folder
 
 
-def sequences(num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB) -> list[TrainSequence]:
+def sequences(
+    num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB
+) -> list[TrainSequence]:
     """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive."""
     rng = np.random.default_rng(seed)
     out = []

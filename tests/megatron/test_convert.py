@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_models import save_model
+from safetensors.torch import load_file, save_file
+
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_shape import ModelShape, read_shape
-from megatron_models import save_model
-from safetensors.torch import load_file, save_file
 
 
 def learner(folder: Path, **policy: object) -> Learner:
@@ -50,7 +51,10 @@ def edited(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3F"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "LlamaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3F",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from layouts_worker import run
-from marsrl.trainer.megatron import parallel
 from megatron_models import save_model
+
+from marsrl.trainer.megatron import parallel
 
 TWO = {
     "qwen3_moe": {

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from torch import Tensor
+
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.packing import TrainSequence, pack
-from megatron_models import micro_batches, num_trained, save_model, sequences
-from torch import Tensor
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 
@@ -26,7 +27,14 @@ def learner(folder: Path, *, mpt: MptConfig | None = None, total_steps: int = 10
     policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
     mpt = mpt or MptConfig(scope="off")
     return Learner(
-        policy, folder, objective=objective, mpt=mpt, num_agents=2, total_steps=total_steps, seed=0, old_policy=old_policy
+        policy,
+        folder,
+        objective=objective,
+        mpt=mpt,
+        num_agents=2,
+        total_steps=total_steps,
+        seed=0,
+        old_policy=old_policy,
     )
 
 
@@ -76,7 +84,9 @@ def test_router_weights_that_are_not_normalised_follow_config_json(tmp_path: Pat
     assert float((found[batch.mask] - expected).abs().max()) < 1e-5
 
 
-def plain_step(folder: Path, samples: list[TrainSequence], mpt: MptConfig) -> tuple[dict[str, Tensor], float, float, int]:
+def plain_step(
+    folder: Path, samples: list[TrainSequence], mpt: MptConfig
+) -> tuple[dict[str, Tensor], float, float, int]:
     """(weights after one step, loss, gradient norm, masked tokens): GRPO with DMMPT, one sequence at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
@@ -245,7 +255,9 @@ def test_token_weights_train_as_supervised_learning(tmp_path: Path) -> None:
 
     folder = save_model("qwen3_moe", tmp_path / "m")
     samples = [
-        dataclasses.replace(s, token_weights=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None)
+        dataclasses.replace(
+            s, token_weights=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None
+        )
         for s in sequences(6)
     ]
     policy = learner(folder, router_aux_loss=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.megatron import shim
 

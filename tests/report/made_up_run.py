@@ -33,23 +33,23 @@ def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
     """A sample of 4 tokens with reward 1; `changes` replace fields. num_tokens and version are shorthands."""
     num_tokens = int(changes.pop("num_tokens", 4))  # type: ignore[call-overload]
     version = int(changes.pop("version", 0))  # type: ignore[call-overload]
-    fields: dict[str, object] = dict(
-        uid=uid,
-        rollout_id="p0#0",
-        problem_id="p0",
-        agent=agent,
-        group_id=f"p0#0/{agent}/root",
-        parent_uid=None,
-        prompt_ids=np.arange(3, dtype=np.int32),
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        is_sampled=np.ones(num_tokens, bool),
-        rollout_logprobs=np.full(num_tokens, -0.1, np.float32),
-        segments=(Segment(0, num_tokens, version),),
-        finish=Finish.STOP,
-        text=f"text of {uid}",
-        prompt_text="a 3 b *7",
-        reward=Reward(1.0, 1.0, {"answer": 1.0}),
-    )
+    fields: dict[str, object] = {
+        "uid": uid,
+        "rollout_id": "p0#0",
+        "problem_id": "p0",
+        "agent": agent,
+        "group_id": f"p0#0/{agent}/root",
+        "parent_uid": None,
+        "prompt_ids": np.arange(3, dtype=np.int32),
+        "token_ids": np.arange(num_tokens, dtype=np.int32),
+        "is_sampled": np.ones(num_tokens, bool),
+        "rollout_logprobs": np.full(num_tokens, -0.1, np.float32),
+        "segments": (Segment(0, num_tokens, version),),
+        "finish": Finish.STOP,
+        "text": f"text of {uid}",
+        "prompt_text": "a 3 b *7",
+        "reward": Reward(1.0, 1.0, {"answer": 1.0}),
+    }
     return Sample(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -72,25 +72,25 @@ def make_evaluation(rate: float, n: int = 300) -> Evaluation:
 
 
 def make_summary(**changes: object) -> Summary:
-    fields: dict[str, object] = dict(
-        name="made-up",
-        task="arithmetic",
-        model="made-up Qwen3-MoE, 0.57 M parameters",
-        device="made-up CPU, 2 cores",
-        steps=6,
-        seeds={"run": 0},
-        before=make_evaluation(0.55),
-        after=make_evaluation(0.88),
-        engine=EngineRecord(
+    fields: dict[str, object] = {
+        "name": "made-up",
+        "task": "arithmetic",
+        "model": "made-up Qwen3-MoE, 0.57 M parameters",
+        "device": "made-up CPU, 2 cores",
+        "steps": 6,
+        "seeds": {"run": 0},
+        "before": make_evaluation(0.55),
+        "after": make_evaluation(0.88),
+        "engine": EngineRecord(
             engine_class="LLMEngine", library="vllm", version="0.0-test", kind="vllm", device="cpu", dtype="float32"
         ),
-        tokens_per_engine=(412_345,),
-        verified_syncs=6,
-        warm_start=WarmStartRecord(cached=False, seconds=140, gate_met=True, solver=0.55, verifier=0.62),
-        timings={"warm_start": 140.0, "rl": 101.5},
-        versions={"torch": "0.0-test", "ray": "0.0-test"},
-        commit="0123abc",
-    )
+        "tokens_per_engine": (412_345,),
+        "verified_syncs": 6,
+        "warm_start": WarmStartRecord(cached=False, seconds=140, gate_met=True, solver=0.55, verifier=0.62),
+        "timings": {"warm_start": 140.0, "rl": 101.5},
+        "versions": {"torch": "0.0-test", "ray": "0.0-test"},
+        "commit": "0123abc",
+    }
     return Summary(**{**fields, **changes})  # type: ignore[arg-type]
 
 

@@ -107,7 +107,9 @@ def test_the_same_seed_plays_the_same_stages(tmp_path: Path, scheduler: Make) ->
 
 
 def test_segments_change_when_a_sample_is_trained_but_not_what_it_says(tmp_path: Path, scheduler: Make) -> None:
-    whole = {s.uid: s for groups in stages(scheduler(tmp_path / "a"), 3) for s in samples(groups) if s.agent == "solver"}
+    whole = {
+        s.uid: s for groups in stages(scheduler(tmp_path / "a"), 3) for s in samples(groups) if s.agent == "solver"
+    }
     player = scheduler(tmp_path / "b", SMALL.model_copy(update={"segments": 4}))
     cut = {s.uid: s for groups in stages(player, 6) for s in samples(groups) if s.agent == "solver"}
     shared = whole.keys() & cut.keys()
@@ -177,7 +179,9 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Pat
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(tmp_path: Path, scheduler: Make, segments: int) -> None:
+def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, scheduler: Make, segments: int
+) -> None:
     config = SMALL.model_copy(update={"segments": segments})
     unbroken = stages(scheduler(tmp_path / "a", config), 6)
     first = scheduler(tmp_path / "b", config)

@@ -1,6 +1,7 @@
 import random
 
 import pytest
+
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, apply, draw_chain, is_held_out, parse_chain
 from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces

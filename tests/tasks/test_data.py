@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from marsrl.rollout.tasks.data import DataCursor, read_problems
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem

@@ -2,11 +2,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Message
 from marsrl.trainer.init_model import init_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from marsrl.rollout.reward_workers import RewardPool
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.types import Problem

@@ -14,7 +14,9 @@ from marsrl.trainer.credit import credit, variance_inflation
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
 
-def sample(uid: str, reward: float, *, agent: str = "solver", parent: str | None = None, tokens: int = 3, **kwargs: object) -> Sample:
+def sample(
+    uid: str, reward: float, *, agent: str = "solver", parent: str | None = None, tokens: int = 3, **kwargs: object
+) -> Sample:
     group = uid.rpartition(":")[0]
     defaults: dict[str, object] = {
         "uid": uid,
@@ -115,7 +117,10 @@ def test_outcome_rewards_are_the_mean_correctness_of_the_leaves_below() -> None:
     )
     verifier = Group("0/solver:0/verifier1", "0", "verifier1", flags)
     fixed = Group(
-        "c", "0", "corrector1", (sample("0/solver:0/verifier1:0/corrector1:0", 1, agent="corrector1", parent="0/solver:0/verifier1:0"),)
+        "c",
+        "0",
+        "corrector1",
+        (sample("0/solver:0/verifier1:0/corrector1:0", 1, agent="corrector1", parent="0/solver:0/verifier1:0"),),
     )
     agents = {**AGENTS, "verifier1": AgentConfig(), "corrector1": AgentConfig()}
     credited = credit([solver, verifier, fixed], CreditConfig(reward_scheme="outcome"), agents)
@@ -130,7 +135,9 @@ def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
     # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
     found = variance_inflation(groups)
-    assert found == pytest.approx({"drmas/solver/variance_inflation": 5 / 3, "drmas/verifier1/variance_inflation": 1 / 3})
+    assert found == pytest.approx(
+        {"drmas/solver/variance_inflation": 5 / 3, "drmas/verifier1/variance_inflation": 1 / 3}
+    )
 
 
 def test_nothing_to_credit_is_an_empty_batch() -> None:

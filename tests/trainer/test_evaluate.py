@@ -83,7 +83,9 @@ def always_wrong(request: DecodeRequest, renderer: ChatRenderer, rng: Random) ->
     return f"Answer: {right if is_solver(request) and rng.random() < 0.5 else wrong(right)}"
 
 
-def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(tmp_path: Path, scripted_team: Any) -> None:
+def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(
+    tmp_path: Path, scripted_team: Any
+) -> None:
     judged = evaluator(tmp_path, scripted_team, always_wrong)
     judged.make_probe(VERSIONS)
     result = judged.evaluate(VERSIONS)
@@ -120,7 +122,9 @@ def test_the_same_seed_draws_the_same_evaluation(tmp_path: Path, scripted_team: 
 
 
 def test_repeats_are_counted(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics, CONFIG.model_copy(update={"repeat": 3, "num_problems": 5}))
+    judged = evaluator(
+        tmp_path, scripted_team, perfect_critics, CONFIG.model_copy(update={"repeat": 3, "num_problems": 5})
+    )
     assert judged.evaluate(VERSIONS).solver.n == 15
 
 

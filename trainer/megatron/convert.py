@@ -24,11 +24,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
 
 _SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
@@ -146,14 +147,18 @@ class Converter:
                 where.update(dict.fromkeys(file.keys(), file))
             for unit in self._units:
                 copies_embedding = (
-                    unit.name.startswith("embedding.") and self._place.stage > 0 and "output_layer.weight" in self._parameters
+                    unit.name.startswith("embedding.")
+                    and self._place.stage > 0
+                    and "output_layer.weight" in self._parameters
                     and self._shape.is_tied
                 )
                 if not self._owns(unit) and not copies_embedding:
                     continue
                 missing = [name for name in unit.hf if name not in where]
                 if missing:
-                    raise ValueError(f"model: {model_dir} has no tensor {', '.join(missing)}, which config.json asks for")
+                    raise ValueError(
+                        f"model: {model_dir} has no tensor {', '.join(missing)}, which config.json asks for"
+                    )
                 tensors = [where[name].get_tensor(name) for name in unit.hf]
                 for name, tensor, wanted in zip(unit.hf, tensors, self._hf_shapes(unit), strict=True):
                     if tuple(tensor.shape) != wanted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from marsrl.kernels import grouped_linear
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -13,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 from torch.nn.parameter import Parameter
+
+from marsrl.kernels import grouped_linear
 
 
 class GroupedExperts(MegatronModule):
@@ -37,9 +38,7 @@ class GroupedExperts(MegatronModule):
             set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
 
-    def forward(
-        self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor
-    ) -> tuple[Tensor, None]:
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias."""
         counts = tokens_per_expert.tolist()
         gate, up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts).chunk(2, dim=-1)

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
-from marsrl.trainer.config import MptConfig
-from marsrl.trainer.megatron.attention import Segments
-from marsrl.trainer.packing import PackedBatch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -19,6 +15,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+
+from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.trainer.config import MptConfig
+from marsrl.trainer.megatron.attention import Segments
+from marsrl.trainer.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class PolicyModel(GPTModel):
         if self.post_process:
             self.output_layer.__class__ = FusedHead
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, batch: PackedBatch, loss: LossInputs | None = None, what: Literal["loss", "score", "logits"] = "loss"
     ) -> Any:
         embedded = None

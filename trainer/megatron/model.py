@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
-from marsrl.trainer.megatron.experts import GroupedExperts
-from marsrl.trainer.megatron.head import PolicyModel
-from marsrl.trainer.megatron.hf_shape import ModelShape
-from marsrl.trainer.megatron.parallel import Layout
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -20,6 +14,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
+
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
+from marsrl.trainer.megatron.experts import GroupedExperts
+from marsrl.trainer.megatron.head import PolicyModel
+from marsrl.trainer.megatron.hf_shape import ModelShape
+from marsrl.trainer.megatron.parallel import Layout
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

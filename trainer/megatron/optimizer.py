@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from marsrl.trainer.config import OptimizerConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+from marsrl.trainer.config import OptimizerConfig
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.megatron import shim
 from marsrl.trainer.megatron.hf_shape import ModelShape

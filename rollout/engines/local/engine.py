@@ -16,6 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from marsrl.kernels import attention_varlen
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
@@ -30,7 +33,6 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.types import Finish, FloatArray, IntArray
-from torch import Tensor
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 _CACHE_STEP = 64  # the cache grows by this many positions
@@ -210,16 +212,14 @@ class LocalEngine:
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self._device)
         positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
         starts = [0, *np.cumsum(lengths).tolist()]
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self._device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = torch.empty_like(q)
-            for row, (a, b) in enumerate(itertools.pairwise(starts)):
-                heads = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]  # [1, heads, n, D]
-                out[a:b] = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-                if cache is not None:
-                    cache.keys[layer][first_row + row, :, : b - a] = heads[1][0]
-                    cache.values[layer][first_row + row, :, : b - a] = heads[2][0]
-            return out
+            if cache is not None:
+                for row, (a, b) in enumerate(itertools.pairwise(starts)):
+                    cache.keys[layer][first_row + row, :, : b - a] = k[a:b].transpose(0, 1)
+                    cache.values[layer][first_row + row, :, : b - a] = v[a:b].transpose(0, 1)
+            return attention_varlen(q, k, v, cu_seqlens)
 
         return self._model.forward(ids, positions, attend)
 

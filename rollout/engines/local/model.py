@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from marsrl.rollout.engines.fused_layout import fuse
 from marsrl.rollout.engines.local.shape import ModelShape
-from torch import Tensor
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
