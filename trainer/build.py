@@ -17,6 +17,7 @@ from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.collective import broadcast_bytes, rank
@@ -25,7 +26,6 @@ from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.hf_shape import read_shape
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory

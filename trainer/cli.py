@@ -62,7 +62,9 @@ def _init(add: AddParser) -> None:
         "marsrl init --shape tiny --tokenizer bytes /tmp/tiny",
     )
     parser.add_argument("out", help="directory to write; must not exist yet, or be empty")
-    parser.add_argument("--shape", default="tiny", help="size of the model: tiny, cpu_default (default: %(default)s)")
+    parser.add_argument(
+        "--shape", default="tiny", help="size of the model: tiny, cpu_default, bench (default: %(default)s)"
+    )
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, arithmetic, or a directory to copy one from (default: %(default)s)"
     )

@@ -17,7 +17,7 @@ from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class InitShape:
     """A Qwen3-MoE without its vocabulary. vLLM on CPU wants expert_width a multiple of 32 and head_dim 32 or more."""
 
     hidden: int
@@ -30,18 +30,20 @@ class ModelShape:
     expert_width: int
     max_positions: int = 1024
     rope_theta: float = 10000.0
+    vocab_size: int | None = None  # rows of the embedding where there are to be more than the tokenizer has words
 
 
 SHAPES = {
-    "tiny": ModelShape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
-    "cpu_default": ModelShape(96, 3, 4, 2, 32, 8, 2, 64),
+    "tiny": InitShape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
+    "cpu_default": InitShape(96, 3, 4, 2, 32, 8, 2, 64),
+    "bench": InitShape(256, 4, 8, 2, 32, 16, 4, 128, vocab_size=8192),  # benchmarks/train_step.py
 }
 INIT_STD = 0.05
 _RMS_EPS = 1e-6
 
 
 def init_model(
-    shape: str | ModelShape,
+    shape: str | InitShape,
     tokenizer: str | Path,
     out: str | Path,
     seed: int = 0,
@@ -62,6 +64,10 @@ def init_model(
         raise ValueError(f"init: {out} exists and is not an empty directory; name a new one")
     out.mkdir(parents=True, exist_ok=True)
     vocab_size, eos_id, pad_id = _write_tokenizer(tokenizer, out)
+    if shape.vocab_size is not None:
+        if shape.vocab_size < vocab_size:
+            raise ValueError(f"init: the tokenizer has {vocab_size} words, the shape's vocabulary {shape.vocab_size}")
+        vocab_size = shape.vocab_size
     torch_dtype = getattr(torch, dtype)
     weights = {name: tensor.to(torch_dtype) for name, tensor in _weights(shape, vocab_size, seed)}
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
@@ -90,7 +96,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     return len(loaded), int(loaded.eos_token_id), int(pad_id)
 
 
-def _weights(shape: ModelShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, float32 tensor), in the order in which they are drawn."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
@@ -119,7 +125,7 @@ def _weights(shape: ModelShape, vocab_size: int, seed: int) -> Iterator[tuple[st
     yield "lm_head.weight", normal(vocab_size, hidden)
 
 
-def _write_config(shape: ModelShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
+def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is taken, but not declared

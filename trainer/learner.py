@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.hf_shape import read_shape
 from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force

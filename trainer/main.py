@@ -16,6 +16,7 @@ import argparse  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
+import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
 from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
@@ -69,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     if words.dry_run:
         return 0
     signal.signal(signal.SIGTERM, _stop)
+    for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=module)
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train
 

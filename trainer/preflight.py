@@ -10,13 +10,13 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.megatron.hf_shape import read_shape
 from marsrl.trainer.megatron.parallel import check, resolve
 from marsrl.trainer.read_config import ConfigError
 

@@ -180,7 +180,7 @@ class Run:
         probe = None
         if version % self.config.sync.verify_every == 0:
             sequences = probe_sequences(learner.vocab_size)
-            scores = learner.score([_packed(s, learner.align) for s in sequences])
+            scores = learner.score([packed_for_scoring(s, learner.align) for s in sequences])
             # the last position predicts nothing; padding stands behind it
             probe = [score[: len(s) - 1].numpy() for s, score in zip(sequences, scores, strict=True)]
         tensors = learner.export()
@@ -285,7 +285,7 @@ class Run:
             return driver.evaluator.evaluate(self.versions, bar.update)
 
 
-def _packed(tokens: IntArray, align: int) -> PackedBatch:
+def packed_for_scoring(tokens: IntArray, align: int) -> PackedBatch:
     """One sequence whose every token after the first is to be scored."""
     length = len(tokens) - 1
     sequence = TrainSequence(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.trainer import cli
+from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
@@ -85,7 +86,6 @@ def test_a_missing_model_directory_is_named(tmp_path: Path, refusal: Refusal) ->
 
 def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
     message = refusal(f"policies.main.model={tmp_path}")
     assert (
         "GPT2LMHeadModel is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
@@ -94,7 +94,8 @@ def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path, re
 
 
 def test_half_a_model_names_the_missing_files(tmp_path: Path, refusal: Refusal) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    init_model("tiny", "bytes", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "missing: model-1.safetensors, model-2.safetensors" in refusal(f"policies.main.model={tmp_path}")

@@ -11,10 +11,10 @@ from megatron_models import save_model
 from safetensors.torch import load_file, save_file
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.hf_shape import ModelShape, read_shape
 
 
 def learner(folder: Path, **policy: object) -> Learner:

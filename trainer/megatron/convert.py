@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from marsrl.trainer.megatron.hf_shape import ModelShape, weight_files
+from marsrl.rollout.model_shape import ModelShape, weight_files
 
 _SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
@@ -160,7 +160,7 @@ class Converter:
                         f"model: {model_dir} has no tensor {', '.join(missing)}, which config.json asks for"
                     )
                 tensors = [where[name].get_tensor(name) for name in unit.hf]
-                for name, tensor, wanted in zip(unit.hf, tensors, self._hf_shapes(unit), strict=True):
+                for name, tensor, wanted in zip(unit.hf, tensors, self._model_shapes(unit), strict=True):
                     if tuple(tensor.shape) != wanted:
                         raise ValueError(
                             f"model: {model_dir}: {name} has shape {list(tensor.shape)}, config.json gives {list(wanted)}"
@@ -294,7 +294,7 @@ class Converter:
             return whole
         return None
 
-    def _hf_shapes(self, unit: Unit) -> list[tuple[int, ...]]:
+    def _model_shapes(self, unit: Unit) -> list[tuple[int, ...]]:
         """Of the unit's Hugging Face tensors."""
         s = self._shape
         if unit.kind == "vocab":
@@ -316,7 +316,7 @@ class Converter:
     def _whole_shape(self, unit: Unit) -> tuple[int, ...]:
         """Of the uncut Megatron tensor, vocabulary padding included, in the view that is cut."""
         s = self._shape
-        shapes = self._hf_shapes(unit)
+        shapes = self._model_shapes(unit)
         if unit.kind == "vocab":
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             return (-(-s.vocab_size // ranks) * ranks, s.hidden_size)

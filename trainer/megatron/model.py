@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
+from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
 from marsrl.trainer.megatron.experts import GroupedExperts
 from marsrl.trainer.megatron.head import PolicyModel
-from marsrl.trainer.megatron.hf_shape import ModelShape
 from marsrl.trainer.megatron.parallel import Layout
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.megatron import shim
-from marsrl.trainer.megatron.hf_shape import ModelShape
 
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
 

@@ -23,7 +23,6 @@ from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.local.sampler import RowSampling, draw
-from marsrl.rollout.engines.local.shape import read_shape
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
@@ -32,6 +31,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
@@ -247,7 +247,7 @@ class _Cache:
     def __init__(self, model: LocalModel, rows: int, longest: int) -> None:
         shape = model.shape
         self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
-        size = (rows, shape.num_kv_heads, self._capacity, shape.head_dim)
+        size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
         # zeros: a masked NaN would still poison the product with values
         self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
         self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]

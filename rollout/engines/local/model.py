@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsrl.rollout.engines.fused_layout import fuse
-from marsrl.rollout.engines.local.shape import ModelShape
+from marsrl.rollout.model_shape import ModelShape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
@@ -29,7 +29,7 @@ class LocalModel:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weights = {name: tensor.to(device, copy=True) for name, tensor in fuse(tensors, dtype)}
         _check(shape, self.weights)
-        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+        half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
         self._inverse_frequency = 1.0 / shape.rope_theta**half  # [D/2]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -44,14 +44,14 @@ class LocalModel:
             at = f"model.layers.{layer}"
             y = self._norm(x, f"{at}.input_layernorm.weight")
             qkv = F.linear(y, w[f"{at}.self_attn.qkv_proj.weight"], w.get(f"{at}.self_attn.qkv_proj.bias"))
-            q, k, v = qkv.view(len(x), -1, shape.head_dim).split([q_rows, kv_rows, kv_rows], dim=1)
+            q, k, v = qkv.view(len(x), -1, shape.head_size).split([q_rows, kv_rows, kv_rows], dim=1)
             if shape.has_qk_norm:
                 q = self._norm(q, f"{at}.self_attn.q_norm.weight")
                 k = self._norm(k, f"{at}.self_attn.k_norm.weight")
             q, k = q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin
             x = x + F.linear(attend(layer, q, k, v).reshape(len(x), -1), w[f"{at}.self_attn.o_proj.weight"])
             y = self._norm(x, f"{at}.post_attention_layernorm.weight")
-            x = x + (self._experts(y, at) if shape.moe_layers[layer] else self._mlp(y, at))
+            x = x + (self._experts(y, at) if shape.num_experts else self._mlp(y, at))
         return self._norm(x, "model.norm.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class LocalModel:
         return F.linear(hidden, self.weights["lm_head.weight"]).float()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.shape.rms_norm_eps)
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         return self.weights[name] * (x.float() * scale).to(x.dtype)
 
     def _mlp(self, x: Tensor, at: str) -> Tensor:
@@ -71,7 +71,7 @@ class LocalModel:
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
         weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
-        if self.shape.renormalises:
+        if self.shape.normalises_top_k:
             weight = weight / weight.sum(-1, keepdim=True)
         order = expert.flatten().argsort(stable=True)  # slots t*K + k, expert by expert
         counts = torch.bincount(expert.flatten(), minlength=len(w13)).tolist()
@@ -93,13 +93,14 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
-    h, d = shape.hidden_size, shape.head_dim
+    h, d = shape.hidden_size, shape.head_size
     expected: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab_size, h),
         "lm_head.weight": (shape.vocab_size, h),
         "model.norm.weight": (h,),
     }
-    for layer, has_experts in enumerate(shape.moe_layers):
+    has_experts = shape.num_experts > 0
+    for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
         expected[f"{at}.self_attn.qkv_proj.weight"] = ((shape.num_heads + 2 * shape.num_kv_heads) * d, h)
         expected[f"{at}.self_attn.o_proj.weight"] = (h, shape.num_heads * d)
@@ -111,7 +112,7 @@ def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
         name = f"{at}.mlp.experts.w13_weight" if has_experts else f"{at}.mlp.gate_up_proj.weight"
         if name not in weights:
             raise ValueError(
-                f"local engine: the weights lack {name}; this layer is {'sparse' if has_experts else 'dense'}"
+                f"local engine: the weights lack {name}; its layers are {'sparse' if has_experts else 'dense'}"
             )
     for name, size in expected.items():
         if name not in weights:

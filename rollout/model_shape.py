@@ -50,8 +50,9 @@ def read_shape(model_dir: str | Path) -> ModelShape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"model: {path} is not JSON: {error}") from error
+    shape = _shape(config, path)  # first: of an unsupported model it does not matter what else is missing
     weight_files(folder)
-    return _shape(config, path)
+    return shape
 
 
 def weight_files(folder: Path) -> list[Path]:
