@@ -37,13 +37,13 @@ class Runner:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-    def command(self, name: str, *words: str) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    def command(self, name: str, *words: str, ranks: int = 1) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *SMALL, *words]
 
-    def start(self, name: str, *words: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *words: str, ranks: int = 1) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(name, *words),
+            self.command(name, *words, ranks=ranks),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,9 +51,9 @@ class Runner:
             start_new_session=True,
         )
 
-    def run(self, name: str, *words: str) -> Path:
+    def run(self, name: str, *words: str, ranks: int = 1) -> Path:
         """A run to its end; its directory."""
-        process = self.start(name, *words)
+        process = self.start(name, *words, ranks=ranks)
         try:
             output, _ = process.communicate(timeout=400)
         except BaseException:

@@ -89,6 +89,16 @@ def test_a_resumed_run_equals_an_unbroken_one(first_run: Path, runner: object) -
     assert (ours.before, ours.after) == (theirs.before, theirs.after)
 
 
+def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: object) -> None:
+    """From the same cached warm start; the ranks add in another order, so numbers agree to rounding, not to the bit."""
+    both = untimed(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2))  # type: ignore[attr-defined]
+    alone = untimed(first_run)[:2]
+    for two, one in zip(both, alone, strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "reward/solver/mean"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+    assert both[0]["rollout/tokens"] == alone[0]["rollout/tokens"]
+
+
 def test_ctrl_c_stops_everything_and_leaves_a_whole_checkpoint(
     first_run: Path, runner: object, left_behind: Callable[[], list[str]]
 ) -> None:
