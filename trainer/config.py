@@ -140,6 +140,8 @@ class WarmStartConfig(Settings):
     slip_corrector: float = Field(0.12, ge=0, le=1)
     anchor: float = Field(0.2, ge=0, le=1, description="share of reports that take the claim as their own result")
     restate: float = Field(0.4, ge=0, le=1, description="share of corrections that rebut whatever the report says")
+    hard_claims: float = Field(0.5, ge=0, le=1, description="share of the Verifier's inputs that are full of slips")
+    slip_hard: float = Field(0.4, ge=0, le=1, description="slips a line in those")
     gate_solver: tuple[float, float] = (0.40, 0.65)
     gate_verifier: tuple[float, float] = (0.57, 0.70)
 

@@ -45,7 +45,7 @@ from marsrl.trainer.learner import Learner
 from marsrl.trainer.packing import TrainSequence
 from marsrl.trainer.share import Share, micro_batches
 
-RECIPE = 1  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
+RECIPE = 2  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
 TRACES, DRILLS = 0, 1  # the learner's "agents": drills are counted apart, phase 1 ends on the loss of the traces
 SHAPE = "cpu_default"
 
@@ -177,7 +177,13 @@ class School:
         self.renderer = renderer
         self.rng = rng
         self.rates = TutorRates(
-            settings.slip_solver, settings.slip_verifier, settings.slip_corrector, settings.anchor, settings.restate
+            settings.slip_solver,
+            settings.slip_verifier,
+            settings.slip_corrector,
+            settings.anchor,
+            settings.restate,
+            settings.hard_claims,
+            settings.slip_hard,
         )
         self._words = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
 

@@ -20,6 +20,8 @@ class TutorRates:
     """How often the tutors go wrong, as probabilities.
 
     anchor: the Verifier takes the claim as its own result. restate: the Corrector rebuts whatever the report says.
+    hard_claims: the solution put before the Verifier is full of slips (slip_hard a line), so that copying its lines
+    is no substitute for working them out; without such solutions some seeds learn to copy, and stay at chance.
     """
 
     slip_solver: float = 0.10
@@ -27,6 +29,8 @@ class TutorRates:
     slip_corrector: float = 0.12
     anchor: float = 0.2
     restate: float = 0.4
+    hard_claims: float = 0.5
+    slip_hard: float = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,14 @@ def solver_trace(rng: random.Random, chain: Chain, slip: float, options: Arithme
 def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
     """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution."""
     solution = _solution(rng, chain, rates.slip_solver, options)
-    report = _report(rng, chain, solution, rates, options)
+    is_hard = rng.random() < rates.hard_claims
+    judged = _solution(rng, chain, rates.slip_hard, options) if is_hard else solution
+    report = _report(rng, chain, judged, rates, options)
     traces = [
         Trace(_prompt(Role.SOLVER, chain), solution),
-        Trace(_prompt(Role.VERIFIER, chain, solution), report),
+        Trace(_prompt(Role.VERIFIER, chain, judged), report),
     ]
+    report = _report(rng, chain, solution, rates, options)
     while not report.endswith("wrong"):
         solution = _solution(rng, chain, rates.slip_solver, options)
         report = _report(rng, chain, solution, rates, options)

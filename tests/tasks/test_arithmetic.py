@@ -55,21 +55,19 @@ def test_only_the_right_digit_is_right() -> None:
 
 def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged() -> None:
     rng = random.Random(0)
-    exact = TutorRates(slip_solver=0, slip_verifier=0, slip_corrector=0, anchor=0, restate=0)
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
         assert solver_trace(rng, chain, 0.0, OPTIONS).completion.endswith(f"Answer: {chain.answer}")
     traces = team_traces(rng, chain, TutorRates(), OPTIONS)
     assert len(traces) == 3 and traces[2].prompt[-1].content.endswith("Verdict: wrong fix")  # type: ignore[union-attr]
     # Without slips a Verifier that computes itself agrees with the Solver.
-    solution_only = TutorRates(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0)
+    solution_only = TutorRates(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0, hard_claims=0)
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
         solver, verifier, corrector = team_traces(rng, chain, solution_only, OPTIONS)
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")
-    assert exact.slip_solver == 0
 
 
 def test_slips_come_at_the_documented_rate() -> None:
@@ -91,6 +89,20 @@ def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
         weights = trace.weights(6.0)
         assert len(weights) == len(words) + 1
         assert sum(weight == 6.0 for weight in weights) == ("Verdict:" in words)
+
+
+def test_hard_claims_are_mostly_wrong_and_judged_by_work_of_ones_own() -> None:
+    rng = random.Random(5)
+    rates = TutorRates(slip_verifier=0, anchor=0, hard_claims=1, slip_hard=0.4)
+    num_wrong = 0
+    for _ in range(100):
+        chain = draw_chain(rng, OPTIONS, held_out=False)
+        traces = team_traces(rng, chain, rates, OPTIONS)
+        said = traces[1].prompt[1].content[-1]  # type: ignore[union-attr]  # a chat: system, user
+        num_wrong += said != chain.answer
+        assert traces[1].completion.endswith("correct" if said == chain.answer else "wrong")
+        assert f"got {chain.answer} said {said}" in traces[1].completion
+    assert num_wrong > 70  # at least four lines, four slips in ten of them
 
 
 def test_a_table_drill_states_one_operation_and_its_result() -> None:
