@@ -92,20 +92,15 @@ def child(variant: str, model_dir: str, experts: str, mpt: float | None, repeats
 
 
 def _ours(model_dir, sequences, num_tokens, mpt):  # type: ignore[no-untyped-def]
-    from contextlib import ExitStack
-
     from marsrl.kernels import PolicyObjective
-    from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
+    from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
     from marsrl.trainer.learner import Learner
-    from marsrl.trainer.megatron.parallel import parallel
     from marsrl.trainer.share import Share, micro_batches
 
-    stack = ExitStack()
-    stack.enter_context(parallel(LayoutConfig()))
     learner = Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=1e-5)),
         model_dir,
-        objective=PolicyObjective(mpt_probability=0.99 if mpt is not None else None),
+        objective=PolicyObjective(),
         mpt=MptConfig(scope="sample" if mpt is not None else "off", entropy=mpt or 0.2),
         num_agents=1,
         total_steps=100,
@@ -117,7 +112,7 @@ def _ours(model_dir, sequences, num_tokens, mpt):  # type: ignore[no-untyped-def
         place = Share(0, 1, 4096, learner.align)
         return learner.step(micro_batches(trained, place), normaliser=float(num_tokens)).grad_norm
 
-    return step, stack.close
+    return step, learner.close
 
 
 def _rss_bytes() -> int:
