@@ -15,10 +15,12 @@ import pytest
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
 # A task of one or two operations is learned in seconds, from tutors that slip often; the run stays MarsRL in every part.
-SMALL = (
+ARITHMETIC = (
     "task_options={min_operations: 1, max_operations: 2}",
     "warm_start={max_solver_steps: 60, short_steps: 30, solver_loss: 0.5, team_steps: 40, table_drills: 128, "
     "slip_solver: 0.4, slip_verifier: 0.3, slip_corrector: 0.4}",
+)
+SMALL = (
     "evaluate={num_problems: 12, probe_size: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
@@ -39,7 +41,8 @@ class Runner:
 
     def command(self, name: str, *words: str, ranks: int = 1) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *SMALL, *words]
+        task = () if "task=math" in words else ARITHMETIC
+        return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *task, *SMALL, *words]
 
     def start(self, name: str, *words: str, ranks: int = 1) -> subprocess.Popen[str]:
         return subprocess.Popen(

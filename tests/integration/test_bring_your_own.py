@@ -28,7 +28,7 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runn
     model = init_model("tiny", "bytes", tmp_path / "model")
     directory = runner.run(  # type: ignore[attr-defined]
         "own", "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
-        "task_options={}", "rollout.max_response_tokens=24", "run.steps=2", "evaluate.num_problems=2",
+        "rollout.max_response_tokens=24", "run.steps=2", "evaluate.num_problems=2",
     )  # fmt: skip
     rows = read_metrics(directory / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
