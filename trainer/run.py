@@ -29,7 +29,7 @@ from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_j
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share
 from marsrl.trainer.step_metrics import step_metrics
-from marsrl.trainer.summarise_run import summarise_run
+from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
@@ -277,6 +277,12 @@ class Run:
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
         driver.before = self._evaluate(driver, "evaluation before")
+        if self.started is not None and not meets_gate(driver.before, self.config.warm_start):
+            self.console.warning(
+                f"the warm start missed its gate: Solver {driver.before.solver.mean}, wanted "
+                f"{self.config.warm_start.gate_solver}; Verifier {driver.before.verifier.mean}, wanted "
+                f"{self.config.warm_start.gate_verifier}; RL goes on from there"
+            )
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from marsrl.trainer.config import WarmStartConfig
 from marsrl.trainer.doctor import library_versions
-from marsrl.trainer.summary import EngineRecord, Summary, WarmStartRecord
+from marsrl.trainer.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 
 if TYPE_CHECKING:
     from marsrl.trainer.run import Driver, Run
@@ -24,15 +25,9 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
     started = None
     if run.started is not None:
-        low, high = config.warm_start.gate_solver, config.warm_start.gate_verifier
         solver = driver.before.solver.mean if driver.before else None
         verifier = driver.before.verifier.mean if driver.before else None
-        met = (
-            solver is not None
-            and verifier is not None
-            and low[0] <= solver <= low[1]
-            and high[0] <= verifier <= high[1]
-        )
+        met = driver.before is not None and meets_gate(driver.before, config.warm_start)
         started = WarmStartRecord(
             cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
         )
@@ -60,6 +55,12 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
         versions={"python": platform.python_version(), **library_versions()},
         commit=commit(),
     )
+
+
+def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
+    """Is the warm-started team mediocre: good enough to learn from its own samples, with room to become better?"""
+    measured = ((before.solver.mean, settings.gate_solver), (before.verifier.mean, settings.gate_verifier))
+    return all(mean is not None and low <= mean <= high for mean, (low, high) in measured)
 
 
 def device_name() -> str:
