@@ -22,7 +22,6 @@ from marsrl.trainer.metrics import read_metrics
 from marsrl.trainer.summary import Evaluation, Summary, load_summary
 
 MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
-AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
 
 def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
@@ -33,22 +32,17 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
         [*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL
     )
     directory = Path(folder) / name
-    rewards = []
-    for row in read_metrics(directory / "metrics.jsonl"):
-        # the mean over agents, so that a change in how many samples each agent has is not a change in reward
-        values = [row.values.get(f"reward/{agent}/mean") for agent in AGENTS]
-        rewards.append(statistics.fmean([v for v in values if v is not None]))
-    return load_summary(directory / "summary.json"), rise(rewards)
+    rewards = [row.values.get("reward/mean") for row in read_metrics(directory / "metrics.jsonl")]
+    return load_summary(directory / "summary.json"), rise([r for r in rewards if r is not None])
 
 
 def rise(rewards: list[float]) -> float:
-    """(mean of the last quarter - mean of the first) / its standard error. Steps are taken as independent draws.
+    """(mean of the last quarter of the steps - mean of the first) / its standard error; steps taken as independent.
 
-    The first five steps are left out: until the pipeline is full, later agents have no samples.
+    rewards: of each step, the mean over the samples of all agents.
     """
-    steady = rewards[5:] if len(rewards) > 12 else rewards
-    quarter = max(2, len(steady) // 4)
-    first, last = steady[:quarter], steady[-quarter:]
+    quarter = max(2, len(rewards) // 4)
+    first, last = rewards[:quarter], rewards[-quarter:]
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
     return (statistics.fmean(last) - statistics.fmean(first)) / error if error else 0.0
 
