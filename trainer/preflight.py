@@ -75,12 +75,13 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
 
 
 def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, held out): every tenth problem by a hash of its question, at most as many as an evaluation uses.
+    """(train, held out): a tenth of the questions, those of the lowest hash, at most as many as an evaluation uses.
 
-    The same questions whatever the order of the file, and equal questions on the same side.
+    The same questions whatever the order of the file, and equal questions on the same side. At least one question is
+    left on either side; of a single one nothing is held out.
     """
-    questions = sorted({p.question for p in problems if zlib.crc32(p.question.encode()) % 10 == 0})[:wanted]
-    chosen = set(questions)
+    questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
+    chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()
     return [p for p in problems if p.question not in chosen], [p for p in problems if p.question in chosen]
 
 

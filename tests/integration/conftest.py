@@ -22,6 +22,7 @@ ARITHMETIC = (
 )
 SMALL = (
     "evaluate={num_problems: 12, probe_size: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
+    "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}",  # a poor Solver has few right-and-wrong pairs
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "rollout.vllm.max_num_seqs=64",

@@ -9,22 +9,22 @@ import pytest
 
 from marsrl.trainer.init_model import init_model
 from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import read_config
 from marsrl.trainer.summary import load_summary
 
 pytestmark = pytest.mark.slow
 
 GSM8K = [
-    ("Tom has 3 apples and buys 4 more. How many apples has he?", "He has 3 + 4 = 7 apples.\n#### 7"),
-    ("A box holds 6 eggs. How many eggs are in 5 boxes?", "5 * 6 = <<5*6=30>>30.\n#### 30"),
-    ("Ann had 9 pens and lost 2. How many are left?", "9 - 2 = 7\n#### 7"),
-    ("A train goes 60 miles an hour for 2 hours. How far?", "60 * 2 = 120\n#### 120"),
+    (f"Tom has {i} apples and buys 4 more. How many apples has he?", f"He has {i} + 4 = {i + 4} apples.\n#### {i + 4}")
+    for i in range(20)
 ]
 
 
 def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runner: object) -> None:
     """Rewards are 0, so no group has spread: each step is counted as empty and passes, and nothing is NaN."""
     data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 8))
+    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 2))
     model = init_model("tiny", "bytes", tmp_path / "model")
     directory = runner.run(  # type: ignore[attr-defined]
         "own", "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
@@ -40,3 +40,18 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runn
     summary = load_summary(directory / "summary.json")
     assert summary.verified_syncs == 1  # no new version was made
     assert summary.after is not None and summary.after.solver.mean == 0
+
+
+def test_problems_are_held_out_of_the_training_file_where_no_other_is_given(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 2))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    words = ["task=math", f"policies.main.model={model}", f"data.train={data}"]
+    checked = preflight(read_config(None, words)[0], world_size=1)
+    held_out = {p.question for p in checked.task.held_out(100, 0)}
+    source = checked.task.problems(0)
+    trained = {source.next_problem().question for _ in range(200)}
+    assert len(held_out) == 2  # a tenth of 20 questions
+    assert checked.num_held_out == 4  # each of them stands in the file twice
+    assert not held_out & trained
+    assert len(held_out | trained) == 20
