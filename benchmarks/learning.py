@@ -32,7 +32,7 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
         [*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL
     )
     directory = Path(folder) / name
-    rewards = [row.values.get("reward/mean") for row in read_metrics(directory / "metrics.jsonl")]
+    rewards = [row.values.get("reward/all/mean") for row in read_metrics(directory / "metrics.jsonl")]
     return load_summary(directory / "summary.json"), rise([r for r in rewards if r is not None])
 
 

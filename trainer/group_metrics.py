@@ -32,7 +32,7 @@ def summarise(
         verifiers: agents that give verdicts; default: those with at least one that could be read.
 
     Returns:
-        reward/mean                   over the present rewards of all agents
+        reward/all/mean               over the present rewards of all agents
         reward/{agent}/mean           over present rewards
         reward/{agent}/correct        the task's judgement before penalties, over known ones
         reward/{agent}/missing        number of samples without reward
@@ -58,7 +58,7 @@ def summarise(
         metrics["rollout/staleness_max"] = max(staleness)
     rewards = [sample.reward.value for sample in samples if not sample.reward.is_missing]
     if rewards:
-        metrics["reward/mean"] = _mean(rewards)
+        metrics["reward/all/mean"] = _mean(rewards)
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
