@@ -33,7 +33,7 @@ from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
-from marsrl.trainer.weight_sync import WeightSync, probe_sequences
+from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
 
 
 @dataclass(slots=True)
@@ -180,9 +180,9 @@ class Run:
         probe = None
         if version % self.config.sync.verify_every == 0:
             sequences = probe_sequences(learner.vocab_size)
-            scores = learner.score([packed_for_scoring(s, learner.align) for s in sequences])
-            # the last position predicts nothing; padding stands behind it
-            probe = [score[: len(s) - 1].numpy() for s, score in zip(sequences, scores, strict=True)]
+            scores = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
+            tolerance = self.config.sync.tolerance
+            probe = [probe_score(*each, len(s), tolerance) for s, each in zip(sequences, scores, strict=True)]
         tensors = learner.export()
         if self.driver is None:
             for _ in tensors:
@@ -194,6 +194,7 @@ class Run:
         self.driver.row["sync/seconds"] = report.seconds
         if report.max_probe_difference is not None:
             self.driver.row["sync/probe_diff_max"] = report.max_probe_difference
+            self.driver.row["sync/probe_tokens"] = report.num_probe_tokens
 
     def evaluate_if_due(self, step: int) -> None:
         """Rank 0: an evaluation on the way, into this step's metrics as eval/{solver, verifier, corrector, system}."""

@@ -82,7 +82,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             pool.generate(asks, version=1)
         new = perturbed(tensors, "experts")
         sync = WeightSync(pool, vocab_size=160)
-        report = sync.publish(new.items(), 1, lambda seqs: judge(directory, new, list(seqs)))
+        report = sync.publish(new.items(), 1, lambda seqs: judge.probe(directory, new, list(seqs)))
         sync.close()
         assert report.num_tensors == 21 and report.max_probe_difference < 1e-4
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
@@ -121,7 +121,7 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
         sync = WeightSync(pool, vocab_size=160)
         for version in (0, 1, 2):
             new = perturbed(tensors, "experts", seed=version)
-            report = sync.publish(new.items(), version, lambda seqs, new=new: judge(directory, new, list(seqs)))
+            report = sync.publish(new.items(), version, lambda seqs, new=new: judge.probe(directory, new, list(seqs)))
             assert report.max_probe_difference < 1e-4
         sync.close()
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]

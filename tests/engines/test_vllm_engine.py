@@ -35,7 +35,7 @@ GROUPS = [
 def publish(engine, tensors, judge, directory, version, tolerance=1e-4):
     sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, tolerance=tolerance)
     try:
-        return sync.publish(tensors.items(), version, lambda seqs: judge(directory, tensors, list(seqs)))
+        return sync.publish(tensors.items(), version, lambda seqs: judge.probe(directory, tensors, list(seqs)))
     finally:
         sync.close()
 
