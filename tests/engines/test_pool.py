@@ -32,6 +32,13 @@ def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together(
     assert [r.uid for r in results] == [a.uid for a in asks]
 
 
+def test_a_listener_hears_of_every_replicas_calls():
+    pool, heard = scripted_pool(2), []
+    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
+    pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
+    assert heard == [(0, "generate", True), (1, "generate", True)]
+
+
 def test_load_is_even_where_affinities_allow_it():
     asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
     loads = [sum(asks[i].max_new_tokens for i in share) for share in split_requests(asks, 4)]
