@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _init(commands.add_parser)
     _evaluate(commands.add_parser)
     _report(commands.add_parser)
+    _export(commands.add_parser)
     words = parser.parse_args(arguments)
     try:
         return int(words.run(words))
@@ -117,6 +118,29 @@ def _report(add: AddParser) -> None:
         if not (path / "config.yaml").is_file():
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
         print(write_report(path))
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _export(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "export",
+        "Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load.",
+        "marsrl export runs/cpu_default-20260101-120000 /models/trained",
+    )
+    parser.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="a run directory (its latest checkpoint) or checkpoints/step_N"
+    )
+    parser.add_argument("out", metavar="OUT", help="directory to write; must not exist yet")
+    parser.add_argument("--policy", help="which of several policies (default: the only one)")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.export import export
+
+        done = export(words.source, words.out, words.policy)
+        print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
         return 0
 
     parser.set_defaults(run=run)

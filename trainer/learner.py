@@ -26,6 +26,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
@@ -201,6 +202,7 @@ class Learner:
         dist.barrier()
         dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
         if dist.get_rank() == 0:
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
             (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
         dist.barrier()
 

@@ -50,6 +50,17 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, text.encode("ascii") + b"\n")
 
 
+def sync_tree(root: Path, *, deep: bool = True) -> None:
+    """fsync every file and folder (deep=False: the folder `root` alone), so that a rename never outruns its contents."""
+    for folder, _, files in os.walk(root) if deep else [(root, [], [])]:
+        for name in [*files, "."]:
+            handle = os.open(Path(folder) / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A whole checkpoint: its folder and the step after which it was taken."""

@@ -23,8 +23,8 @@ from marsrl.trainer.packing import pack
 SAMPLES = 8
 
 
-def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores, and the weights before and after."""
+def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
+    """Two steps on the ranks of this world: statistics, scores, the weights before and after; a checkpoint if asked."""
     policy = PolicyConfig(
         dtype="float32",
         layout=layout,  # type: ignore[arg-type]
@@ -50,6 +50,8 @@ def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
     scores = [x.sum().item() for x in learner.score(mine)]
     total = torch.tensor(sum(scores)) / (1 if ranks_of_data > 1 else dist.get_world_size())
     dist.all_reduce(total)
+    if checkpoint is not None:
+        learner.save(checkpoint)
     return {"stats": stats, "scores": total.item(), "weights": dict(learner.export()), "untouched": untouched}
 
 
@@ -59,7 +61,7 @@ def main() -> None:
     report = {}
     for kind, model in models.items():
         for name, layout in layouts[kind].items():
-            found = run(model, layout)
+            found = run(model, layout, out.parent / "checkpoints" / kind / name)
             parallel.stop(keep_world=True)
             if dist.get_rank() == 0:
                 report[f"{kind}/{name}"] = found

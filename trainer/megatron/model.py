@@ -20,6 +20,7 @@ from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
 from marsrl.trainer.megatron.experts import GroupedExperts
 from marsrl.trainer.megatron.head import PolicyModel
+from marsrl.trainer.megatron.mapping import padded_rows
 from marsrl.trainer.megatron.parallel import Layout
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -27,11 +28,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-
-def padded_vocab_size(shape: ModelShape, layout: Layout) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
-    return -(-shape.vocab_size // layout.tensor) * layout.tensor
 
 
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
@@ -114,7 +110,7 @@ def build_model(
     model = PolicyModel(
         config=config,
         transformer_layer_spec=layer_spec(config),
-        vocab_size=padded_vocab_size(shape, layout),
+        vocab_size=padded_rows(shape.vocab_size, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
