@@ -26,6 +26,7 @@ from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.layout import resolve
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory
@@ -44,7 +45,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        parallel.start(parallel.resolve(next(iter(config.policies.values())).layout), config.run.seed)
+        parallel.start(resolve(next(iter(config.policies.values())).layout), config.run.seed)
         stack.callback(parallel.stop)
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()

@@ -17,7 +17,7 @@ from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.megatron.parallel import check, resolve
+from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.read_config import ConfigError
 
 

@@ -50,15 +50,20 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, text.encode("ascii") + b"\n")
 
 
-def sync_tree(root: Path, *, deep: bool = True) -> None:
-    """fsync every file and folder (deep=False: the folder `root` alone), so that a rename never outruns its contents."""
-    for folder, _, files in os.walk(root) if deep else [(root, [], [])]:
+def sync(path: Path) -> None:
+    """fsync one file or folder: what it holds now is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(root: Path) -> None:
+    """fsync every file and folder, so that a rename that follows never outruns its contents."""
+    for folder, _, files in os.walk(root):
         for name in [*files, "."]:
-            handle = os.open(Path(folder) / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(Path(folder) / name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape, weight_files
 from marsrl.trainer.megatron.mapping import Unit, hf_shapes, hf_span, join
-from marsrl.trainer.run_directory import sync_tree
+from marsrl.trainer.run_directory import sync, sync_tree
 
 SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
@@ -99,7 +99,7 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
         total = _write(part, tensors, frame, shard_bytes)
         sync_tree(part)
         part.rename(folder)
-        sync_tree(folder.parent, deep=False)
+        sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return total
