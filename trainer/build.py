@@ -20,6 +20,7 @@ from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
+from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.collective import broadcast_bytes, rank
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
@@ -121,7 +122,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 models[name],
                 config.rollout,
                 dtype=policy.dtype,
-                max_model_len=_longest(config, name),
+                max_model_len=longest_sequence(config, name),
                 seed=config.run.seed,
             )
             stack.callback(pools[name].close)
@@ -129,9 +130,3 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
         yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
-
-
-def _longest(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest sequence that an agent of the policy can reach."""
-    longest_input = max(agent.max_input_tokens for agent in config.agents.values() if agent.policy == policy)
-    return longest_input + config.rollout.max_response_tokens

@@ -59,8 +59,8 @@ def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
     """
     why = why_not(layout, shape, world_size)
     if why is not None:
-        near = min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
-        raise ValueError(f"{why}; on {world_size} rank(s) this would fit: {near.words}")
+        near = nearest(layout, shape, world_size).words
+        raise ValueError(f"{why}; on {world_size} rank(s) this would fit: {near}")
 
 
 def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
@@ -107,6 +107,11 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
                     layout = Layout(tensor, expert, expert_tensor, pipeline, 1)
                     if why_not(layout, shape, world_size) is None:
                         yield layout
+
+
+def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:
+    """Of the layouts that fit (data parallel only always does), the one that changes the fewest sizes the least."""
+    return min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
 
 
 def _distance(asked: Layout, other: Layout) -> float:

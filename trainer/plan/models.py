@@ -53,6 +53,28 @@ KNOWN = {
 }
 
 
+def warm_start_shape() -> ModelShape:
+    """Of the model that a run without one starts from."""
+    from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
+    from marsrl.trainer.init_model import SHAPES
+    from marsrl.trainer.warm_start import SHAPE
+
+    made = SHAPES[SHAPE]
+    return replace(
+        _MOE_30B,
+        num_layers=made.num_layers,
+        hidden_size=made.hidden,
+        num_heads=made.num_heads,
+        num_kv_heads=made.num_kv_heads,
+        head_size=made.head_dim,
+        ffn_size=made.expert_width,
+        vocab_size=made.vocab_size or len(VOCABULARY),
+        max_positions=made.max_positions,
+        num_experts=made.num_experts,
+        experts_per_token=made.experts_per_token,
+    )
+
+
 def find_shape(model: str) -> ModelShape:
     """Of a directory with a config.json (weights need not be there), else of a published model by its name.
 
