@@ -66,6 +66,13 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
+def test_a_rank_reads_what_it_holds_and_no_more(reports: dict[str, Any], name: str) -> None:
+    read, held = reports[name]["loaded"]
+    padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks cut 61 rows
+    assert held - padding <= read <= held
+
+
+@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
 def test_a_checkpoint_of_two_ranks_exports_the_weights_that_they_trained(
     reports: dict[str, Any], name: str, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
     )
     console.print(_layouts(plan, policy))
     if policy.chosen is not None:
+        console.print(_recompute_modes(policy, policy.chosen))
         console.print(_where_time_goes(policy.chosen))
     console.print(_engines(policy))
 
@@ -88,6 +89,21 @@ def _cells(option: Option, is_mine: bool) -> list[Text]:
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
     return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]
+
+
+def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
+    """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
+    table = Table(title=f"{chosen.layout.words}: activations by recompute mode, GiB", title_justify="left")
+    for heading in ("recompute", "kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update"):
+        table.add_column(heading, justify="left" if heading == "recompute" else "right")
+    for each in policy.options:
+        if each.layout == chosen.layout:
+            memory = each.memory
+            moment = f"{memory.moment}: {memory.working / 2**30:.1f}"
+            update = _duration(each.time.total) if each.fits else "does not fit"
+            sizes = (f"{size / 2**30:.1f}" for size in (memory.activations, memory.head))
+            table.add_row(each.recompute, *sizes, moment, f"{each.needed / 2**30:.1f}", update)
+    return table
 
 
 def _where_time_goes(option: Option) -> Table:

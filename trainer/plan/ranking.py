@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.megatron.layout import Layout, fitting
@@ -22,7 +23,7 @@ class Job:
     """
 
     shape: ModelShape
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     world_size: int
     tokens: int
     work: Work
@@ -77,7 +78,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         shape=job.shape,
         layout=layout,
         world_size=job.world_size,
-        dtype=job.dtype,  # type: ignore[arg-type]  # the config's literal
+        dtype=job.dtype,
         recompute=recompute,
         tokens=job.tokens,
         num_micro_batches=max(1, round(job.work.tokens / replicas / job.tokens)),
