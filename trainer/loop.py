@@ -30,7 +30,7 @@ def train(run: Run) -> None:
                 micro_batches, num_tokens = share(work, run.share_of_this_rank)
             with run.timed("step"):
                 stats = learner.step(micro_batches, normaliser=float(num_tokens))
-                run.note_step(policy, stats)
+                run.note_step(policy, stats, work)
             if stats.is_updated:
                 with run.timed("publish"):
                     run.publish(policy)  # version + 1, engines hold it and have proven it
