@@ -22,7 +22,6 @@ from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.export import export
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.manifest import DamagedError, damage, read_manifest
-from marsrl.trainer.megatron import checkpoint_store
 from marsrl.trainer.run_directory import RunDirectory
 
 
@@ -165,6 +164,8 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, learner = new_run(tmp_path), new_learner(model)
+    from marsrl.trainer.megatron import checkpoint_store  # after the shim, which a learner installs
+
     may_write = threading.Event()
     write_tensors = checkpoint_store._write_tensors
     monkeypatch.setattr(

@@ -2,7 +2,8 @@
 
 __R_0.distcp    the tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
 index.json      where each part of each tensor lies: in place of Megatron's .metadata, which is a pickle
-common.json     what all ranks share, the optimizer's settings: in place of Megatron's common.pt
+common.json     what all ranks share, the number of the optimizer's updates: in place of Megatron's common.pt, whose
+                parameter groups differ between layouts with and without expert parallelism
 metadata.json   Megatron's name of the format
 
     pending = begin_save(state, folder, files, copy=True)  # all ranks; training may go on after it
@@ -18,7 +19,7 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -27,10 +28,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as formats
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
@@ -41,7 +43,7 @@ from marsrl.trainer.collective import gather_bytes, rank, stop_together
 from marsrl.trainer.manifest import FileSum
 from marsrl.trainer.megatron.checkpoint_index import NAME as INDEX
 from marsrl.trainer.megatron.checkpoint_index import IndexReader, Piece, render_index
-from marsrl.trainer.run_directory import write_atomically
+from marsrl.trainer.run_directory import write_atomically, write_json
 
 COMMON = "common.json"
 
@@ -108,10 +110,11 @@ def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None
     planner = formats.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     held = _Held(copy)
     planned = save_state_dict_async_plan(formats.mcore_to_pyt_state_dict(keyed), held, None, 0, planner=planner)
-    shared = json.dumps(common, indent=1, allow_nan=False).encode("ascii")
+    updates = {group["step"] for group in _parameter_groups(common) if "step" in group}
+    assert len(updates) <= 1, f"parameter groups were updated {updates} times"
 
     def write_files(folder: Path) -> None:
-        write_atomically(folder / COMMON, shared)
+        write_json(folder / COMMON, {"optimizer_step": updates.pop() if updates else 0})
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         files(folder)
 
@@ -137,10 +140,14 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
 
 @torch.no_grad()
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Collective: the state that was saved in `folder`, cut as `state` is."""
+    """Collective: the state that was saved in `folder`, cut as `state` is; the optimizer's settings are those of `state`."""
+    common = extract_sharded_base(load_preprocess(state)[0])[1]
+    step = json.loads((folder / COMMON).read_bytes())["optimizer_step"]
+    for group in _parameter_groups(common):
+        group["step"] = step
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that megatron's format is made of
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), _LoadTensors(), _LoadCommon())
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), _LoadTensors(), _LoadCommon(common))
     return loaded
 
 
@@ -220,10 +227,14 @@ class _LoadTensors(formats.TorchDistLoadShardedStrategy):
 
 
 class _LoadCommon(LoadCommonStrategy):
-    """common.json; tuples come back as lists."""
+    """What is not a tensor, known already."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        super().__init__()
+        self._common = common
 
     def load_common(self, checkpoint_dir: Any) -> Any:
-        return json.loads((Path(checkpoint_dir) / COMMON).read_bytes())
+        return self._common
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
         raise AssertionError(f"{checkpoint_dir}: only tensors are stored")
@@ -236,6 +247,13 @@ class _LoadCommon(LoadCommonStrategy):
 
     def check_version_compatibility(self, loaded_version: Any) -> None:
         """There is one."""
+
+
+def _parameter_groups(common: Any) -> Iterator[dict[str, Any]]:
+    """The groups of all optimizers in a state: megatron nests them differently for one optimizer and for several."""
+    if isinstance(common, dict):
+        for name, value in common.items():
+            yield from value if name == "param_groups" else _parameter_groups(value)
 
 
 def _copied(tensor: Tensor) -> Tensor:
