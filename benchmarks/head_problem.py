@@ -140,31 +140,45 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
 FLOOR = "three GEMMs (the floor)"
 
 
-def floor(inputs: HeadInputs, shape: Shape) -> tuple[Variant, str]:
-    """The job's three matrix products alone, into buffers that exist already, and a sentence about them.
+def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
+    """The job's three matrix products alone, and a sentence about them.
 
-    CPU: float32 products with float32 results. bfloat16 input is converted beforehand, uncounted: torch has no CPU
-    product of bfloat16 that returns float32, and float32 statistics are mandatory.
+    The floor allocates its results, as each variant must allocate dX and dW; the second variant finds all its buffers
+    in place, which no variant can. CPU: float32 products. bfloat16 input is converted beforehand, uncounted: torch has
+    no CPU product of bfloat16 that returns float32, and float32 statistics are mandatory.
     """
     is_cuda = inputs.hidden.is_cuda
     trained = round(shape.tokens * shape.mask_share)
     active = round(shape.tokens * shape.active_share)
     dtype = inputs.hidden.dtype if is_cuda else torch.float32
     hidden, weight = inputs.hidden.detach()[:trained].to(dtype), inputs.weight.detach().to(dtype)
-    logits = torch.empty(trained, shape.vocab, dtype=dtype, device=hidden.device)
-    of_hidden, of_weight = torch.empty_like(hidden[:active]), torch.empty_like(weight)
+    kept: list[Tensor] = []
+
+    def products(logits: Tensor | None, of_hidden: Tensor | None, of_weight: Tensor | None) -> list[Tensor]:
+        logits = torch.mm(hidden, weight.t(), out=logits)
+        rows = logits[:active]
+        return [
+            logits,
+            torch.mm(rows, weight, out=of_hidden),
+            torch.mm(rows.t(), hidden[:active], out=of_weight),
+        ]
 
     def run() -> Results:
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(logits[:active], weight, out=of_hidden)
-        torch.mm(logits[:active].t(), hidden[:active], out=of_weight)
+        products(None, None, None)
         return {}
 
-    kept = "of the trained rows (logits) and of the active rows (dX, dW)" if shape.mask_share < 1 else "of all rows"
-    sentence = f"floor: the three bare GEMMs {kept}, {str(dtype).removeprefix('torch.')} in and out, buffers allocated"
+    def run_in_place() -> Results:
+        if not kept:
+            kept.extend(products(None, None, None))
+        products(*kept)
+        return {}
+
+    which = "of the trained rows (logits) and of the active rows (dX, dW)" if shape.mask_share < 1 else "of all rows"
+    sentence = f"floor: the three bare GEMMs {which}, {str(dtype).removeprefix('torch.')} in and out, results allocated"
     if not is_cuda and inputs.hidden.dtype != dtype:
         sentence += "; the bfloat16 input was converted beforehand and is not counted"
-    return Variant(FLOOR, run, "no softmax, no loss"), sentence
+    does = "no softmax, no loss"
+    return [Variant(FLOOR, run, does), Variant("three GEMMs, all buffers there", run_in_place, does)], sentence
 
 
 def head_flops(shape: Shape) -> float:

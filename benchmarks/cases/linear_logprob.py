@@ -42,7 +42,7 @@ def _build(shape: Shape) -> Bench:
             missing.append(peer)
         elif isinstance(peer, LogprobPeer):
             does = "" if peer.has_entropy_gradient else "no entropy"
-            variants.append(Variant(peer.name, partial(_run, inputs, gradients, peer.call), does))
+            variants.append(Variant(peer.name, partial(_run, inputs, gradients, peer.call), does, inputs.clear))
     flops = 8 * shape.tokens * shape.hidden * shape.vocab  # logits twice: their gradient is known after the forward
     return Bench(
         variants, missing, partial(_judge, inputs, gradients), flops, head_bytes(inputs), result_bytes(inputs)
@@ -55,7 +55,6 @@ def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def _run(inputs: HeadInputs, gradients: Tensor, call: LogprobFunction) -> Results:
-    inputs.clear()
     logprobs, entropy = call(inputs.hidden, inputs.weight, inputs.targets)
     scalar = (logprobs * gradients[0]).sum()
     if entropy is None:  # its dX and dW are of another scalar

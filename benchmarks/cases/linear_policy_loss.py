@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.head_problem import (
     HeadInputs,
-    floor,
+    floors,
     head_bytes,
     head_flops,
     head_shapes,
@@ -30,8 +31,8 @@ KEPT_ROWS = ", unmasked rows only"
 
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
-    bare, sentence = floor(inputs, shape)
-    variants = [Variant("ours", partial(_ours, inputs)), bare]
+    bare, sentence = floors(inputs, shape)
+    variants = [Variant("ours", partial(_ours, inputs)), *bare]
     missing: list[Missing] = []
     has_mask = inputs.mask is not None
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
@@ -55,6 +56,7 @@ def _build(shape: Shape) -> Bench:
             case CrossEntropyPeer():
                 run = partial(_of_cross_entropy, inputs, peer.call)
                 variants.append(Variant(peer.name, run, "cross-entropy of all rows: no weights, ratio, entropy"))
+    variants = [replace(variant, prepare=inputs.clear) for variant in variants]
     return Bench(
         variants, missing, partial(_judge, inputs), head_flops(shape), head_bytes(inputs), result_bytes(inputs),
         [sentence],
@@ -62,7 +64,6 @@ def _build(shape: Shape) -> Bench:
 
 
 def _ours(inputs: HeadInputs) -> Results:
-    inputs.clear()
     out = linear_policy_loss(
         inputs.hidden,
         inputs.weight,
@@ -97,7 +98,6 @@ def _eager_loss(
 
 
 def _plain(inputs: HeadInputs, loss_of: Callable[..., tuple[Tensor, Tensor, Tensor]], kept: Tensor | None) -> Results:
-    inputs.clear()
     hidden, rest = inputs.hidden, [inputs.targets, inputs.old_logprobs, inputs.token_advantages, _mask(inputs)]
     if kept is not None:
         hidden, rest = hidden[kept], [each[kept] for each in rest]
@@ -113,7 +113,6 @@ def _plain(inputs: HeadInputs, loss_of: Callable[..., tuple[Tensor, Tensor, Tens
 
 
 def _of_logprobs(inputs: HeadInputs, call: LogprobFunction, kept: Tensor | None) -> Results:
-    inputs.clear()
     hidden, rest = inputs.hidden, [inputs.targets, inputs.old_logprobs, inputs.token_advantages]
     if kept is not None:
         hidden, rest = hidden[kept], [each[kept] for each in rest]
@@ -130,7 +129,6 @@ def _of_logprobs(inputs: HeadInputs, call: LogprobFunction, kept: Tensor | None)
 
 
 def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor]) -> Results:
-    inputs.clear()
     loss = call()
     loss.backward()
     return {"loss": loss.detach(), **inputs.gradients()}
@@ -138,7 +136,6 @@ def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor]) -> Results:
 
 def _of_cross_entropy(inputs: HeadInputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Results:
     """Nothing to judge: another loss."""
-    inputs.clear()
     call(inputs.hidden, inputs.weight, inputs.targets).backward()
     return {}
 
