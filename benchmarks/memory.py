@@ -42,9 +42,9 @@ def of_call_on_gpu(run: Callable[[], Any]) -> int:
     return peak
 
 
-def of_variants_on_cpu(case: str, shape: Shape) -> dict[str, int] | str:
+def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int] | str:
     """Bytes by variant, or why they are not known: in a child that forks once for each variant."""
-    words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape))]
+    words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -64,7 +64,7 @@ def _peak_rss_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _child(case_name: str, shape_json: str) -> int:
+def _child(case_name: str, shape_json: str, *names: str) -> int:
     import torch
 
     from marsrl.benchmarks.cases import load
@@ -72,12 +72,13 @@ def _child(case_name: str, shape_json: str) -> int:
     torch.set_num_threads(1)
     bench = load(case_name).build(Shape(**json.loads(shape_json)))
     for variant in bench.variants:
-        if os.fork() == 0:
+        if variant.name in names and os.fork() == 0:
             try:
                 print(json.dumps([variant.name, _measure(variant)]), flush=True)
             finally:
-                os._exit(0)  # a variant that fails has no line; the timed run has its reason
-        os.wait()
+                os._exit(0)  # a variant that fails has no line
+        elif variant.name in names:
+            os.wait()
     return 0
 
 

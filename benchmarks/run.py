@@ -82,8 +82,10 @@ class Table:
         return next((row.median_s for row in self.rows if row.name == name), None)
 
 
-def measure(case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None) -> Table:
-    """Judge ours, then everybody; then time; then memory."""
+def measure(
+    case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
+) -> Table:
+    """Judge ours, then everybody; then time; then memory. only, without: variants by name, as on the command line."""
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
     skipped = {each.name: each.reason for each in bench.missing}
@@ -93,6 +95,9 @@ def measure(case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: 
     usable: list[Variant] = []
     for variant in sorted(bench.variants, key=lambda each: each.name != case.ours):
         if only is not None and variant.name != only:
+            continue
+        if variant.name in without:
+            skipped[variant.name] = "left out by --skip"
             continue
         try:
             results = _call(variant)
@@ -162,7 +167,7 @@ def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> 
     """({variant: peak beyond inputs, dX and dW}, why some are missing)."""
     note = "the variant failed in the process that measures memory"
     if shape.device == "cpu":
-        found = memory.of_variants_on_cpu(case.name, shape)
+        found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
         if isinstance(found, str):
             return {}, found
     else:
@@ -231,6 +236,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     parser.add_argument("--only", help="one variant alone, say `ours`")
+    parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
     words = parser.parse_args()
     if words.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
@@ -249,7 +255,7 @@ def main() -> int:
         if not shapes:
             print(f"{case.name}: nothing to measure on {words.device}")
         for shape in shapes:
-            table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only)
+            table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
             _free(words.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)
