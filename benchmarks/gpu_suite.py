@@ -24,8 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from native import compiler_of
 from namespace import ROOT, folder_with_marsrl
+from native import compiler_of
 from wheels import importable
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +76,9 @@ def parts(device: str, is_quick: bool, out: Path, work: Path) -> list[Part]:
     found.append(bench("linear_policy_loss", 170, "--budget", "8", "--rounds", "2" if is_quick else "7", *memory))
     which = ["tests/kernels", "-m", "gpu"] if gpu else ["tests/kernels/test_mpt_gate.py", "-m", "not gpu"]
     found.append(Part("tests", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which], 100, ("pytest",)))
-    found.append(Part("training", [python, str(HERE / "gpu_suite.py"), "--training-in", str(work)], 90, TRAINING_MODULES))
+    found.append(
+        Part("training", [python, str(HERE / "gpu_suite.py"), "--training-in", str(work)], 90, TRAINING_MODULES)
+    )
     profiler = [str(HERE / "profile_top.py"), "--device", device, "--json", str(out / "profile.json"), *quick]
     found.append(Part("profile", [python, *profiler], 45))
     found += [bench(case, 45, "--budget", "3", *memory) for case in CASES]
@@ -142,7 +144,14 @@ def train(work: Path) -> int:
         "run.evaluate=false", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_response_tokens=24",
         f"run.dir={work / 'runs'}", "run.name=suite",
     ]  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(ROOT / "trainer" / "main.py")]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "1",
+        str(ROOT / "trainer" / "main.py"),
+    ]
     done = subprocess.run([*launcher, *settings])
     metrics = work / "runs" / "suite" / "metrics.jsonl"
     print(metrics.read_text() if metrics.exists() else f"{metrics} was not written", flush=True)
@@ -165,7 +174,12 @@ def report(out: Path, outcomes: list[Outcome], device: str) -> None:
     profiled = out / "profile.json"
     if profiled.exists():
         for entry in json.loads(profiled.read_text()):
-            lines += ["", f"## Top kernels of linear_policy_loss: {entry['shape']}", "", "| ms | share | launches | kernel |"]
+            lines += [
+                "",
+                f"## Top kernels of linear_policy_loss: {entry['shape']}",
+                "",
+                "| ms | share | launches | kernel |",
+            ]
             lines += ["|---|---|---|---|"]
             lines += [
                 f"| {k['milliseconds']:.3f} | {k['share']:.1%} | {k['launches']:.1f} | `{k['name'][:90]}` |"
@@ -179,10 +193,16 @@ def report(out: Path, outcomes: list[Outcome], device: str) -> None:
 def _markdown(table: dict) -> list[str]:  # type: ignore[type-arg]
     sizes = ", ".join(f"{name} {value}" for name, value in table["shape"].items() if value and name != "device")
     lines = [f"## {table['case']}: {sizes}", ""]
-    lines += [f"GEMM {table['gemm_flops'] / 1e12:.1f} TFLOP/s, copy {table['copy_bytes'] / 1e9:.0f} GB/s, measured here."]
+    lines += [
+        f"GEMM {table['gemm_flops'] / 1e12:.1f} TFLOP/s, copy {table['copy_bytes'] / 1e9:.0f} GB/s, measured here."
+    ]
     if table["failure"]:
         return [*lines, "", f"Wrong, so nothing was measured: {table['failure']}"]
-    lines += ["", "| | ms | spread | x ours | roofline | extra MiB | largest error | |", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| | ms | spread | x ours | roofline | extra MiB | largest error | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in table["rows"]:
         extra = "-" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
         error = f"{max(row['errors'].values()):.1e}" if row["errors"] else "-"

@@ -1,6 +1,6 @@
 """Builds the native libraries of csrc/ into kernels/_lib without an installation: CMake where it is, else the compiler.
 
-    python benchmarks/native.py cpu cuda
+python benchmarks/native.py cpu cuda
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which device kernels the fused loss spends its time in, by torch's profiler.
 
-    python benchmarks/profile_top.py [--device cuda] [--quick] [--json FILE]
+python benchmarks/profile_top.py [--device cuda] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def top_kernels(shape: Shape) -> list[KernelTime]:
             ours.run()
         if is_cuda:
             torch.cuda.synchronize()
-    times = [(e.key, e.self_device_time_total if is_cuda else e.self_cpu_time_total, e.count) for e in seen.key_averages()]
+    times = [
+        (e.key, e.self_device_time_total if is_cuda else e.self_cpu_time_total, e.count) for e in seen.key_averages()
+    ]
     total = sum(microseconds for _, microseconds, _ in times) or 1.0
     times.sort(key=lambda each: -each[1])
     return [

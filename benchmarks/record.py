@@ -62,7 +62,11 @@ def _gpu_clocks() -> str:
     query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,persistence_mode"
     try:
         done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True, timeout=20, check=True
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown: {error}"

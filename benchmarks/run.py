@@ -130,11 +130,18 @@ def measure(
         extra = extras.get(variant.name)
         rows.append(
             Row(
-                variant.name, variant.does, each.seconds, each.median, each.spread, each.median / ours,
-                roof.floor_s(bench.flops, bench.bytes) / each.median, extra,
-                "" if extra is not None else note, errors[variant.name],
+                variant.name,
+                variant.does,
+                each.seconds,
+                each.median,
+                each.spread,
+                each.median / ours,
+                roof.floor_s(bench.flops, bench.bytes) / each.median,
+                extra,
+                "" if extra is not None else note,
+                errors[variant.name],
                 variant.name not in wrong,
-            )  # fmt: skip
+            )
         )
     rows.sort(key=lambda row: row.median_s)
     return Table(
@@ -230,13 +237,18 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all; {', '.join(ORDER)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument("--base", metavar="REV", help="time our variant of this git revision too, in turns with this one")
+    parser.add_argument(
+        "--base", metavar="REV", help="time our variant of this git revision too, in turns with this one"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
     parser.add_argument("--rounds", type=int, help="timed turns of every variant (default: 7; --quick: 2)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     parser.add_argument("--only", help="one variant alone, say `ours`")
     parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="TEXT", help="shapes whose title holds this text"
+    )
     words = parser.parse_args()
     if words.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
@@ -252,6 +264,7 @@ def main() -> int:
     tables = []
     for case in cases:
         shapes = case.shapes(words.device, words.quick)
+        shapes = [shape for shape in shapes if all(word in shape.title() for word in words.shape)]
         if not shapes:
             print(f"{case.name}: nothing to measure on {words.device}")
         for shape in shapes:

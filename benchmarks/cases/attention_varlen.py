@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,7 @@ def _build(shape: Shape) -> Bench:
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
     parts = []
-    for begin, end in zip(bounds, bounds[1:]):
+    for begin, end in pairwise(bounds):
         heads_first = (each[begin:end].transpose(0, 1)[None] for each in (q, k, v))
         out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))

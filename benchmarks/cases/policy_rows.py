@@ -57,7 +57,9 @@ def _build(shape: Shape) -> Bench:
         variants.append(Variant(name, ours.run, "" if name != "ours" else provider.name, prepare=ours.fill))
     variants += [
         Variant("torch eager", partial(_plain, _eager, leaf, targets, advantages, old, bonus), prepare=clear),
-        Variant("torch.compile", partial(_plain, compiled(_eager), leaf, targets, advantages, old, bonus), prepare=clear),
+        Variant(
+            "torch.compile", partial(_plain, compiled(_eager), leaf, targets, advantages, old, bonus), prepare=clear
+        ),
     ]
     # Two exp of some 20 operations for each logit; what counts is memory: read, then read and written.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
@@ -67,7 +69,9 @@ def _build(shape: Shape) -> Bench:
 class _Ours:
     """The steps of the fused loss between its GEMMs, on buffers that stay."""
 
-    def __init__(self, kernels: RowKernels, logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float):
+    def __init__(
+        self, kernels: RowKernels, logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float
+    ):
         num_tokens, vocab = logits.shape
         device = logits.device
         self.kernels, self.source, self.logits = kernels, logits, torch.empty_like(logits)
