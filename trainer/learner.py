@@ -26,6 +26,8 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_files import copy_frame
+from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
@@ -86,8 +88,8 @@ class Learner:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
         shape = read_shape(model_dir)
-        layout = parallel.resolve(policy.layout)
-        parallel.check(layout, shape, parallel.world_size())
+        layout = resolve(policy.layout)
+        check(layout, shape, parallel.world_size())
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -180,6 +182,19 @@ class Learner:
         outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
         return [output.cpu() for output in outputs]
 
+    @torch.no_grad()
+    def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(log-probs as of `score`, router margins) of each batch, [T] float32 CPU.
+
+        The margin of a token is the smallest distance, over the MoE layers, between the router logits of the last
+        expert chosen and of the first one left out; infinite in a dense model.
+        """
+        from marsrl.trainer.megatron.router_margin import watch_router_margins
+
+        with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
+            scores = self.score(batches)
+        return list(zip(scores, margins.of_batches([batch.num_tokens for batch in batches]), strict=True))
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
         return self._converter.export()
@@ -201,6 +216,7 @@ class Learner:
         dist.barrier()
         dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
         if dist.get_rank() == 0:
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
             (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
         dist.barrier()
 
