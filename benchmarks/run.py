@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from namespace import map_marsrl
+from namespace import ROOT, map_marsrl
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before torch reads them
@@ -88,7 +88,7 @@ def measure(
     """Judge ours, then everybody; then time; then memory. only, without: variants by name, as on the command line."""
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
-    skipped = {each.name: each.reason for each in bench.missing}
+    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
     wrong: dict[str, str] = {}
