@@ -1,5 +1,6 @@
 """Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
 
+from .attention_decode import attention_decode
 from .attention_varlen import attention_varlen
 from .dispatch import Explanation, explain
 from .group_advantage import group_advantage
@@ -15,6 +16,7 @@ __all__ = [
     "LogProb",
     "PolicyLoss",
     "PolicyObjective",
+    "attention_decode",
     "attention_varlen",
     "explain",
     "group_advantage",
