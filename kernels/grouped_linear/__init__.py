@@ -13,6 +13,11 @@ from .counts import Counts
 from .cpu import grouped_linear_cpu
 from .reference import grouped_linear_reference
 from .torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
+from .transformer_engine_impl import (
+    grouped_linear_transformer_engine,
+    machine_lacks_transformer_engine,
+    why_not_transformer_engine,
+)
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
@@ -70,6 +75,12 @@ _OP = Op(
     "grouped_linear",
     (
         Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
+        Implementation(
+            "transformer_engine",
+            grouped_linear_transformer_engine,
+            why_not_transformer_engine,
+            machine_lacks_transformer_engine,
+        ),
         Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", grouped_linear_cpu, _why_not_cpu),
         Implementation("reference", grouped_linear_reference),
