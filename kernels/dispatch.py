@@ -1,7 +1,7 @@
 """Which implementation of an op serves a call, and why the others do not.
 
 Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
-one for every op that has more than one: it is used or the call is refused with the reason, never replaced.
+one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
 """
 
 import os
@@ -46,13 +46,16 @@ class Op:
         """The implementation that serves these arguments.
 
         Raises:
-            ValueError: MARSRL_KERNELS names an implementation that no op, or not this op, has.
-            RuntimeError: the one asked for, or every one, cannot serve; with the reasons.
+            ValueError: MARSRL_KERNELS names an implementation that no op has.
+            RuntimeError: the one asked for is not among this op's or cannot serve, or none can; with the reasons.
         """
         forced = forced_name()
-        if forced is not None and len(self.implementations) > 1:
+        if forced is not None:
             if forced not in self.by_name:
-                raise ValueError(f"{ENVIRONMENT}={forced}: {self.name} has {', '.join(self.by_name)}")
+                raise RuntimeError(
+                    f"{ENVIRONMENT}={forced} cannot serve {self.name}, which has {', '.join(self.by_name)}; "
+                    f"unset {ENVIRONMENT} or name one of these"
+                )
             implementation = self.by_name[forced]
             reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
             if reason is not None:
@@ -96,7 +99,7 @@ def explain() -> list[Explanation]:
         reasons: dict[str, str] = {}
         for implementation in op.implementations:
             reason = implementation.machine_lacks()
-            if reason is None and forced is not None and len(op.implementations) > 1 and implementation.name != forced:
+            if reason is None and forced is not None and implementation.name != forced:
                 reason = f"{ENVIRONMENT}={forced}"
             if reason is None and chosen is not None:
                 reason = f"{chosen} is preferred"

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from marsrl.kernels import PolicyObjective, explain, group_advantage, library, linear_logprob, linear_policy_loss
+from marsrl.kernels import PolicyObjective, explain, library, linear_logprob, linear_policy_loss
 from marsrl.kernels.dispatch import Implementation, Op
 
 
@@ -27,7 +27,15 @@ def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(ar
         RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: float64 input"
     ):
         linear_logprob(arguments[0].double(), *arguments[1:])
-    group_advantage(torch.zeros(4), *[arguments[2]] * 3)  # has one implementation: nothing to force
+
+
+def test_a_forced_implementation_that_an_op_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
+    Op("other", (Implementation("gpu", lambda: "gpu"),))
+    op = Op("op", (Implementation("a", lambda: "a"), Implementation("b", lambda: "b")))
+    monkeypatch.setenv("MARSRL_KERNELS", "gpu")
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=gpu cannot serve op, which has a, b"):
+        op()
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):

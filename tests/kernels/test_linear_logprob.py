@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from marsrl.kernels import linear_logprob, vocabulary
+from marsrl.kernels import gemms, linear_logprob, sweep
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import assert_accurate
 
@@ -93,13 +93,13 @@ def test_padded_columns_have_no_probability_and_no_gradient():
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, monkeypatch):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * 129)
+    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 129)
     compare(torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,)))
     compare(torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,)), dtype=torch.bfloat16)
 
 
 def test_tiles_of_a_bfloat16_weight_add_up(monkeypatch):
-    monkeypatch.setattr(vocabulary, "TILE_ROWS", 50)
+    monkeypatch.setattr(gemms, "TILE_ROWS", 50)
     compare(torch.randn(9, 16), torch.randn(129, 16), torch.randint(0, 129, (9,)), dtype=torch.bfloat16)
 
 

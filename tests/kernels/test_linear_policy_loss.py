@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from marsrl.kernels import PolicyObjective, linear_policy_loss, vocabulary
+from marsrl.kernels import PolicyObjective, gemms, linear_policy_loss, sweep
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
 
 PLAIN = PolicyObjective(mpt_probability=None)
@@ -86,7 +86,7 @@ def test_shapes(shape, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, monkeypatch):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * 131)
+    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 131)
     case = head_case()
     compare(*case, arguments_for(case, name), monkeypatch)
 
@@ -194,9 +194,9 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
     hidden, weight, targets, arguments = simple(40)
     arguments["token_advantages"][10:] = 0
     seen = []
-    gradient = vocabulary.Head.hidden_gradient
+    gradient = gemms.HeadGemms.hidden_gradient
     monkeypatch.setattr(
-        vocabulary.Head, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
+        gemms.HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert seen == [10] and not hidden.grad[10:].any() and hidden.grad[:10].any()
@@ -205,9 +205,9 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
 def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
     hidden, weight, targets, arguments = simple(40, mask=torch.arange(40) < 12)
     seen = []
-    logits = vocabulary.Head.logits
+    logits = gemms.HeadGemms.logits
     monkeypatch.setattr(
-        vocabulary.Head, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
+        gemms.HeadGemms, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert seen == [12]
