@@ -41,10 +41,10 @@ std::vector<Set> sets_of(const double* rewards, const int64_t* set_of, int64_t n
 }
 
 template <class Float>
-void add_masked(const Float* entropy, const uint8_t* mask, int64_t begin, int64_t end, double* total, double* count) {
+void add_masked(const Float* values, const uint8_t* mask, int64_t begin, int64_t end, double* total, double* count) {
   for (int64_t t = begin; t < end; t++)
-    if (mask[t]) {
-      *total += static_cast<double>(entropy[t]);
+    if (!mask || mask[t]) {
+      *total += static_cast<double>(values[t]);
       *count += 1;
     }
 }
@@ -73,16 +73,16 @@ MARSRL_API void marsrl_group_advantage(const double* rewards, const int64_t* mea
   }
 }
 
-// sums [2, S] = the entropies of a sequence's trained tokens added up, and how many these are. entropy [T] is float32,
-// or float64 where is_float64; it is not read where mask [T] is 0.
-MARSRL_API void marsrl_entropy_sums(const void* entropy, int is_float64, const uint8_t* mask, const int64_t* cu_seqlens,
-                                    int64_t num_sequences, double* sums) {
+// sums [2, S] = the values of a sequence's tokens added up, and how many these are. values [T] is float32, or float64
+// where is_float64; it is not read where mask [T] is 0, null: all are read.
+MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const int64_t* cu_seqlens,
+                                     int64_t num_sequences, double* sums) {
   for (int64_t s = 0; s < num_sequences; s++) {
     double total = 0, count = 0;
     if (is_float64)
-      add_masked(static_cast<const double*>(entropy), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
+      add_masked(static_cast<const double*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
     else
-      add_masked(static_cast<const float*>(entropy), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
+      add_masked(static_cast<const float*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
     sums[s] = total;
     sums[num_sequences + s] = count;
   }

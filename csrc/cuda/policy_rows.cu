@@ -14,14 +14,14 @@ constexpr int kSums = 6;
 
 // A block evaluates kThreads tokens and writes its part of the sums: partials [blocks, num_agents, 6].
 __global__ void __launch_bounds__(kThreads)
-    policy_terms(Objective objective, Tokens tokens, const float* inverse_normaliser, const int64_t* token_ids,
-                 int64_t first_token, int64_t count, int64_t num_agents, double* partials) {
+    policy_terms(Objective objective, Tokens tokens, const float* inverse_normaliser, const uint8_t* mask,
+                 const int64_t* token_ids, int64_t first_token, int64_t count, int64_t num_agents, double* partials) {
   if (inverse_normaliser) objective.inverse_normaliser = *inverse_normaliser;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   double values[kSums] = {};
   int64_t agent = -1;
-  if (i < count) {
-    const int64_t t = token_ids ? token_ids[i] : first_token + i;
+  const int64_t t = i >= count ? -1 : token_ids ? token_ids[i] : first_token + i;
+  if (t >= 0 && (!mask || mask[t])) {
     const Term term = policy_term(objective, tokens, t);
     tokens.coefficient[t] = term.coefficient;
     tokens.entropy_coefficient[t] = term.entropy_coefficient;
@@ -65,16 +65,18 @@ MARSRL_API int64_t marsrl_cuda_policy_scratch(int64_t count, int64_t num_agents)
 
 // objective and tokens lie in host memory, the arrays that tokens points to on the device.
 //   inverse_normaliser [1] on the device, null: the one in objective
+//   mask [T]: tokens outside are skipped, null: none is
 //   token_ids [count]: which tokens; null: first_token, first_token + 1, ...
 // Writes coefficient and entropy_coefficient of these tokens and adds to tokens->sums [num_agents, 6], in a fixed order
 // and in double: two runs give the same bits.
 MARSRL_API int marsrl_cuda_policy_terms(const Objective* objective, const Tokens* tokens,
-                                        const float* inverse_normaliser, const int64_t* token_ids, int64_t first_token,
-                                        int64_t count, int64_t num_agents, double* scratch, void* stream) {
+                                        const float* inverse_normaliser, const uint8_t* mask,
+                                        const int64_t* token_ids, int64_t first_token, int64_t count,
+                                        int64_t num_agents, double* scratch, void* stream) {
   if (count == 0) return cudaSuccess;
   const int64_t blocks = num_blocks(count), width = num_agents * kSums;
   const int error = launch(policy_terms, blocks, dim3(kThreads), stream, *objective, *tokens, inverse_normaliser,
-                           token_ids, first_token, count, num_agents, scratch);
+                           mask, token_ids, first_token, count, num_agents, scratch);
   if (error != cudaSuccess) return error;
   return launch(add_partials, num_blocks(width), dim3(kThreads), stream, static_cast<const double*>(scratch), blocks,
                 width, tokens->sums);

@@ -5,13 +5,12 @@
 
 #include "clones.h"
 #include "launch.cuh"
-#include "reduce.cuh"
+#include "rank.cuh"
 #include "row_layout.h"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTokensOfBlock = 1024;  // of a mask
 
 struct alignas(16) Fill {  // one element, repeated
   unsigned char bytes[16];
@@ -95,34 +94,19 @@ int launch_gather(const void* in, void* out, int64_t rows, int64_t row_bytes, So
   });
 }
 
-// Each block counts the set tokens of its part of the mask.
-__global__ void __launch_bounds__(kTokensOfBlock) count_kept(const uint8_t* mask, int64_t num_tokens, int64_t* counts) {
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * kTokensOfBlock + threadIdx.x;
-  const int count = __syncthreads_count(t < num_tokens && mask[t]);
-  if (threadIdx.x == 0) counts[blockIdx.x] = count;
-}
-
-// Each block adds up the counts before its own, ranks its set tokens and writes their ids; the last one fills the rest
-// of ids with -1.
-__global__ void __launch_bounds__(kTokensOfBlock)
-    write_kept(const uint8_t* mask, int64_t num_tokens, const int64_t* counts, int64_t* ids, int64_t capacity) {
-  __shared__ int64_t scratch[kMaxWarps];
-  __shared__ int warp_counts[kMaxWarps];
-  int64_t before = 0;
-  for (int64_t b = threadIdx.x; b < blockIdx.x; b += kTokensOfBlock) before += counts[b];
-  before = block_reduce<Sum>(before, scratch);
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * kTokensOfBlock + threadIdx.x;
-  const bool is_kept = t < num_tokens && mask[t];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const unsigned votes = __ballot_sync(0xffffffffu, is_kept);
-  if (lane == 0) warp_counts[warp] = __popc(votes);
-  __syncthreads();
-  int64_t position = before + __popc(votes & ((1u << lane) - 1));
-  for (int w = 0; w < warp; w++) position += warp_counts[w];
-  if (is_kept && position < capacity) ids[position] = t;
-  if (blockIdx.x + 1 < gridDim.x) return;
-  for (int64_t k = before + counts[blockIdx.x] + threadIdx.x; k < capacity; k += kTokensOfBlock) ids[k] = -1;
-}
+// The tokens of a mask, for rank_items.
+struct MaskedTokens {
+  const uint8_t* mask;
+  int64_t* ids;
+  int64_t capacity;
+  __device__ bool is_kept(int64_t t) const { return mask[t]; }
+  __device__ void put(int64_t t, int64_t place) const {
+    if (place >= 0 && place < capacity) ids[place] = t;
+  }
+  __device__ void finish(int64_t kept) const {
+    for (int64_t k = kept + threadIdx.x; k < capacity; k += kRankedItems) ids[k] = -1;
+  }
+};
 
 }  // namespace
 
@@ -162,17 +146,11 @@ MARSRL_API int marsrl_cuda_scatter(const void* in, void* out, const int64_t* ids
 }
 
 // How many int64 marsrl_cuda_kept_ids needs as scratch.
-MARSRL_API int64_t marsrl_cuda_kept_scratch(int64_t num_tokens) {
-  return num_tokens == 0 ? 1 : (num_tokens + kTokensOfBlock - 1) / kTokensOfBlock;  // one writes the -1
-}
+MARSRL_API int64_t marsrl_cuda_kept_scratch(int64_t num_tokens) { return rank_blocks(num_tokens); }
 
 // ids [capacity] = the tokens whose mask is set, ascending, then -1; those beyond the capacity are left out.
 MARSRL_API int marsrl_cuda_kept_ids(const uint8_t* mask, int64_t num_tokens, int64_t* ids, int64_t capacity,
                                     int64_t* scratch, void* stream) {
   if (capacity == 0) return cudaSuccess;
-  const int64_t blocks = marsrl_cuda_kept_scratch(num_tokens);
-  const int error = launch(count_kept, blocks, dim3(kTokensOfBlock), stream, mask, num_tokens, scratch);
-  if (error != cudaSuccess) return error;
-  return launch(write_kept, blocks, dim3(kTokensOfBlock), stream, mask, num_tokens,
-                static_cast<const int64_t*>(scratch), ids, capacity);
+  return rank_items(MaskedTokens{mask, ids, capacity}, num_tokens, scratch, stream);
 }

@@ -11,6 +11,7 @@
 
 #include "clones.h"
 #include "launch.cuh"
+#include "rank.cuh"
 #include "reduce.cuh"
 #include "softmax_terms.h"
 
@@ -106,7 +107,7 @@ __device__ Sums row_sums(const float* __restrict__ x, int64_t columns, float inv
 __global__ void __launch_bounds__(kMaxThreads)
     row_logprobs(const float* x, int64_t stride, int64_t columns, const int64_t* tokens, int64_t first_token,
                  const int64_t* targets, const float* inverse_temperature, float inverse_temperature_of_all,
-                 float* logprobs, float* entropy, float* maximum, float* log_sum, int64_t* first_bad_token) {
+                 float* logprobs, float* entropy, float* maximum, float* log_sum) {
   const int64_t r = blockIdx.x;
   const int64_t token = tokens ? tokens[r] : first_token + r;
   const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
@@ -116,7 +117,6 @@ __global__ void __launch_bounds__(kMaxThreads)
   const double log_of_sum = log(sums.sum);
   const int64_t target = targets[token];
   const bool is_bad = target < 0 || target >= columns;
-  if (is_bad) atomicMin(reinterpret_cast<long long*>(first_bad_token), static_cast<long long>(token));
   const float centred = is_bad ? NAN : (row[target] - sums.maximum) * tau_inverse;
   logprobs[token] = static_cast<float>(centred - log_of_sum);
   entropy[token] = static_cast<float>(log_of_sum - sums.weighted / sums.sum);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (slot < 0) return;
   Out* row_out = out + slot * out_stride;
   const int64_t token = tokens ? tokens[r] : first_token + r;
-  const float c = coefficient[token], e = entropy_coefficient ? entropy_coefficient[token] : 0.0f;
+  const float c = coefficient[token], e = entropy_coefficient[token];
   int64_t written = 0;  // a row without coefficient is all 0, whatever its logits are
   if (c != 0.0f || e != 0.0f) {
     const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
@@ -214,21 +214,42 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int64_t i = written + threadIdx.x; i < out_width; i += blockDim.x) store(row_out + i, 0.0f);
 }
 
+// The rows of a chunk that have a gradient, for rank_items.
+struct ActiveRows {
+  const int64_t* tokens;
+  int64_t first_token;
+  const float* coefficient;
+  const float* entropy_coefficient;
+  int64_t* slots;
+  int64_t* active;
+  int64_t* num_active;
+  __device__ int64_t token(int64_t r) const { return tokens ? tokens[r] : first_token + r; }
+  __device__ bool is_kept(int64_t r) const {
+    return coefficient[token(r)] != 0.0f || entropy_coefficient[token(r)] != 0.0f;
+  }
+  __device__ void put(int64_t r, int64_t place) const {
+    slots[r] = place;
+    if (place >= 0) active[place] = token(r);
+  }
+  __device__ void finish(int64_t kept) const {
+    if (threadIdx.x == 0) *num_active = kept;
+  }
+};
+
 }  // namespace
 
 // Statistics of whole rows (no vocabulary parallelism).
 //   tokens [rows]: where a row's inputs and outputs lie in the packed arrays; null: row r is token first_token + r
 //   targets, logprobs, entropy, maximum, log_sum [T] are packed arrays; inverse_temperature [T], null: `..._of_all`
-//   first_bad_token [1]: lowered to the first token whose target is outside [0, columns); its log-prob is NaN
+// A target outside [0, columns) gives a log-prob of NaN: the host checks the targets and says which.
 MARSRL_API int marsrl_cuda_row_logprobs(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                         const int64_t* tokens, int64_t first_token, const int64_t* targets,
                                         const float* inverse_temperature, float inverse_temperature_of_all,
                                         float* logprobs, float* entropy, float* maximum, float* log_sum,
-                                        int64_t* first_bad_token, void* stream) {
+                                        void* stream) {
   if (rows == 0) return cudaSuccess;
   return launch(row_logprobs, rows, dim3(threads_for(columns)), stream, x, stride, columns, tokens, first_token,
-                targets, inverse_temperature, inverse_temperature_of_all, logprobs, entropy, maximum, log_sum,
-                first_bad_token);
+                targets, inverse_temperature, inverse_temperature_of_all, logprobs, entropy, maximum, log_sum);
 }
 
 // The part of one vocabulary shard: partials [4, rows] double = maximum, sum, weighted sum, target logit.
@@ -241,8 +262,21 @@ MARSRL_API int marsrl_cuda_row_partials(const float* x, int64_t stride, int64_t 
                 inverse_temperature, partials);
 }
 
+// How many int64 marsrl_cuda_active_rows needs as scratch.
+MARSRL_API int64_t marsrl_cuda_active_scratch(int64_t rows) { return rank_blocks(rows); }
+
+// Which rows of a chunk have a coefficient: slots [rows] = the place among these, -1 where both coefficients [T] are 0;
+// active: their tokens in order; num_active [1]: how many.
+MARSRL_API int marsrl_cuda_active_rows(int64_t rows, const int64_t* tokens, int64_t first_token,
+                                       const float* coefficient, const float* entropy_coefficient, int64_t* slots,
+                                       int64_t* active, int64_t* num_active, int64_t* scratch, void* stream) {
+  return rank_items(
+      ActiveRows{tokens, first_token, coefficient, entropy_coefficient, slots, active, num_active}, rows, scratch,
+      stream);
+}
+
 // The gradient of the rows of x, as float32 or bfloat16.
-//   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
+//   coefficient (c) and entropy_coefficient (e), logprobs, entropy, maximum, log_sum [T]: packed arrays
 //   first_column: of this shard; targets are global
 //   slots [rows]: the row of `out` that receives row r, -1: none; null: row r, and rows without coefficient become 0
 //   out: rows of out_stride elements, of which columns .. out_width become 0 (vocabulary padding). It may be x itself

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import library
+from .. import cuda_library, library
 from .protocol import RowKernels
 
 
@@ -44,4 +44,17 @@ def _cpu_why_not(device: torch.device) -> str | None:
     return None if device.type == "cpu" else "csrc/cpu reads host memory"
 
 
-ROW_PROVIDERS = (RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _cpu_why_not),)
+def _load_cuda() -> RowKernels:
+    from .cuda import CudaRowKernels
+
+    return CudaRowKernels()
+
+
+def _cuda_why_not(device: torch.device) -> str | None:
+    return cuda_library.why_not_device(device)
+
+
+ROW_PROVIDERS = (
+    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _cpu_why_not),
+    RowProvider("cuda", _load_cuda, cuda_library.machine_lacks_cuda, _cuda_why_not),
+)
