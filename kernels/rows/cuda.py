@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cuda_library import cuda_library, queue
 from ..library import address
+from ..mpt_gate.cuda import sequence_sums_cuda
 from ..objective import METRICS, PolicyTokens
 from ..vocabulary import Head
 from .cpu import c_objective, c_tokens
@@ -56,7 +57,7 @@ class CudaRowKernels:
         return partials
 
     def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        sums = sequence_sums(values, tokens.mask, tokens.cu_seqlens)
+        sums = sequence_sums_cuda(values, tokens.mask, tokens.cu_seqlens)
         return sums[0] / sums[1].clamp(min=1)
 
     def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
@@ -162,22 +163,3 @@ class CudaPolicyTerms:
 
     def sums(self) -> Tensor:
         return self._sums
-
-
-def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] float64: of each sequence the sum of values [T] over the tokens of mask [T], and how many these are."""
-    wide = values if values.dtype == torch.float64 else values.float()
-    wide, boundaries = wide.contiguous(), cu_seqlens.long().contiguous()
-    kept = None if mask is None else mask.contiguous()
-    sums = torch.empty(2, boundaries.numel() - 1, dtype=torch.float64, device=values.device)
-    queue(
-        "sequence_sums",
-        values,
-        wide.data_ptr(),
-        wide.dtype == torch.float64,
-        address(kept),
-        boundaries.data_ptr(),
-        sums.shape[1],
-        sums.data_ptr(),
-    )
-    return sums
