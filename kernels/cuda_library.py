@@ -78,9 +78,13 @@ def _why_no_device() -> str | None:
     return None
 
 
-def why_not_device(device: torch.device) -> str | None:
-    """None where csrc/cuda can read tensors of this device, else the reason."""
-    return None if device.type == "cuda" else "csrc/cuda reads CUDA memory"
+def why_not_cuda(name: str, tensor: Tensor) -> str | None:
+    """None where csrc/cuda can read this tensor, else the reason."""
+    return None if _can_read(tensor) else f"{name} is on {tensor.device}, csrc/cuda reads CUDA memory"
+
+
+def _can_read(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def queue(function: str, tensor: Tensor, *arguments: Any) -> None:

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import cuda_library, library
+from .. import library
 from ..checks import FLOATS, check, check_cu_seqlens
+from ..cuda_library import machine_lacks_cuda, why_not_cuda
 from ..dispatch import Implementation, Op
 from ..triton_machine import machine_lacks_triton, why_not_triton
 from .cpu import sequence_sums_cpu
@@ -61,11 +62,6 @@ def _why_not_cpu(entropy: Tensor, *_: object) -> str | None:
     return None if entropy.device.type == "cpu" else f"entropy is on {entropy.device}, csrc/cpu reads host memory"
 
 
-def _why_not_cuda(entropy: Tensor, *_: object) -> str | None:
-    reason = cuda_library.why_not_device(entropy.device)
-    return None if reason is None else f"entropy is on {entropy.device}, {reason}"
-
-
 def _in_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     from .triton_impl import sequence_sums_triton  # Triton is imported when a kernel of it first runs
 
@@ -76,9 +72,11 @@ _OP = Op(
     "mpt_gate",
     (
         Implementation("cpu", sequence_sums_cpu, _why_not_cpu, library.why_no_cpu_library),
-        Implementation("cuda", sequence_sums_cuda, _why_not_cuda, cuda_library.machine_lacks_cuda),
         Implementation(
             "triton", _in_triton, lambda entropy, *_: why_not_triton("entropy", entropy), machine_lacks_triton
+        ),
+        Implementation(
+            "cuda", sequence_sums_cuda, lambda entropy, *_: why_not_cuda("entropy", entropy), machine_lacks_cuda
         ),
         Implementation("reference", sequence_sums_reference),
     ),

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cuda_library, library
+from .. import library
 from ..checks import INTEGERS, check, check_cu_seqlens
+from ..cuda_library import machine_lacks_cuda, why_not_cuda
 from ..dispatch import Implementation, Op
 from ..triton_machine import machine_lacks_triton, why_not_triton
 from . import cpu, cuda, reference
@@ -193,16 +194,11 @@ class _Scatter(torch.autograd.Function):
 
 
 def _why_not_cpu(rows: Tensor, *_: object) -> str | None:
-    return None if rows.device.type == "cpu" else f"the rows are on {rows.device}, csrc/cpu reads host memory"
+    return None if rows.device.type == "cpu" else f"the tensor of rows is on {rows.device}, csrc/cpu reads host memory"
 
 
-def _why_not_cuda(rows: Tensor, *_: object) -> str | None:
-    reason = cuda_library.why_not_device(rows.device)
-    return None if reason is None else f"the rows are on {rows.device}, {reason}"
-
-
-def _why_not_triton(rows: Tensor, *_: object) -> str | None:
-    return why_not_triton("the tensor of rows", rows)
+def _for_rows(why_not: Callable[[str, Tensor], str | None]) -> Callable[..., str | None]:
+    return lambda rows, *_: why_not("the tensor of rows", rows)
 
 
 def _in_triton(name: str) -> Callable[..., Tensor]:
@@ -219,8 +215,8 @@ def _op(name: str, function: str) -> Op:
         name,
         (
             Implementation("cpu", getattr(cpu, function), _why_not_cpu, library.why_no_cpu_library),
-            Implementation("cuda", getattr(cuda, function), _why_not_cuda, cuda_library.machine_lacks_cuda),
-            Implementation("triton", _in_triton(function), _why_not_triton, machine_lacks_triton),
+            Implementation("triton", _in_triton(function), _for_rows(why_not_triton), machine_lacks_triton),
+            Implementation("cuda", getattr(cuda, function), _for_rows(why_not_cuda), machine_lacks_cuda),
             Implementation("reference", getattr(reference, function)),
         ),
     )

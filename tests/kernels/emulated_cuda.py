@@ -33,5 +33,5 @@ def use_emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_library, "_cuda", lambda: found)
     monkeypatch.setattr(cuda_library, "_why_no_device", lambda: None)
     monkeypatch.setattr(cuda_library, "stream_of", lambda tensor: 0)
-    monkeypatch.setattr(cuda_library, "why_not_device", lambda device: None)
+    monkeypatch.setattr(cuda_library, "_can_read", lambda tensor: True)
     monkeypatch.setenv("MARSRL_KERNELS", "cuda")
