@@ -8,19 +8,26 @@ from .linear_logprob import LogProb, linear_logprob
 from .linear_policy_loss import linear_policy_loss
 from .mpt_gate import mpt_gate
 from .objective import PolicyLoss, PolicyObjective
+from .packing import Compacted, Packed, compact, pack, uncompact, unpack
 from .policy_loss import policy_loss
 
 __all__ = [
+    "Compacted",
     "Explanation",
     "LogProb",
+    "Packed",
     "PolicyLoss",
     "PolicyObjective",
     "attention_varlen",
+    "compact",
     "explain",
     "group_advantage",
     "grouped_linear",
     "linear_logprob",
     "linear_policy_loss",
     "mpt_gate",
+    "pack",
     "policy_loss",
+    "uncompact",
+    "unpack",
 ]

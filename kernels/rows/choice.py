@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from ..cuda_library import machine_lacks_cuda, why_not_cuda
 from ..triton_machine import machine_lacks_triton, why_not_triton
 from .protocol import RowKernels
 
@@ -48,11 +49,19 @@ def _load_triton() -> RowKernels:
     return TritonRowKernels()
 
 
+def _load_cuda() -> RowKernels:
+    from .cuda import CudaRowKernels
+
+    return CudaRowKernels()
+
+
 def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
 
 
+# On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
+    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda),
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
 )

@@ -77,13 +77,13 @@ def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
 
 
 def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
-    assert "is missing: build it with" in library.open_library(tmp_path / "none.so")
+    assert "is missing: build it with" in library.open_library(tmp_path / "none.so", {})
     (tmp_path / "broken.so").write_text("not a library")
-    assert "cannot be loaded" in library.open_library(tmp_path / "broken.so")
+    assert "cannot be loaded" in library.open_library(tmp_path / "broken.so", {})
     (tmp_path / "old.c").write_text("int marsrl_abi_version(void) { return 0; }")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "old.so", tmp_path / "old.c"], check=True)
     message = f"interface version 0, this package needs {library.ABI_VERSION}: build it again"
-    assert message in library.open_library(tmp_path / "old.so")
+    assert message in library.open_library(tmp_path / "old.so", {})
 
 
 def test_structures_have_the_size_that_c_gives_them():
