@@ -180,6 +180,19 @@ class Learner:
         outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
         return [output.cpu() for output in outputs]
 
+    @torch.no_grad()
+    def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(log-probs as of `score`, router margins) of each batch, [T] float32 CPU.
+
+        The margin of a token is the smallest distance, over the MoE layers, between the router logits of the last
+        expert chosen and of the first one left out; infinite in a dense model.
+        """
+        from marsrl.trainer.megatron.router_margin import watch_router_margins
+
+        with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
+            scores = self.score(batches)
+        return list(zip(scores, margins.of_batches([batch.num_tokens for batch in batches]), strict=True))
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
         return self._converter.export()
