@@ -4,7 +4,7 @@ import pytest
 import torch
 from fused_head import compare_logprob
 
-from marsrl.kernels import gemms, linear_logprob, sweep
+from marsrl.kernels import bad_targets, gemms, linear_logprob, raise_bad_targets, sweep
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 # (T, H, V): nothing, one row, odd sizes, a block boundary of 4096 columns, real vocabularies
@@ -93,6 +93,21 @@ def test_a_target_out_of_range_is_named(target):
     targets = torch.tensor([0, 1, target, target])
     with pytest.raises(ValueError, match=rf"linear_logprob: targets\[2\] is {target}, expected 0..39"):
         linear_logprob(torch.randn(4, 8), torch.randn(40, 8), targets)
+
+
+def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
+    targets = torch.tensor([0, 7, -100, 9])
+    for mask in (targets < 0, targets >= 7):  # two calls; the earliest token of both is named
+        bad_targets._keep_first("linear_logprob", targets, mask, 5)
+    with pytest.raises(ValueError, match=r"linear_logprob: targets\[1\] is 7, expected 0..4"):
+        raise_bad_targets()
+    raise_bad_targets()  # said once
+    bad_targets._keep_first("linear_logprob", targets, targets < 0, 5)
+    with pytest.raises(ValueError, match=r"targets\[2\] is -100"):
+        raise_bad_targets()
+    bad_targets._keep_first("linear_logprob", targets, targets < -100, 5)
+    bad_targets._keep_first("linear_logprob", targets[:0], targets[:0] < 0, 5)
+    raise_bad_targets()
 
 
 @pytest.mark.parametrize(
