@@ -7,9 +7,11 @@ from torch import Tensor
 
 from ..checks import FLOATS, INTEGERS, check
 from ..dispatch import Implementation, Op
+from ..library import why_no_cpu_library
 from ..triton_machine import machine_lacks_triton, why_not_triton
-from .cpu import attention_decode_cpu
+from .cpu import attention_decode_cpu, why_not_cpu
 from .reference import attention_decode_reference
+from .torch_impl import attention_decode_torch
 
 
 def attention_decode(
@@ -59,10 +61,6 @@ def _why_not_triton(q: Tensor, *_: object) -> str | None:
     return why_not_triton("q", q)
 
 
-def _why_not_cpu(q: Tensor, *_: object) -> str | None:
-    return None if q.device.type == "cpu" else f"q is on {q.device}, this one is for the CPU"
-
-
 def _triton(*args: Any) -> Tensor:
     from .triton_impl import attention_decode_triton
 
@@ -73,7 +71,8 @@ _OP = Op(
     "attention_decode",
     (
         Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", attention_decode_cpu, _why_not_cpu),
+        Implementation("cpu", attention_decode_cpu, why_not_cpu, why_no_cpu_library),
+        Implementation("torch", attention_decode_torch),
         Implementation("reference", attention_decode_reference),
     ),
 )

@@ -8,11 +8,32 @@ from marsrl.kernels import attention_decode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("implementation", ["cpu", "torch", "reference"])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 def test_each_row_sees_its_own_keys(implementation, heads, dtype, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     compare([7, 1, 16, 12], 16, heads, 8, dtype, scale=0.6)
+    compare([64, 65, 150, 3], 160, heads, 40, dtype)  # around the C++ block of 64 keys
+
+
+def test_several_threads_change_nothing(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
+    q, cache = torch.randn(16, 4, 64), torch.randn(16, 40, 2, 64)
+    lengths = torch.randint(1, 41, (16,))
+    one = attention_decode(q, cache, cache, lengths)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(one, attention_decode(q, cache, cache, lengths))
+
+
+def test_the_cpu_reads_nothing_behind_a_length(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
+    q, cache = torch.randn(2, 4, 8), torch.randn(2, 9, 2, 8)
+    cache[0, 3:] = torch.nan
+    assert attention_decode(q, cache, cache, torch.tensor([3, 9])).isfinite().all()
+
+
+def test_float16_is_left_to_pytorch():
+    compare([7, 3], 8, (4, 2), 8, torch.float16)
 
 
 @pytest.mark.gpu
