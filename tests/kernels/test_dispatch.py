@@ -6,7 +6,15 @@ import subprocess
 import pytest
 import torch
 
-from marsrl.kernels import PolicyObjective, explain, library, linear_logprob, linear_policy_loss
+from marsrl.kernels import (
+    PolicyObjective,
+    cuda_library,
+    explain,
+    library,
+    linear_logprob,
+    linear_policy_loss,
+    triton_machine,
+)
 from marsrl.kernels.dispatch import Implementation, Op
 
 
@@ -40,7 +48,7 @@ def test_a_forced_implementation_that_an_op_lacks_is_refused(monkeypatch):
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "tritn")
-    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, reference"):
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, cuda, reference, triton"):
         linear_logprob(*arguments)
 
 
@@ -60,13 +68,18 @@ def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
 
 
 def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch):
+    monkeypatch.setattr(cuda_library, "_cuda", lambda: "no device")
+    monkeypatch.setattr(triton_machine, "find_spec", lambda name: None)
     by_op = {each.op: each for each in explain()}
-    assert by_op["linear_policy_loss"].chosen == "cpu"
-    assert by_op["linear_policy_loss"].reasons == {"reference": "cpu is preferred"}
-    assert by_op["group_advantage"].chosen == "reference"
+    assert by_op["linear_policy_loss"].chosen == "cpu" and by_op["group_advantage"].chosen == "cpu"
+    assert by_op["linear_policy_loss"].reasons == {
+        "triton": "triton is not installed",
+        "cuda": "no device",
+        "reference": "cpu is preferred",
+    }
     monkeypatch.setenv("MARSRL_KERNELS", "reference")
     by_op = {each.op: each for each in explain()}
-    assert by_op["linear_logprob"].reasons == {"cpu": "MARSRL_KERNELS=reference"}
+    assert by_op["linear_logprob"].reasons["cpu"] == "MARSRL_KERNELS=reference"
 
 
 def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
