@@ -3,9 +3,9 @@
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
 
 Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs brought back, texts
-decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own, told beforehand how long every completion
-is (max_tokens = ours, ignore_eos), without log-probs or seeds. The two take turns; `ratio:` is the median of the turns'
-ratios.
+decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own with as many threads, told beforehand how
+long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. The two take turns; `ratio:` is the
+median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from pathlib import Path
 from typing import IO
 
 
-def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int) -> None:
+def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
     """Child: one JSON list of [prompt ids, length] a line in, seconds of LLM.generate a line out."""
     from marsrl.rollout.engines.vllm_engine import vllm_environment
 
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints to stdout
     os.dup2(2, 1)
-    os.environ.update(vllm_environment(os.cpu_count() or 1))
+    os.environ.update(vllm_environment(threads))
+    import torch
     from vllm import LLM, SamplingParams
 
+    torch.set_num_threads(threads)
     llm = LLM(
         model=model_dir, dtype="float32", enforce_eager=True, block_size=32, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, kv_cache_memory_bytes=kv_cache_mib << 20, skip_tokenizer_init=True, seed=0,
@@ -86,7 +88,7 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
-    parser.add_argument("--bare", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", nargs=5, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.bare:
         bare(words.bare[0], *map(int, words.bare[1:]))
@@ -107,7 +109,8 @@ def main() -> int:
         init_model("cpu_default", "arithmetic", Path(model_dir), seed=0, dtype="float32")
         longest = config.agents["solver"].max_input_tokens + config.rollout.max_response_tokens
         vllm = config.rollout.vllm
-        child = Bare(model_dir, str(vllm.max_num_seqs), str(longest), str(vllm.kv_cache_mib))
+        threads = config.rollout.threads or os.cpu_count() or 1
+        child = Bare(model_dir, *map(str, (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)))
         try:
             with open_team(checked, {"main": model_dir}) as team:
                 for repeat in range(words.repeats + 1):  # the first is a warm-up

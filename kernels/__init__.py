@@ -1,6 +1,7 @@
 """Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
 
 from .attention_varlen import attention_varlen
+from .bad_targets import raise_bad_targets
 from .dispatch import Explanation, explain
 from .group_advantage import group_advantage
 from .grouped_linear import grouped_linear
@@ -28,6 +29,7 @@ __all__ = [
     "mpt_gate",
     "pack",
     "policy_loss",
+    "raise_bad_targets",
     "uncompact",
     "unpack",
 ]

@@ -17,12 +17,11 @@ import numpy as np
 import ray
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine
+from marsrl.rollout.engines.pool import Timed, timed
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
-    EngineInfo,
     Sampling,
-    WeightReceipt,
     WeightUpdate,
 )
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -119,20 +118,20 @@ class EngineActor:
     def __init__(self, spec: EngineSpec) -> None:
         self._engine = build_engine(spec)
 
-    def info(self) -> EngineInfo:
-        return self._engine.info()
+    def info(self) -> Timed:
+        return timed(self._engine.info)
 
     def num_decoded(self) -> int:
         return self._engine.num_decoded()
 
-    def generate(self, requests: RequestBatch, version: int) -> ResultBatch:
-        return ResultBatch.pack(self._engine.generate(requests.unpack(), version=version))
+    def generate(self, requests: RequestBatch, version: int) -> Timed:
+        return timed(lambda: ResultBatch.pack(self._engine.generate(requests.unpack(), version=version)))
 
-    def score(self, sequences: list[IntArray], temperature: float) -> list[FloatArray]:
-        return self._engine.score(sequences, temperature)
+    def score(self, sequences: list[IntArray], temperature: float) -> Timed:
+        return timed(lambda: self._engine.score(sequences, temperature))
 
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        return self._engine.update_weights(update)
+    def update_weights(self, update: WeightUpdate) -> Timed:
+        return timed(lambda: self._engine.update_weights(update))
 
     def close(self) -> None:
         self._engine.close()
@@ -166,7 +165,7 @@ class RayReplicas:
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Any]:
+    ) -> list[Timed]:
         if method == "generate":
             arguments = [(RequestBatch.pack(requests), version) for requests, version in arguments]
         calls = [getattr(a, method).remote(*args) for a, args in zip(self._actors, arguments, strict=True)]
@@ -180,7 +179,9 @@ class RayReplicas:
             answers = ray.get(calls)
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
-        return [answer.unpack() for answer in answers] if method == "generate" else answers
+        if method != "generate":
+            return answers
+        return [Timed(answer.value.unpack(), answer.start, answer.end) for answer in answers]
 
     def num_decoded(self) -> list[int]:
         return ray.get([actor.num_decoded.remote() for actor in self._actors])

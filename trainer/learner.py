@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
@@ -166,6 +166,7 @@ class Learner:
         self._optimizer.zero_grad()
         results = self._forward_backward(batches, old, normaliser)
         sums, largest = self._reduced_sums(batches, results)
+        raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
         if is_finite:
@@ -179,6 +180,19 @@ class Learner:
         self._agree(batches)
         outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
         return [output.cpu() for output in outputs]
+
+    @torch.no_grad()
+    def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(log-probs as of `score`, router margins) of each batch, [T] float32 CPU.
+
+        The margin of a token is the smallest distance, over the MoE layers, between the router logits of the last
+        expert chosen and of the first one left out; infinite in a dense model.
+        """
+        from marsrl.trainer.megatron.router_margin import watch_router_margins
+
+        with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
+            scores = self.score(batches)
+        return list(zip(scores, margins.of_batches([batch.num_tokens for batch in batches]), strict=True))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""

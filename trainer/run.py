@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.scheduler import Batch, Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
@@ -33,7 +34,9 @@ from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
-from marsrl.trainer.weight_sync import WeightSync, probe_sequences
+from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
+
+_ENGINE_WORK = {"generate": "decode", "update_weights": "load weights", "score": "score the probe"}
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class Run:
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
         )
         self.trace = TraceLog(directory.trace)
+        if driver is not None:
+            watch_engines(driver.team.pools, self.trace)
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
@@ -180,9 +185,9 @@ class Run:
         probe = None
         if version % self.config.sync.verify_every == 0:
             sequences = probe_sequences(learner.vocab_size)
-            scores = learner.score([packed_for_scoring(s, learner.align) for s in sequences])
-            # the last position predicts nothing; padding stands behind it
-            probe = [score[: len(s) - 1].numpy() for s, score in zip(sequences, scores, strict=True)]
+            scores = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
+            tolerance = self.config.sync.tolerance
+            probe = [probe_score(*each, len(s), tolerance) for s, each in zip(sequences, scores, strict=True)]
         tensors = learner.export()
         if self.driver is None:
             for _ in tensors:
@@ -194,6 +199,7 @@ class Run:
         self.driver.row["sync/seconds"] = report.seconds
         if report.max_probe_difference is not None:
             self.driver.row["sync/probe_diff_max"] = report.max_probe_difference
+            self.driver.row["sync/probe_tokens"] = report.num_probe_tokens
 
     def evaluate_if_due(self, step: int) -> None:
         """Rank 0: an evaluation on the way, into this step's metrics as eval/{solver, verifier, corrector, system}."""
@@ -289,6 +295,18 @@ class Run:
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
         with self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)
+
+
+def watch_engines(pools: Mapping[str, EnginePool], trace: TraceLog) -> None:
+    """A lane for every engine in trace.json; engines are numbered over the policies, in order of the pools."""
+    first = 0
+    for pool in pools.values():
+
+        def note(replica: int, method: str, start: float, end: float, first: int = first) -> None:
+            trace.add_wall(f"engine/{first + replica}", _ENGINE_WORK.get(method, method), start, end)
+
+        pool.on_call = note
+        first += pool.num_engines
 
 
 def packed_for_scoring(tokens: IntArray, align: int) -> PackedBatch:

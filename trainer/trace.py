@@ -39,8 +39,8 @@ class TraceLog:
             learner.step(batch)
         trace.save()
 
-    The clock is time.monotonic(): it never jumps, and every process of a Linux host reads the same one, so spans timed
-    in engine actors of this host can be `add`ed as they are. Where the file exists (a resumed run) its spans are kept
+    The clock is time.monotonic(), which never jumps. What another process timed (an engine, perhaps on another host) is
+    `add_wall`ed: as near as the hosts' wall clocks are. Where the file exists (a resumed run) its spans are kept
     and the clock goes on behind them.
     """
 
@@ -59,6 +59,11 @@ class TraceLog:
         span = Span(lane, name, start - self._zero, end - self._zero, dict(arguments or {}))
         with self._lock:
             self._spans.append(span)
+
+    def add_wall(self, lane: str, name: str, start: float, end: float) -> None:
+        """Record work done between two readings of time.time()."""
+        ahead = time.time() - time.monotonic()
+        self.add(lane, name, start - ahead, end - ahead)
 
     @contextmanager
     def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:

@@ -44,11 +44,24 @@ class SyncTarget(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeScore:
+    """What the trainer makes of one probe sequence of N tokens.
+
+    logprobs: [N-1] float32 of its tokens 1..N-1, nats.
+    num_certain: so many of them, from the front, are comparable: before the first token at which rounding could make
+        another program choose other experts. N-1 in a dense model.
+    """
+
+    logprobs: FloatArray
+    num_certain: int
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """A publish that was verified.
 
-    max_probe_difference: nats, over the sequences that agree; None where the probe was not due (sync.verify_every).
-    num_router_ties: sequences (of all engines) that were excused because rounding flipped an expert (MoE only).
+    max_probe_difference: nats, over the tokens compared; None where the probe was not due (sync.verify_every).
+    num_probe_tokens: how many log-probs were compared, per engine.
     """
 
     version: int
@@ -56,7 +69,7 @@ class SyncReport:
     num_bytes: int
     num_tensors: int
     max_probe_difference: float | None
-    num_router_ties: int = 0
+    num_probe_tokens: int
 
 
 def expected_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
@@ -68,6 +81,16 @@ def probe_sequences(vocab_size: int) -> list[IntArray]:
     """Fixed token sequences, [97] int32 each: long enough that a stale prefix cache shows."""
     generator = np.random.default_rng(20240229)
     return [generator.integers(0, vocab_size, _PROBE_TOKENS).astype(np.int32) for _ in range(_PROBE_SEQUENCES)]
+
+
+def probe_score(logprobs: Tensor, margins: Tensor, num_tokens: int, tolerance: float) -> ProbeScore:
+    """The probe score of a sequence of num_tokens from what Learner.score_with_margins says of its packed batch.
+
+    Programs whose log-probs agree to `tolerance` have router logits that agree to a tenth of it, or better.
+    """
+    count = num_tokens - 1  # the last position predicts nothing; padding stands behind it
+    undecided = (margins[:count] < tolerance / 10).nonzero()
+    return ProbeScore(logprobs[:count].numpy(), int(undecided[0]) if len(undecided) else count)
 
 
 class WeightSync:
@@ -109,17 +132,16 @@ class WeightSync:
         self,
         tensors: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_logprobs: Callable[[Sequence[IntArray]], Sequence[FloatArray]] | None,
+        probe: Callable[[Sequence[IntArray]], Sequence[ProbeScore]] | None,
     ) -> SyncReport:
         """Send HF-named tensors to every engine as `version` and verify what arrived.
 
         Args:
-            probe_logprobs: the trainer's log-probs [N-1] of the given sequences at temperature 1, nats; None skips
-            the probe.
+            probe: the trainer's scores of the given sequences at temperature 1; None skips the comparison.
 
         Raises:
             RuntimeError: the file cannot be written, an engine holds other numbers than were sent (the tensors are
-                named), or trainer and engine disagree on the probe by more than the tolerance.
+                named), trainer and engine disagree on the probe by more than the tolerance, or nothing of it is comparable.
         """
         start = time.perf_counter()
         named = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in tensors}
@@ -127,15 +149,11 @@ class WeightSync:
         expected = expected_checksums(named, self._dtype)
         for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
             _compare(expected, receipt, version, engine)
-        due = probe_logprobs is not None and version % self._verify_every == 0
-        difference, ties = None, 0
-        if probe_logprobs is not None and due:
-            # two experts within rounding of each other may be chosen differently by two correct programs: all tokens
-            # from there on differ. Real faults (stale prefixes, wrong weights) show in every sequence
-            allowed_ties = 1 if any(".mlp.experts." in name for name in named) else 0
-            difference, ties = self._compare_probe(probe_logprobs(self._probe), version, allowed_ties)
+        difference, num_compared = None, 0
+        if probe is not None and version % self._verify_every == 0:
+            difference, num_compared = self._compare_probe(probe(self._probe), version)
         num_bytes = sum(tensor.nbytes for tensor in named.values())
-        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference, ties)
+        return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference, num_compared)
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
@@ -163,29 +181,32 @@ class WeightSync:
         self._files = self._files[-_KEEP_FILES:]
         return path
 
-    def _compare_probe(self, trainer: Sequence[FloatArray], version: int, allowed_ties: int) -> tuple[float, int]:
-        """(largest difference over the sequences that agree, number of excused ones); allowed_ties of them an "
-        "engine."""
-        worst, ties = 0.0, 0
+    def _compare_probe(self, trainer: Sequence[ProbeScore], version: int) -> tuple[float, int]:
+        """(largest difference over all engines, number of log-probs compared in each)."""
+        num_compared = sum(score.num_certain for score in trainer)
+        if num_compared == 0:
+            raise RuntimeError(
+                f"weight sync: version {version}: nothing of the probe can be compared: in all {len(trainer)} sequences "
+                f"two experts are within {self._tolerance / 10:g} of each other at the first token; lower "
+                "sync.tolerance, or compare less often (sync.verify_every): the checksums of every tensor agreed"
+            )
+        worst = 0.0
         for engine, scores in enumerate(self._pool.score(self._probe)):
-            found = [_largest(ours, theirs) for ours, theirs in zip(trainer, scores, strict=True)]
-            wrong = [sequence for sequence, (value, _) in enumerate(found) if value > self._tolerance]
-            if len(wrong) > allowed_ties:
-                sequence = max(wrong, key=lambda s: found[s][0])
-                value, at = found[sequence]
-                raise RuntimeError(
-                    f"weight sync: version {version}: trainer and engine disagree on the probe by up to "
-                    f"{value:.3g} nats at "
-                    f"engine {engine}, sequence {sequence}, token {at + 1} of {len(trainer[sequence])}: trainer "
-                    f"{trainer[sequence][at]:.6f}, engine {scores[sequence][at]:.6f}; expected at most "
-                    f"{self._tolerance:g} "
-                    "(sync.tolerance; bfloat16 needs more). Every tensor's checksum agreed, so look at stale "
-                    "prefix caches, at "
-                    "the two models' settings (rope, norm eps, routing), or at the dtype"
-                )
-            ties += len(wrong)
-            worst = max([worst, *(value for value, _ in found if value <= self._tolerance)])
-        return worst, ties
+            for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
+                if ours.num_certain == 0:
+                    continue
+                value, at = _largest(ours.logprobs[: ours.num_certain], theirs[: ours.num_certain])
+                if value > self._tolerance:
+                    raise RuntimeError(
+                        f"weight sync: version {version}: trainer and engine disagree on the probe by up to "
+                        f"{value:.3g} nats at engine {engine}, sequence {sequence}, token {at + 1} of "
+                        f"{len(ours.logprobs)}: trainer {ours.logprobs[at]:.6f}, engine {theirs[at]:.6f}; expected "
+                        f"at most {self._tolerance:g} (sync.tolerance; bfloat16 needs more). Every tensor's checksum "
+                        "agreed, so look at stale prefix caches, at the two models' settings (rope, norm eps, "
+                        "routing), or at the dtype"
+                    )
+                worst = max(worst, value)
+        return worst, num_compared
 
 
 def _largest(ours: FloatArray, theirs: FloatArray) -> tuple[float, int]:

@@ -51,9 +51,7 @@ def kept_ids(mask: Tensor, capacity: int) -> Tensor:
 
 def gather_rows(values: Tensor, ids: Tensor) -> Tensor:
     rows = values.new_empty(ids.numel(), *values.shape[1:])
-    cpu_library().marsrl_gather(
-        values.data_ptr(), rows.data_ptr(), ids.data_ptr(), ids.numel(), row_bytes(values, 1)
-    )
+    cpu_library().marsrl_gather(values.data_ptr(), rows.data_ptr(), ids.data_ptr(), ids.numel(), row_bytes(values, 1))
     return rows
 
 

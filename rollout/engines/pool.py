@@ -11,8 +11,10 @@ affinities are dealt out first, each to the replica with the least work. Results
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -26,6 +28,26 @@ PREFILL_COST = 0.1
 _PROGRESS_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
+
+    value: Any
+    start: float
+    end: float
+
+
+OnCall = Callable[[int, str, float, float], None]
+"""Told (replica, method, start, end) of every call that an engine served; times as in Timed."""
+
+
+def timed(function: Callable[[], Any]) -> Timed:
+    """Call it and take the time."""
+    start = time.time()
+    value = function()
+    return Timed(value, start, max(start, time.time()))  # the wall clock may be set back
+
+
 class Replicas(Protocol):
     """How the pool reaches its engines: in this process, or as Ray actors (ray_cluster.py)."""
 
@@ -33,7 +55,7 @@ class Replicas(Protocol):
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Any]:
+    ) -> list[Timed]:
         """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
 
     def num_decoded(self) -> list[int]: ...
@@ -52,7 +74,7 @@ class LocalReplicas:
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Any]:
+    ) -> list[Timed]:
         if on_wait is None:
             return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
         done = threading.Event()
@@ -78,15 +100,21 @@ class LocalReplicas:
         self.engines.clear()
 
 
-def _invoke(engine: Engine, method: str, args: tuple[Any, ...]) -> Any:
-    return engine.generate(args[0], version=args[1]) if method == "generate" else getattr(engine, method)(*args)
+def _invoke(engine: Engine, method: str, args: tuple[Any, ...]) -> Timed:
+    if method == "generate":
+        return timed(lambda: engine.generate(args[0], version=args[1]))
+    return timed(lambda: getattr(engine, method)(*args))
 
 
 class EnginePool:
-    """n replicas of one policy. Every method is called by one thread; close() may be called twice."""
+    """n replicas of one policy. Every method is called by one thread; close() may be called twice.
+
+    on_call: may be set; told of every call that a replica has served (for trace.json).
+    """
 
     def __init__(self, replicas: Replicas, name: str = "main") -> None:
         self.name = name
+        self.on_call: OnCall | None = None
         self._replicas = replicas
         self._is_closed = False
 
@@ -103,7 +131,7 @@ class EnginePool:
         return len(self._replicas)
 
     def infos(self) -> list[EngineInfo]:
-        return self._replicas.call("info", [()] * len(self._replicas))
+        return self._call("info", [()] * len(self._replicas))
 
     def num_decoded(self) -> list[int]:
         """Tokens decoded since the start, by replica."""
@@ -120,7 +148,7 @@ class EnginePool:
             if on_progress is not None:
                 on_progress(sum(self.num_decoded()) - before)
 
-        answers = self._replicas.call(
+        answers = self._call(
             "generate",
             [([requests[i] for i in share], version) for share in shares],
             None if on_progress is None else report,
@@ -134,16 +162,25 @@ class EnginePool:
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
         """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
-        return self._replicas.call("score", [(list(sequences), temperature)] * len(self._replicas))
+        return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
         """Give every replica the new weights; returns when all of them hold them."""
-        return self._replicas.call("update_weights", [(update,)] * len(self._replicas))
+        return self._call("update_weights", [(update,)] * len(self._replicas))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._replicas.close()
+
+    def _call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
+        answers = self._replicas.call(method, arguments, on_wait)
+        if self.on_call is not None:
+            for replica, answer in enumerate(answers):
+                self.on_call(replica, method, answer.start, answer.end)
+        return [answer.value for answer in answers]
 
 
 def split_requests(requests: Sequence[DecodeRequest], num_replicas: int) -> list[list[int]]:

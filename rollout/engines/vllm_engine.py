@@ -111,11 +111,11 @@ class VllmEngine:
             max_num_seqs=options.max_num_seqs,
             skip_tokenizer_init=True,
             generation_config="vllm",  # sampling is what the request says, not what the checkpoint suggests
-            logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: of the distribution drawn from
             disable_log_stats=True,
             enable_prefix_caching=True,
-            worker_extension_cls="marsrl.rollout.engines.vllm_worker.WeightExtension",
-            **(_cpu_arguments(options, max_model_len) if current_platform.is_cpu() else _gpu_arguments(options)),
+            worker_extension_cls="marsrl.rollout.engines.vllm_worker.WorkerExtension",
+            logits_processors=["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
+            **(_cpu_arguments(options) if current_platform.is_cpu() else _gpu_arguments(options)),
         )
         self._core = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
@@ -145,10 +145,13 @@ class VllmEngine:
         self._check_version(version)
         results: list[DecodeResult | None] = [self._refusal(request) for request in requests]
         waiting = [i for i, result in enumerate(results) if result is None]
-        params = [self._sampling_params(requests[i]) for i in waiting]
+        keys = [str(i) for i in waiting]
+        params = [self._sampling_params(key, requests[i]) for key, i in zip(keys, waiting, strict=True)]
         outputs = self._run([(requests[i].token_ids, p) for i, p in zip(waiting, params, strict=True)])
-        for i, output in zip(waiting, outputs, strict=True):
-            results[i] = self._result(requests[i], output)
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        drawn = self._llm.collective_rpc("marsrl_take_logprobs", args=(keys, lengths))[0] if waiting else []
+        for i, output, logprobs in zip(waiting, outputs, drawn, strict=True):
+            results[i] = self._result(requests[i], output, logprobs)
         return [result for result in results if result is not None]
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
@@ -173,7 +176,7 @@ class VllmEngine:
                     f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
                     f"{self._max_model_len} (max_model_len)"
                 )
-        once: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False, "ignore_eos": True}
+        once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         decoded = self._decoded_before
         last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         first = self._run([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
@@ -228,33 +231,28 @@ class VllmEngine:
         none = np.zeros(0, np.int32)
         return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
 
-    def _sampling_params(self, request: DecodeRequest) -> SamplingParams:
+    def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
+        from marsrl.rollout.engines.vllm_sampling import draw_arguments
+
         return SamplingParams(
             max_tokens=min(request.max_new_tokens, self._max_model_len - len(request.token_ids)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k if sampling.top_k > 0 else 0,
-            seed=request.seed & (2**63 - 1),
-            stop_token_ids=list(sampling.stop_token_ids),
+            temperature=0,
+            extra_args=draw_arguments(key, request),
+            stop_token_ids=list(request.sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids alone decide
-            logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _result(self, request: DecodeRequest, output: Any) -> DecodeResult:
+    def _result(self, request: DecodeRequest, output: Any, logprobs: FloatArray) -> DecodeResult:
         completion = output.outputs[0]
         return DecodeResult(
             uid=request.uid,
             token_ids=np.asarray(completion.token_ids, np.int32),
-            logprobs=np.asarray(
-                completion.logprobs.logprobs, np.float32
-            ),  # one a token: logprobs=0 asks for the drawn one
+            logprobs=logprobs,
             finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
             version=self._version,
             num_cached_tokens=output.num_cached_tokens or 0,
@@ -290,6 +288,7 @@ class VllmEngine:
                 self._core.abort_request(list(place))
                 while self._core.has_unfinished_requests():
                     self._core.step()
+                self._llm.collective_rpc("marsrl_forget_draws")
             self._decoded_before += finished_tokens
             self._decoding = 0
         return outputs
@@ -299,15 +298,11 @@ class VllmEngine:
         return sum(len(state.detokenizer.output_token_ids) for state in states if state.detokenizer is not None)
 
 
-def _cpu_arguments(options: VllmOptions, max_model_len: int) -> dict[str, Any]:
+def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
     return {
         "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
         "block_size": _BLOCK_CPU,
         "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
-        # vLLM 0.32: a prefill cut in two rewinds the request's generator, which CPU generators cannot do ("CPU
-        # Generator does not use offset"); so prefills are never cut
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, max_model_len, options.max_num_seqs),
     }
 
 

@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker: loads new weights and tells what the kernels really hold.
 
-vLLM mixes `WeightExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
+vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
 
 On a CPU vLLM computes with packed copies: a linear layer hands its weight to oneDNN and keeps an empty tensor; experts
 are re-ordered for the grouped GEMM. So a checksum of the parameters says little there. Instead a linear layer is
@@ -11,16 +11,20 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles, fuse
+from marsrl.rollout.types import FloatArray
+
+if TYPE_CHECKING:
+    from marsrl.rollout.engines.vllm_sampling import DrawTokens
 
 
-class WeightExtension:
+class WorkerExtension:
     """Methods that vLLM's worker gains. Paths cross the border, tensors never do."""
 
     model_runner: Any
@@ -48,6 +52,22 @@ class WeightExtension:
                 if _our_name(name) not in covered:
                     found[_our_name(name)] = checksum(parameter)
         return found
+
+    def marsrl_take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
+        """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew."""
+        return self._drawer().take(keys, lengths)
+
+    def marsrl_forget_draws(self) -> None:
+        """Drop what aborted requests left in DrawTokens."""
+        self._drawer().forget()
+
+    def _drawer(self) -> DrawTokens:
+        from marsrl.rollout.engines.vllm_sampling import DrawTokens
+
+        found = [each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens)]
+        if not found:
+            raise RuntimeError("vLLM did not load marsrl's DrawTokens; was the engine made by VllmEngine?")
+        return found[0]
 
 
 def _our_name(name: str) -> str:

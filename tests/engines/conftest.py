@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
+from marsrl.trainer.weight_sync import ProbeScore, probe_score
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
 
@@ -86,14 +87,50 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(scope="session")
-def judge() -> Callable[[Path, dict[str, torch.Tensor] | None, list[np.ndarray]], list[np.ndarray]]:
-    """judge(directory, tensors or None, sequences) -> transformers' log-probs [N-1] of each, float32."""
-    models: dict[Path, Any] = {}
+class Judge:
+    """Log-probs as transformers computes them, float32."""
 
-    def score(
-        directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray], temperature: float = 1.0
+    def __init__(self) -> None:
+        self._models: dict[Path, Any] = {}
+
+    def __call__(
+        self,
+        directory: Path,
+        tensors: dict[str, torch.Tensor] | None,
+        sequences: list[np.ndarray],
+        temperature: float = 1.0,
     ) -> list[np.ndarray]:
+        """Log-probs [N-1] of each sequence under the checkpoint, or under other tensors of its shape."""
+        model = self._model(directory, tensors)
+        return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
+
+    def probe(
+        self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]
+    ) -> list[ProbeScore]:
+        """What a trainer would tell WeightSync.publish."""
+        model, scores = self._model(directory, tensors), []
+        for sequence in sequences:
+            margins = torch.full((len(sequence),), torch.inf)
+
+            def note(router: Any, _inputs: Any, output: Any, margins: torch.Tensor = margins) -> None:
+                best = output[0].topk(router.top_k + 1, dim=-1).values
+                torch.minimum(margins, best[:, -2] - best[:, -1], out=margins)
+
+            routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+            hooks = [router.register_forward_hook(note) for router in routers]
+            logprobs = self._logprobs(model, sequence, 1.0)
+            for hook in hooks:
+                hook.remove()
+            scores.append(probe_score(logprobs, margins, len(sequence), 1e-4))
+        return scores
+
+    @torch.no_grad()
+    def _logprobs(self, model: Any, sequence: np.ndarray, temperature: float) -> torch.Tensor:
+        ids = torch.from_numpy(sequence.astype(np.int64))[None]
+        logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+
+    def _model(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> Any:
         from transformers import AutoModelForCausalLM
 
         if tensors is not None:
@@ -103,20 +140,15 @@ def judge() -> Callable[[Path, dict[str, torch.Tensor] | None, list[np.ndarray]]
             changed.mkdir(exist_ok=True)
             (changed / "config.json").write_bytes((directory / "config.json").read_bytes())
             save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-            model = AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
-        else:
-            if directory not in models:
-                models[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-            model = models[directory]
-        scores = []
-        with torch.no_grad():
-            for sequence in sequences:
-                ids = torch.from_numpy(sequence.astype(np.int64))[None]
-                logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-                scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy())
-        return scores
+            return AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
+        if directory not in self._models:
+            self._models[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        return self._models[directory]
 
-    return score
+
+@pytest.fixture(scope="session")
+def judge() -> Judge:
+    return Judge()
 
 
 @pytest.fixture(scope="session")

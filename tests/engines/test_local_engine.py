@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.local.sampler import RowSampling, draw
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.engines.sampler import RowSampling, draw
 from marsrl.rollout.types import Finish
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]

@@ -32,6 +32,13 @@ def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together(
     assert [r.uid for r in results] == [a.uid for a in asks]
 
 
+def test_a_listener_hears_of_every_replicas_calls():
+    pool, heard = scripted_pool(2), []
+    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
+    pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
+    assert heard == [(0, "generate", True), (1, "generate", True)]
+
+
 def test_load_is_even_where_affinities_allow_it():
     asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
     loads = [sum(asks[i].max_new_tokens for i in share) for share in split_requests(asks, 4)]
@@ -82,7 +89,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             pool.generate(asks, version=1)
         new = perturbed(tensors, "experts")
         sync = WeightSync(pool, vocab_size=160)
-        report = sync.publish(new.items(), 1, lambda seqs: judge(directory, new, list(seqs)))
+        report = sync.publish(new.items(), 1, lambda seqs: judge.probe(directory, new, list(seqs)))
         sync.close()
         assert report.num_tensors == 21 and report.max_probe_difference < 1e-4
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
@@ -121,7 +128,7 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
         sync = WeightSync(pool, vocab_size=160)
         for version in (0, 1, 2):
             new = perturbed(tensors, "experts", seed=version)
-            report = sync.publish(new.items(), version, lambda seqs, new=new: judge(directory, new, list(seqs)))
+            report = sync.publish(new.items(), version, lambda seqs, new=new: judge.probe(directory, new, list(seqs)))
             assert report.max_probe_difference < 1e-4
         sync.close()
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
 
+from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
@@ -35,7 +36,7 @@ GROUPS = [
 def publish(engine, tensors, judge, directory, version, tolerance=1e-4):
     sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, tolerance=tolerance)
     try:
-        return sync.publish(tensors.items(), version, lambda seqs: judge(directory, tensors, list(seqs)))
+        return sync.publish(tensors.items(), version, lambda seqs: judge.probe(directory, tensors, list(seqs)))
     finally:
         sync.close()
 
@@ -163,6 +164,23 @@ def test_the_same_requests_give_the_same_tokens_and_the_same_bits(kind, vllm_eng
     assert len({r.token_ids.tobytes() for r in first}) == 48
     for one, two in zip(first, second, strict=True):
         assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, checkpoint, monkeypatch):
+    """Whatever else is in the batch, and wherever prefills are cut (here after 64 tokens)."""
+    engine = vllm_engine(kind)
+    asks = [
+        request(f"{i}", prompt(100 + 28 * i, seed=i), 12, seed=2**62 + i, temperature=0.5 + 0.1 * i, top_p=1 - 0.04 * i)
+        for i in range(6)
+    ]
+    local = LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256).generate(asks, version=0)
+    monkeypatch.setattr(engine._core.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
+    alone = [engine.generate([ask], version=0)[0] for ask in asks]
+    for expected, found, single in zip(local, engine.generate(asks, version=0), alone, strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(single.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])

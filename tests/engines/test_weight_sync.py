@@ -4,11 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import perturbed, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score
+
+
+def certain(logprobs):
+    return [ProbeScore(each, len(each)) for each in logprobs]
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def tensors(checkpoint):
 
 
 def test_a_publish_is_counted_and_the_probe_comes_every_second_version(sync, tensors, checkpoint, judge):
-    score = lambda seqs: judge(checkpoint("qwen3"), None, list(seqs))  # noqa: E731
+    score = lambda seqs: judge.probe(checkpoint("qwen3"), None, list(seqs))  # noqa: E731
     reports = [sync.publish(tensors.items(), version, score) for version in range(3)]
     assert [r.max_probe_difference is None for r in reports] == [False, True, False]
     assert reports[0].num_bytes == sum(t.nbytes for t in tensors.values()) and reports[0].num_tensors == 19
@@ -49,7 +54,7 @@ def test_other_logprobs_than_the_trainers_are_named_with_their_place(sync, tenso
     def score(seqs):
         right = judge(checkpoint("qwen3"), None, list(seqs))
         right[1][41] += 0.5
-        return right
+        return certain(right)
 
     with pytest.raises(RuntimeError, match=r"by up to 0\.5 nats at engine 0, sequence 1, token 42"):
         sync.publish(tensors.items(), 0, score)
@@ -57,7 +62,7 @@ def test_other_logprobs_than_the_trainers_are_named_with_their_place(sync, tenso
 
 def test_a_probe_that_is_not_a_number_fails(sync, tensors):
     with pytest.raises(RuntimeError, match="disagree on the probe"):
-        sync.publish(tensors.items(), 0, lambda seqs: [np.full(len(s) - 1, np.nan, np.float32) for s in seqs])
+        sync.publish(tensors.items(), 0, lambda seqs: certain([np.full(len(s) - 1, np.nan, np.float32) for s in seqs]))
 
 
 def test_a_tensor_that_an_engine_alters_is_named(sync, engine, tensors, monkeypatch):
@@ -89,22 +94,27 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(sync, tensors, tmp_path, mo
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_flipped_expert_in_one_sequence_is_excused_and_counted_for_moe_only(checkpoint, judge, tmp_path):
-    def off_in(sequences):
+def test_positions_from_a_router_tie_on_are_not_compared(sync, tensors, checkpoint, judge):
+    def off_from(place, num_certain):
         def score(seqs):
-            right = judge(directory, None, list(seqs))
-            for i in sequences:
-                right[i][9:] += 0.03
-            return right
+            right = judge(checkpoint("qwen3"), None, list(seqs))
+            right[1][place:] += 0.03
+            return [ProbeScore(x, num_certain if i == 1 else len(x)) for i, x in enumerate(right)]
 
         return score
 
-    directory = checkpoint("qwen3_moe")
-    engine = LocalEngine(directory, dtype="float32", max_model_len=128)
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, directory=tmp_path)
-    tensors = tensors_of(directory)
-    report = sync.publish(tensors.items(), 0, off_in([2]))
-    assert report.num_router_ties == 1 and report.max_probe_difference < 1e-4
-    with pytest.raises(RuntimeError, match="disagree on the probe"):
-        sync.publish(tensors.items(), 1, off_in([0, 2]))
-    sync.close()
+    report = sync.publish(tensors.items(), 0, off_from(9, 9))
+    assert report.num_probe_tokens == 96 + 9 + 96 and report.max_probe_difference < 1e-4
+    with pytest.raises(RuntimeError, match="sequence 1, token 10 of 96"):
+        sync.publish(tensors.items(), 2, off_from(9, 10))
+
+
+def test_a_probe_of_which_nothing_can_be_compared_fails(sync, tensors):
+    with pytest.raises(RuntimeError, match="nothing of the probe can be compared"):
+        sync.publish(tensors.items(), 0, lambda seqs: [ProbeScore(np.zeros(96, np.float32), 0) for _ in seqs])
+
+
+def test_a_probe_counts_up_to_the_first_narrow_margin():
+    margins = torch.tensor([1.0, 2e-5, 9e-6, 1.0, 0.0])
+    assert probe_score(torch.zeros(5), margins, num_tokens=5, tolerance=1e-4).num_certain == 2
+    assert probe_score(torch.zeros(5), margins, num_tokens=5, tolerance=1e-5).num_certain == 4  # of 4 targets

@@ -15,6 +15,7 @@ from marsrl.trainer.metrics import read_metrics
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.samples_log import read_samples, sample_files
 from marsrl.trainer.summary import load_summary
+from marsrl.trainer.trace import read_trace
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +54,17 @@ def test_a_run_leaves_what_it_promises(first_run: Path) -> None:
     assert list((first_run / "tensorboard").iterdir())
     assert "<html" in (first_run / "report.html").read_text()[:200]
     assert (first_run / "checkpoints" / "latest").read_text().strip() == "step_4"
-    events = json.loads((first_run / "trace.json").read_text())["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert "rank/0" in lanes
+
+
+def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
+    spans = read_trace(first_run / "trace.json")
+    rollouts = [span for span in spans if (span.lane, span.name) == ("rank/0", "rollout")]
+    engine = [span for span in spans if span.lane == "engine/0"]
+    assert {span.name for span in engine} >= {"decode", "load weights", "score the probe"}
+    clock_s = 0.05  # between time.time() of one process and time.monotonic() of the other
+    for rollout in rollouts:
+        inside = [e for e in engine if rollout.start_s - clock_s <= e.start_s and e.end_s <= rollout.end_s + clock_s]
+        assert [e.name for e in inside].count("decode") == 1
 
 
 def test_every_step_trains_on_all_agents_that_finished_in_it(first_run: Path) -> None:

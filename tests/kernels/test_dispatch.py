@@ -8,12 +8,10 @@ import torch
 
 from marsrl.kernels import (
     PolicyObjective,
-    cuda_library,
     explain,
     library,
     linear_logprob,
     linear_policy_loss,
-    triton_machine,
 )
 from marsrl.kernels.dispatch import Implementation, Op
 
@@ -68,18 +66,32 @@ def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
 
 
 def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch):
-    monkeypatch.setattr(cuda_library, "_cuda", lambda: "no device")
-    monkeypatch.setattr(triton_machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     by_op = {each.op: each for each in explain()}
-    assert by_op["linear_policy_loss"].chosen == "cpu" and by_op["group_advantage"].chosen == "cpu"
-    assert by_op["linear_policy_loss"].reasons == {
-        "triton": "triton is not installed",
-        "cuda": "no device",
-        "reference": "cpu is preferred",
-    }
+    assert by_op["linear_policy_loss"].chosen == "cpu"
+    reasons = by_op["linear_policy_loss"].reasons
+    assert reasons["reference"] == "cpu is preferred" and "PyTorch sees no CUDA device" in reasons["triton"]
+    assert by_op["pack"].chosen == by_op["group_advantage"].chosen == "cpu" and "cuda" in by_op["pack"].reasons
     monkeypatch.setenv("MARSRL_KERNELS", "reference")
     by_op = {each.op: each for each in explain()}
+    assert by_op["linear_logprob"].chosen == "reference"
     assert by_op["linear_logprob"].reasons["cpu"] == "MARSRL_KERNELS=reference"
+
+
+def test_triton_without_a_device_is_refused_with_the_reason(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"):
+        linear_logprob(*arguments)
+
+
+def test_on_a_device_triton_refuses_what_lies_in_host_memory(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
+        linear_logprob(*arguments)
+    monkeypatch.delenv("MARSRL_KERNELS")
+    linear_logprob(*arguments)  # served by csrc/cpu
 
 
 def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):

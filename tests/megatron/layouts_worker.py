@@ -24,7 +24,7 @@ SAMPLES = 8
 
 
 def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores, and the weights before and after."""
+    """Two steps on the ranks of this world: statistics, scores and router margins, the weights before and after."""
     policy = PolicyConfig(
         dtype="float32",
         layout=layout,  # type: ignore[arg-type]
@@ -47,10 +47,12 @@ def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
         stats.append(
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
         )
-    scores = [x.sum().item() for x in learner.score(mine)]
-    total = torch.tensor(sum(scores)) / (1 if ranks_of_data > 1 else dist.get_world_size())
+    found = learner.score_with_margins(mine)
+    sums = [(logprobs.sum(), margins.clamp(max=9).sum(), margins.min()) for logprobs, margins in found]
+    total = torch.stack([torch.stack(each) for each in sums]).sum(0)
+    total /= 1 if ranks_of_data > 1 else dist.get_world_size()
     dist.all_reduce(total)
-    return {"stats": stats, "scores": total.item(), "weights": dict(learner.export()), "untouched": untouched}
+    return {"stats": stats, "scores": total.tolist(), "weights": dict(learner.export()), "untouched": untouched}
 
 
 def main() -> None:

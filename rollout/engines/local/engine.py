@@ -22,7 +22,6 @@ from marsrl.kernels import attention_varlen
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
-from marsrl.rollout.engines.local.sampler import RowSampling, draw
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
@@ -31,6 +30,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.sampler import RowSampling, draw
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -134,7 +134,7 @@ class LocalEngine:
         cache.select(rows)
         budget = [min(r.max_new_tokens, self._max_model_len - len(r.token_ids)) for r in requests]
         lengths = torch.tensor([len(r.token_ids) for r in requests], device=self._device)  # [B] tokens known
-        sampling = self._row_sampling(requests)
+        sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], self._device)
         stops = [set(r.sampling.stop_token_ids) for r in requests]
         tokens: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
@@ -180,16 +180,6 @@ class LocalEngine:
             )
             for i, request in enumerate(requests)
         ]
-
-    def _row_sampling(self, requests: Sequence[DecodeRequest]) -> RowSampling:
-        of = [request.sampling for request in requests]
-        return RowSampling(
-            temperature=torch.tensor([s.temperature for s in of], dtype=torch.float32, device=self._device),
-            top_p=torch.tensor([s.top_p for s in of], dtype=torch.float32, device=self._device),
-            top_k=torch.tensor([s.top_k for s in of], device=self._device),
-            seeds=torch.tensor([_int64(request.seed) for request in requests], device=self._device),
-            truncates=any(s.top_p < 1 or s.top_k > 0 for s in of),
-        )
 
     def _prefill_last(self, prompts: Sequence[IntArray], cache: _Cache) -> Tensor:
         """Hidden state [P, H] of the last token of each prompt; the cache is filled, in forwards of bounded size."""
@@ -281,8 +271,3 @@ def _distinct(prompts: Sequence[IntArray]) -> tuple[list[IntArray], list[int], l
             first.append(i)
         prompt_of.append(place[key])
     return distinct, prompt_of, first
-
-
-def _int64(seed: int) -> int:
-    """The seed's low 64 bits as a signed integer."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

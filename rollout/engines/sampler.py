@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from marsrl.rollout.engines.protocol import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,17 @@ class RowSampling:
     top_k: Tensor  # [B] int64; -1 off
     seeds: Tensor  # [B] int64
     truncates: bool  # any row has top_p < 1 or top_k > 0
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device) -> RowSampling:
+        """One row a request; of a seed the low 64 bits count."""
+        return RowSampling(
+            temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
+            top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
+            top_k=torch.tensor([s.top_k for s in samplings], device=device),
+            seeds=torch.tensor([_signed(seed) for seed in seeds], device=device),
+            truncates=any(s.top_p < 1 or s.top_k > 0 for s in samplings),
+        )
 
     def select(self, rows: Tensor) -> RowSampling:
         return RowSampling(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.truncates)
@@ -46,6 +60,11 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B] float64 in [0, 1): 53 bits of SplitMix64 over (seed, position)."""
     x = _splitmix(_splitmix(seeds) + positions)
     return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _signed(seed: int) -> int:
+    """The seed's low 64 bits as a signed integer."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _splitmix(x: Tensor) -> Tensor:
