@@ -70,9 +70,8 @@ def test_no_cuda_kernel_spills_and_two_blocks_share_a_multiprocessor(target):
             arch = match[1]
         elif match := re.search(r"Function (\S+):", line):
             name = match[1]
-        elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
-            if arch == target:
-                found[name] = tuple(map(int, match.groups()))
+        elif (match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)) and arch == target:
+            found[name] = tuple(map(int, match.groups()))
     for kernel in ("row_logprobs", "row_partials", "row_gradients", "policy_terms", "gather_rows", "place_kept"):
         assert any(kernel in name for name in found), f"{kernel} is not there for {target}: {sorted(found)}"
     for name, (registers, stack, shared, local) in found.items():
