@@ -1,5 +1,6 @@
 """Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
 
+from .attention_decode import attention_decode
 from .attention_varlen import attention_varlen
 from .bad_targets import raise_bad_targets
 from .dispatch import Explanation, explain
@@ -19,6 +20,7 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "PolicyObjective",
+    "attention_decode",
     "attention_varlen",
     "compact",
     "explain",

@@ -46,7 +46,7 @@ def test_a_forced_implementation_that_an_op_lacks_is_refused(monkeypatch):
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "tritn")
-    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, cuda, reference, triton"):
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, .*reference"):
         linear_logprob(*arguments)
 
 
