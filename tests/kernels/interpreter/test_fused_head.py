@@ -17,6 +17,7 @@ from fused_head import (
 )
 
 from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss, sweep
+from marsrl.kernels.gemms import HeadGemms
 from marsrl.kernels.linear_policy_loss import _add_scaled_
 from marsrl.kernels.rows import triton_impl
 from marsrl.kernels.rows.selection import LateCount, Rows
@@ -30,7 +31,7 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(triton_impl, "BLOCK_COLUMNS", 64)
     monkeypatch.setattr(triton_impl, "PIECE_COLUMNS", 128)
     monkeypatch.setattr(triton_impl, "BLOCK_ROWS", 8)
-    monkeypatch.setattr(triton_impl, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(triton_impl, "BLOCK_TOKENS", 4)
 
 
 def in_chunks(monkeypatch, rows, vocab=131, waiting=2):
@@ -145,9 +146,9 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
     hidden, weight, targets, arguments = simple(13, mask=torch.arange(13) != 2)
     arguments["token_advantages"][5:11] = 0
     seen = []
-    gradient = sweep.HeadGemms.hidden_gradient
+    gradient = HeadGemms.hidden_gradient
     monkeypatch.setattr(
-        sweep.HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
+        HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert sum(seen) == 6 and not hidden.grad[5:11].any() and hidden.grad[3:5].any()
@@ -155,15 +156,44 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
 
 def test_gradients_of_bfloat16_are_formed_in_bfloat16(monkeypatch):
     seen = []
-    gradient = sweep.HeadGemms.hidden_gradient
-    monkeypatch.setattr(
-        sweep.HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.dtype), gradient(self, dz))[1]
-    )
+    gradient = HeadGemms.hidden_gradient
+    monkeypatch.setattr(HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.dtype), gradient(self, dz))[1])
     case = head_case(9, 8)
     arguments = arguments_for(case, "clip")
     for dtype in DTYPES:
         compare_policy_loss(case, arguments, dtype)
     assert seen == DTYPES
+
+
+def test_the_gemms_of_a_gpu_get_the_right_factors(monkeypatch):
+    """bfloat16 pairs with float32 results exist on CUDA only: stand-ins of the same signature take their place."""
+
+    def mm(a, b, *, out_dtype, out):
+        assert a.dtype == b.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
+        return out.copy_(a.float() @ b.float())
+
+    def addmm(total, a, b, *, out_dtype, out):
+        assert out is total
+        return out.add_(a.float() @ b.float())
+
+    make = HeadGemms.__init__
+
+    def make_for_gpu(self, weight, hidden_dtype):
+        make(self, weight, hidden_dtype)
+        self._multiplies_narrow = True
+
+    in_chunks(monkeypatch, 3)
+    case = head_case(8, 8)
+    arguments = arguments_for(case, "clip")
+    hidden, weight, targets = case
+    narrow = hidden.bfloat16(), weight.bfloat16(), targets
+    expected = run_policy_loss(narrow, arguments, torch.bfloat16)
+    monkeypatch.setattr(HeadGemms, "__init__", make_for_gpu)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    found = run_policy_loss(narrow, arguments, torch.bfloat16)
+    for gradient, wanted in zip(found[1:], expected[1:]):
+        torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
