@@ -1,5 +1,5 @@
-// Sums over sets of samples and over sequences of tokens, in double and in the order of the index: the same bits as
-// PyTorch's index_add, which the references use. Compiled without FMA contraction for the same reason.
+// Sums over sets of samples and over sequences of tokens, in double and in the order of the index: the same sums, to
+// the bit, as PyTorch's index_add, which the references use. Compiled without FMA contraction for the same reason.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

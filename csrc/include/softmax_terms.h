@@ -28,7 +28,8 @@ MARSRL_INLINE void add_softmax_term(float x, float maximum, float inverse_temper
 // dz of a column that is not the target; log_sum = log of the sum of e^d.
 MARSRL_INLINE float softmax_gradient(float x, float maximum, float inverse_temperature, float log_sum, float entropy,
                                      float c, float e) {
-  const float logp = (x - maximum) * inverse_temperature - log_sum;
+  float logp = (x - maximum) * inverse_temperature - log_sum;
+  logp = logp < -1e4f ? -1e4f : logp;  // p is 0 there, and 0 times -inf would be NaN
   return -softmax_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
 }
 

@@ -9,7 +9,7 @@ from ..library import cpu_library
 def group_advantage_cpu(
     rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
 ) -> Tensor:
-    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards; bits as the reference."""
+    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
     wide = rewards.detach().double().contiguous()
     mean_sets = mean_set_of.contiguous()
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()

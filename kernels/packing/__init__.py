@@ -8,7 +8,7 @@ Bits are copied, so every dtype is served exactly. All four are differentiable; 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def pack(padded: Tensor, lengths: Tensor, *, num_tokens: int | None = None) -> P
     cu_seqlens = torch.zeros(num_sequences + 1, dtype=torch.int64, device=padded.device)
     torch.cumsum(lengths, 0, out=cu_seqlens[1:])
     num_tokens = _count("pack", "num_tokens", num_tokens, cu_seqlens[-1], "the sum of lengths")
-    return Packed(_Pack.apply(padded, cu_seqlens, num_tokens), cu_seqlens.int())
+    return Packed(_PACK(padded, cu_seqlens, num_tokens), cu_seqlens.int())
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor, *, max_length: int | None = None, fill: float = 0) -> Tensor:
@@ -81,7 +81,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, *, max_length: int | None = None,
         if max_length is not None and max_length < longest:
             raise ValueError(f"unpack: max_length is {max_length}, expected at least the longest sequence, {longest}")
         max_length = longest if max_length is None else max_length
-    return _Unpack.apply(packed, cu_seqlens.long().contiguous(), max_length, fill)
+    return _UNPACK(packed, cu_seqlens.long().contiguous(), max_length, fill)
 
 
 def compact(values: Tensor, mask: Tensor, *, num_kept: int | None = None) -> Compacted:
@@ -100,8 +100,8 @@ def compact(values: Tensor, mask: Tensor, *, num_kept: int | None = None) -> Com
     check("compact", "mask", mask, (values.shape[0],), (torch.bool,), values.device)
     count = mask.sum() if num_kept is None or mask.device.type == "cpu" else None
     capacity = _count("compact", "num_kept", num_kept, count, "the number of set elements of mask")
-    ids = _KEPT(mask.contiguous(), capacity)
-    return Compacted(_Gather.apply(values, ids), ids)
+    ids = _IDS(mask, capacity)
+    return Compacted(_COMPACT(values, ids), ids)
 
 
 def uncompact(values: Tensor, ids: Tensor, num_rows: int, *, fill: float = 0) -> Tensor:
@@ -124,7 +124,7 @@ def uncompact(values: Tensor, ids: Tensor, num_rows: int, *, fill: float = 0) ->
         often = int(ids.bincount().argmax())
         if int((ids == often).sum()) > 1:
             raise ValueError(f"uncompact: ids holds {often} more than once, expected different ones")
-    return _Scatter.apply(values, ids.contiguous(), num_rows, fill)
+    return _UNCOMPACT(values, ids.contiguous(), num_rows, fill)
 
 
 def _check_rows(op: str, name: str, values: Tensor, sizes: tuple[str, ...]) -> None:
@@ -146,85 +146,111 @@ def _count(op: str, name: str, given: int | None, found: Tensor | None, what: st
     return given
 
 
+class _Layouts(Protocol):
+    """What an implementation has, as a module of functions: reference.py says what each does."""
+
+    def pack_rows(self, padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor: ...
+
+    def unpack_rows(self, packed: Tensor, cu_seqlens: Tensor, length: int, fill: float) -> Tensor: ...
+
+    def kept_ids(self, mask: Tensor, capacity: int) -> Tensor: ...
+
+    def gather_rows(self, values: Tensor, ids: Tensor) -> Tensor: ...
+
+    def scatter_rows(self, values: Tensor, ids: Tensor, num_rows: int, fill: float) -> Tensor: ...
+
+
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx: Any, layouts: _Layouts, padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
         ctx.save_for_backward(cu_seqlens)
-        ctx.length = padded.shape[1]
-        return _PACK(padded.contiguous(), cu_seqlens, num_tokens)
+        ctx.layouts, ctx.length = layouts, padded.shape[1]
+        return layouts.pack_rows(padded.contiguous(), cu_seqlens, num_tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Unpack.apply(gradient, *ctx.saved_tensors, ctx.length, 0), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _Unpack.apply(ctx.layouts, gradient, *ctx.saved_tensors, ctx.length, 0), None, None
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, cu_seqlens: Tensor, length: int, fill: float) -> Tensor:
+    def forward(ctx: Any, layouts: _Layouts, packed: Tensor, cu_seqlens: Tensor, length: int, fill: float) -> Tensor:
         ctx.save_for_backward(cu_seqlens)
-        ctx.num_tokens = packed.shape[0]
-        return _UNPACK(packed.contiguous(), cu_seqlens, length, fill)
+        ctx.layouts, ctx.num_tokens = layouts, packed.shape[0]
+        return layouts.unpack_rows(packed.contiguous(), cu_seqlens, length, fill)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Pack.apply(gradient, *ctx.saved_tensors, ctx.num_tokens), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, _Pack.apply(ctx.layouts, gradient, *ctx.saved_tensors, ctx.num_tokens), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Compact(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, ids: Tensor) -> Tensor:
+    def forward(ctx: Any, layouts: _Layouts, values: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.num_rows = values.shape[0]
-        return _GATHER(values.contiguous(), ids)
+        ctx.layouts, ctx.num_rows = layouts, values.shape[0]
+        return layouts.gather_rows(values.contiguous(), ids)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(gradient, *ctx.saved_tensors, ctx.num_rows, 0), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        return None, _Uncompact.apply(ctx.layouts, gradient, *ctx.saved_tensors, ctx.num_rows, 0), None
 
 
-class _Scatter(torch.autograd.Function):
+class _Uncompact(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, ids: Tensor, num_rows: int, fill: float) -> Tensor:
+    def forward(ctx: Any, layouts: _Layouts, values: Tensor, ids: Tensor, num_rows: int, fill: float) -> Tensor:
         ctx.save_for_backward(ids)
-        return _SCATTER(values.contiguous(), ids, num_rows, fill)
+        ctx.layouts = layouts
+        return layouts.scatter_rows(values.contiguous(), ids, num_rows, fill)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Gather.apply(gradient, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, _Compact.apply(ctx.layouts, gradient, *ctx.saved_tensors), None, None, None
 
 
-def _why_not_cpu(rows: Tensor, *_: object) -> str | None:
-    return None if rows.device.type == "cpu" else f"the tensor of rows is on {rows.device}, csrc/cpu reads host memory"
+def _ids(layouts: _Layouts, mask: Tensor, capacity: int) -> Tensor:
+    return layouts.kept_ids(mask.contiguous(), capacity)
 
 
-def _for_rows(why_not: Callable[[str, Tensor], str | None]) -> Callable[..., str | None]:
-    return lambda rows, *_: why_not("the tensor of rows", rows)
+def _load_triton() -> _Layouts:
+    from . import triton_impl  # Triton is imported when a kernel of it first runs
+
+    return triton_impl
 
 
-def _in_triton(name: str) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        from . import triton_impl  # Triton is imported when a kernel of it first runs
-
-        return getattr(triton_impl, name)(*args)
-
-    return run
+def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
+    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
 
 
-def _op(name: str, function: str) -> Op:
+def _op(name: str, run: Callable[..., Tensor]) -> Op:
+    """run takes the functions of an implementation and the arguments of the op, the rows first."""
+
+    def implementation(
+        of: str,
+        load: Callable[[], _Layouts],
+        why_not: Callable[[str, Tensor], str | None],
+        machine_lacks: Callable[[], str | None],
+    ) -> Implementation:
+        return Implementation(
+            of,
+            lambda *arguments: run(load(), *arguments),
+            lambda rows, *_: why_not("the tensor of rows", rows),
+            machine_lacks,
+        )
+
     return Op(
         name,
         (
-            Implementation("cpu", getattr(cpu, function), _why_not_cpu, library.why_no_cpu_library),
-            Implementation("triton", _in_triton(function), _for_rows(why_not_triton), machine_lacks_triton),
-            Implementation("cuda", getattr(cuda, function), _for_rows(why_not_cuda), machine_lacks_cuda),
-            Implementation("reference", getattr(reference, function)),
+            implementation("cpu", lambda: cpu, _why_not_cpu, library.why_no_cpu_library),
+            implementation("triton", _load_triton, why_not_triton, machine_lacks_triton),
+            implementation("cuda", lambda: cuda, why_not_cuda, machine_lacks_cuda),
+            Implementation("reference", lambda *arguments: run(reference, *arguments)),
         ),
     )
 
 
-# The names that `marsrl doctor` prints, and the function that every implementation has.
-_PACK = _op("pack", "pack_rows")
-_UNPACK = _op("unpack", "unpack_rows")
-_KEPT = _op("compact (ids)", "kept_ids")
-_GATHER = _op("compact", "gather_rows")
-_SCATTER = _op("uncompact", "scatter_rows")
+_PACK = _op("pack", _Pack.apply)
+_UNPACK = _op("unpack", _Unpack.apply)
+_IDS = _op("compact (ids)", _ids)
+_COMPACT = _op("compact", _Compact.apply)
+_UNCOMPACT = _op("uncompact", _Uncompact.apply)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..triton_machine import on_device_of
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_WORDS_OF_PROGRAM = 2048
+_WORDS_OF_PROGRAM = 1024
 _TOKENS_OF_PROGRAM = 1024  # of a mask
 
 
@@ -22,7 +22,7 @@ def _padded_row_of(cu_seqlens, token, num_sequences, length, steps):
     low = tl.zeros_like(token)
     high = low + num_sequences
     for _ in range(steps):
-        middle = (low + high) // 2  # low itself once they are neighbours
+        middle = (low + high) >> 1  # low itself once they are neighbours
         is_left = tl.load(cu_seqlens + middle) <= token
         low = tl.where(is_left, middle, low)
         high = tl.where(is_left, high, middle)

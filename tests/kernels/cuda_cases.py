@@ -1,17 +1,16 @@
 """What the row kernels of csrc/cuda must do, on the device that is the default; the test files choose it."""
 
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
+from fused_head import arguments_for, head_case, run_policy_loss
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss
+from marsrl.kernels import PolicyObjective, policy_loss
 from marsrl.kernels.rows.cuda import CudaRowKernels
 from marsrl.kernels.rows.protocol import Statistics
 from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+from marsrl.kernels.testing import assert_accurate
 from marsrl.kernels.vocabulary import Head, make_head
 
 
@@ -90,7 +89,7 @@ def check_gradients(columns: int, dtype: torch.dtype, padding: int) -> None:
     statistics = Statistics.zeros(6, z.device)
     CudaRowKernels().statistics(z, Rows.of(None, 6), head, statistics)
     coefficient = torch.tensor([0.5, 0.0, -1.5, 2.0, 0.0, 0.25])
-    entropy_coefficient = torch.tensor([0.0, 0.0, 0.1, 0.0, -0.2, 0.0])
+    entropy_coefficient = torch.tensor([0.0, 0.0, 0.1, 0.0, -0.2, 0.1])
     out = torch.full((7, columns + padding), torch.nan, dtype=dtype)
     active = torch.full((6,), -7)
     count = CudaRowKernels().gradients(
@@ -116,65 +115,13 @@ def check_bad_targets_give_nan() -> None:
     assert out.logprobs.isnan().tolist() == [False, True, True] and not out.entropy.isnan().any()
 
 
-def objective_case(name: str) -> tuple[dict[str, Any], Tensor]:
-    objective, is_off_policy = OBJECTIVES[name]
-    arguments, logprobs = policy_case()
-    arguments["objective"] = objective
-    if not is_off_policy:
-        arguments["old_logprobs"] = None
-    return arguments, logprobs
-
-
-def widened(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
-
-
-def check_objective(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """linear_policy_loss and policy_loss as MARSRL_KERNELS=cuda has them, against the reference in float64."""
-    arguments, _ = objective_case(name)
-    hidden, weight = torch.randn(60, 16), torch.randn(width, 16) / 2
-    targets = torch.randint(0, width - 3, (60,))
-    if arguments["old_logprobs"] is not None:
-        near = linear_logprob(hidden, weight, targets, real_vocab_size=width - 3).logprobs
-        arguments["old_logprobs"] = near + 0.2 * torch.randn(60)
-    arguments["normaliser"] = torch.tensor(37.0)
-
-    def run(dtype: torch.dtype, given: dict[str, Any]) -> tuple[Any, Any, list[Tensor]]:
-        x, w = (given_.detach().to(dtype).clone().requires_grad_() for given_ in (hidden, weight))
-        fused = linear_policy_loss(x, w, targets, real_vocab_size=width - 3, **widened(given, dtype))
-        fused.loss.backward()
-        logprobs = fused.logprobs.detach().to(dtype).clone().requires_grad_()
-        apart = policy_loss(logprobs, fused.entropy.to(dtype), **widened(given, dtype))
-        apart.loss.backward()
-        return fused, apart, [x.grad, w.grad, logprobs.grad]
-
-    found = run(torch.float32, poison_masked(arguments))
-    monkeypatch.setenv("MARSRL_KERNELS", "reference")
-    exact, plain = run(torch.float64, arguments), run(torch.float32, arguments)
-    for which in (0, 1):
-        results = [run_[which] for run_ in (found, exact, plain)]
-        for field in ("logprobs", "entropy", "coefficient"):
-            assert_accurate(field, *(getattr(result, field).detach() for result in results))
-        term = (exact[0].coefficient.abs() * (1 + exact[0].logprobs.abs())).max().item()
-        for metric in results[0].agent_sums:
-            scale = 10 * term if metric == "loss" else 0.0
-            assert_accurate(metric, *(result.agent_sums[metric] for result in results), scale)
-    for field, *grads in zip(("hidden", "weight", "logprobs"), found[2], exact[2], plain[2]):
-        assert_accurate(field, *grads)
-
-
 def check_same_bits_twice() -> None:
-    arguments, _ = objective_case("k3, entropy bonus, tis")
-    hidden, weight, targets = torch.randn(60, 8), torch.randn(131, 8), torch.randint(0, 131, (60,))
+    case = head_case(60, 8)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
 
     def run() -> list[Tensor]:
-        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        result = linear_policy_loss(x, w, targets, **arguments)
-        result.loss.backward()
-        return [result.loss.detach(), x.grad, w.grad, *result.agent_sums.values()]
+        result, *gradients = run_policy_loss(case, arguments, torch.float32)
+        return [result.loss.detach(), *gradients, *result.agent_sums.values()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run()))
 

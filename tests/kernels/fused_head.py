@@ -29,22 +29,23 @@ def forced(implementation: str | None) -> Iterator[None]:
         yield
 
 
-def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131) -> Head:
-    """A third of the rows are sure of their target; one of these is in the last column."""
-    hidden, weight = torch.randn(num_tokens, size), torch.randn(vocab, size) * 0.5
-    targets = torch.randint(0, vocab, (num_tokens,))
+def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
+    """Logits of a few units whatever the size; a third of the rows are sure of their target, one in the last column."""
+    hidden = torch.randn(num_tokens, size, device=device)
+    weight = torch.randn(vocab, size, device=device) * (0.5 * (16 / size) ** 0.5)
+    targets = torch.randint(0, vocab, (num_tokens,), device=device)
     targets[num_tokens // 2 // 3 * 3 :][:1] = vocab - 1
     hidden[::3] += 20 * torch.nn.functional.normalize(weight[targets[::3]], dim=1)
     return hidden, weight, targets
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
-    """policy_case around the true log-probs of the head, so that ratios lie around 1."""
+    """policy_case around the true log-probs of the head, so that ratios lie around 1; on the CPU."""
     objective, is_off_policy = OBJECTIVES[name]
     hidden, weight, targets = case
     arguments, _ = policy_case(hidden.shape[0])
     logits = hidden.double() @ weight.double().t()
-    true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float()
+    true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float().cpu()
     for key in ("old_logprobs", "rollout_logprobs", "reference_logprobs"):
         arguments[key] = true + 0.2 * torch.randn(hidden.shape[0])
     if not is_off_policy:

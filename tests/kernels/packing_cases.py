@@ -88,6 +88,19 @@ def check_gradients() -> None:
     assert_same(rows.grad, torch.where(mask[:, None], weights, 0.0))
 
 
+def check_compiled_callers() -> None:
+    def step(padded: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+        packed = pack(2 * padded, lengths)
+        kept = compact(packed.values, mask)
+        return unpack(uncompact(kept.values, kept.ids, 5), packed.cu_seqlens, max_length=4).square().sum()
+
+    padded, lengths = torch.randn(3, 4, 2, requires_grad=True), torch.tensor([2, 0, 3])
+    mask = torch.tensor([True, False, True, True, False])
+    (expected,) = torch.autograd.grad(step(padded, lengths, mask), padded)
+    (found,) = torch.autograd.grad(torch.compile(step, backend="eager")(padded, lengths, mask), padded)
+    assert_same(found, expected)
+
+
 def check_views() -> None:
     """Inputs that are not contiguous, or begin in the middle of a word."""
     lengths = torch.tensor([3, 1])

@@ -4,7 +4,9 @@ import cuda_cases as cases
 import pytest
 import torch
 from emulated_cuda import use_emulated_cuda
+from fused_head import arguments_for, compare_logprob, compare_policy_loss, compare_policy_loss_of_logprobs, head_case
 
+from marsrl.kernels import sweep
 from marsrl.kernels.testing import OBJECTIVES
 
 
@@ -34,7 +36,20 @@ def test_a_bad_target_gives_nan():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_equals_its_definition(name, monkeypatch):
-    cases.check_objective(name, 131, monkeypatch)
+    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", 7 * 4 * 131)  # chunks of 7 rows
+    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * 7 * 4 * 131)
+    case = head_case()
+    compare_policy_loss(case, arguments_for(case, name))
+    compare_policy_loss_of_logprobs(name)
+
+
+def test_bfloat16_padded_vocabulary_and_a_temperature_for_each_token():
+    hidden, weight, targets = head_case(30, 16, 128)
+    case, temperature = (hidden, weight, targets % 100), torch.rand(30) + 0.5
+    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
+    compare_policy_loss(case, arguments, torch.bfloat16)
+    compare_logprob(case, temperature, real=100, dtype=torch.bfloat16)
 
 
 def test_two_runs_give_the_same_bits():

@@ -2,12 +2,20 @@
 
 import pytest
 import torch
+from emulated_cuda import use_emulated_cuda
 
 from marsrl.kernels import mpt_gate
 
 CU_SEQLENS = torch.tensor([0, 3, 3, 5, 8])
 ENTROPY = torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1])
 MASK = torch.tensor([True, True, False, True, True, True, True, True])
+
+
+@pytest.fixture(params=["cpu", "reference", "cuda"], autouse=True)
+def implementation(request, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", request.param)
+    if request.param == "cuda":
+        use_emulated_cuda(monkeypatch)
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])
@@ -28,6 +36,19 @@ def test_the_batch_is_gated_as_one():
 def test_without_trained_tokens_nothing_is_gated():
     for scope in ("sample", "batch"):
         assert not mpt_gate(ENTROPY, MASK & False, CU_SEQLENS, torch.ones(4, dtype=torch.bool), scope=scope).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_long_sequences_are_summed_in_double(dtype):
+    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # less and more than a block of a device
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    entropy, mask = torch.rand(int(cu_seqlens[-1])).to(dtype), torch.rand(int(cu_seqlens[-1])) < 0.7
+    parts = zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])
+    means = torch.tensor([entropy[a:b][mask[a:b]].double().mean() for a, b in parts])
+    positive = torch.ones(6, dtype=torch.bool)
+    for threshold in (0.4, 0.499, 0.5, 0.501, 2.0):
+        found = mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=threshold)
+        assert found.tolist() == (means < threshold).tolist()
 
 
 def test_wrong_arguments_are_named_with_what_was_expected():

@@ -35,6 +35,10 @@ def test_what_a_layout_leaves_out_gets_no_gradient(implementation):
     cases.check_gradients()
 
 
+def test_a_compiled_caller_gets_the_same(implementation):
+    cases.check_compiled_callers()
+
+
 def test_views_are_read_as_they_are(implementation):
     cases.check_views()
 
