@@ -109,7 +109,7 @@ def _ours(model_dir, sequences, num_tokens, mpt):  # type: ignore[no-untyped-def
 
     def step() -> float:
         trained = [s for s in sequences if s.advantage != 0]
-        place = Share(0, 1, 4096, learner.align)
+        place = Share(0, 1, 2048, learner.align)
         return learner.step(micro_batches(trained, place), normaliser=float(num_tokens)).grad_norm
 
     return step, learner.close

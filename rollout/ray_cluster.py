@@ -63,6 +63,7 @@ class RayCluster:
 
 def _start(object_store_mib: int) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
     os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
     ray.init(
         address="local",

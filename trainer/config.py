@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads the word off as false; `mpt.scope=off` means the word."""
 
 
 class RunSection(Settings):
@@ -14,7 +17,9 @@ class RunSection(Settings):
     dir: str = Field("runs", description="where run directories go")
     steps: int = Field(32, gt=0, description="policy updates")
     seed: int = Field(0, ge=0, description="every generator of the run derives from it")
-    resume: Literal["off", "auto"] = Field("off", description="auto: go on from the last whole checkpoint of run.name")
+    resume: Annotated[Literal["off", "auto"], OFF] = Field(
+        "off", description="auto: go on from the last whole checkpoint of run.name"
+    )
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: int = Field(0, ge=0, description="steps between evaluations on the way; 0 = none")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")
@@ -94,7 +99,7 @@ class LossConfig(Settings):
 class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL)."""
 
-    scope: Literal["sample", "batch", "off"] = "sample"
+    scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
     probability: float = Field(0.99, gt=0, le=1)
     entropy: float = Field(0.2, gt=0, description="nats; a sample below it masks its mastered tokens")
 

@@ -26,6 +26,8 @@ from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_files import copy_frame
+from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
@@ -86,8 +88,8 @@ class Learner:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
         shape = read_shape(model_dir)
-        layout = parallel.resolve(policy.layout)
-        parallel.check(layout, shape, parallel.world_size())
+        layout = resolve(policy.layout)
+        check(layout, shape, parallel.world_size())
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -215,6 +217,7 @@ class Learner:
         dist.barrier()
         dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
         if dist.get_rank() == 0:
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
             (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
         dist.barrier()
 

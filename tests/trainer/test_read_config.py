@@ -41,6 +41,11 @@ def test_a_wrong_type_names_the_key_and_the_value_as_written() -> None:
     assert "'many'" in message
 
 
+def test_off_is_a_word_and_not_yamls_false() -> None:
+    config, _ = read_config(None, ["mpt.scope=off", "run.resume=off"])
+    assert (config.mpt.scope, config.run.resume) == ("off", "off")
+
+
 def test_all_problems_are_reported_at_once() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
 
