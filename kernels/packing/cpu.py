@@ -13,7 +13,7 @@ def row_bytes(values: Tensor, num_dims: int) -> int:
 
 def element(values: Tensor, fill: float) -> Tensor:
     """[1] on the CPU: `fill` in the dtype of values."""
-    return torch.full((1,), fill, dtype=values.dtype)
+    return torch.full((1,), fill, dtype=values.dtype, device="cpu")
 
 
 def pack_rows(padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -43,7 +43,7 @@ def unpack_rows(packed: Tensor, cu_seqlens: Tensor, length: int, fill: float) ->
 
 
 def kept_ids(mask: Tensor, capacity: int) -> Tensor:
-    ids = torch.empty(capacity, dtype=torch.int64)
+    ids = torch.empty(capacity, dtype=torch.int64, device="cpu")
     kept = cpu_library().marsrl_kept_ids(mask.data_ptr(), mask.numel(), ids.data_ptr(), capacity)
     assert kept == capacity, f"{kept} elements are set, {capacity} were counted"
     return ids

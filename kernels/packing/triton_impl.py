@@ -3,6 +3,7 @@
 Arguments as in reference.py. One program moves BLOCK_ROWS rows by BLOCK_WORDS words; the grid has one axis, because the
 others end at 65535.
 """
+# mypy: disallow-untyped-defs=False
 
 import torch
 import triton
@@ -122,10 +123,11 @@ def _move(
             out.fill_(fill)
         return
     size = out.numel() * out.element_size() // num_out_rows
-    places = size | source.storage_offset() * source.element_size()
+    places = size | int(source.storage_offset()) * source.element_size()
     width = next(width for width in _WORDS if places % width == 0)
     words = size // width
-    pattern = torch.full((max(1, width // out.element_size()),), fill, dtype=out.dtype).view(_WORDS[width])
+    count = max(1, width // out.element_size())
+    pattern = torch.full((count,), fill, dtype=out.dtype, device="cpu").view(_WORDS[width])
     block_words = min(triton.next_power_of_2(words), _WORDS_OF_PROGRAM)
     block_rows = _WORDS_OF_PROGRAM // block_words
     with on_device_of(source):

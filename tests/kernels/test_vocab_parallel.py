@@ -6,7 +6,7 @@ from vocab_parallel import CASES, assert_shards_equal_the_whole, run_ranks
 TOKENS = 30
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def of_ranks(request, tmp_path_factory):
     return run_ranks(request.param, TOKENS, tmp_path_factory.mktemp("ranks"))
 
