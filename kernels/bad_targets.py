@@ -27,11 +27,15 @@ def check_targets(op: str, targets: Tensor, mask: Tensor | None, vocab_size: int
     is_bad = (targets < 0) | (targets >= vocab_size)
     if mask is not None:
         is_bad &= mask
-    if not targets.is_cuda:
-        if is_bad.any():
-            token = int(is_bad.nonzero()[0])
-            raise ValueError(_message(op, token, int(targets[token]), vocab_size))
-        return
+    if targets.is_cuda:
+        _keep_first(op, targets, is_bad, vocab_size)
+    elif is_bad.any():
+        token = int(is_bad.nonzero()[0])
+        raise ValueError(_message(op, token, int(targets[token]), vocab_size))
+
+
+def _keep_first(op: str, targets: Tensor, is_bad: Tensor, vocab_size: int) -> None:
+    """Queue the update of the op's flag; the host waits for nothing."""
     if targets.numel() == 0:
         return
     key = (op, targets.device)
@@ -39,13 +43,9 @@ def check_targets(op: str, targets: Tensor, mask: Tensor | None, vocab_size: int
         _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=targets.device), vocab_size)
     flag = _FLAGS[key]
     flag.vocab_size = vocab_size
-    torch.minimum(flag.first, _first(is_bad, targets), out=flag.first)
-
-
-def _first(is_bad: Tensor, targets: Tensor) -> Tensor:
     tokens = torch.arange(targets.numel(), device=targets.device)
     codes = (tokens << 32) + (targets.clamp(-(2**31), 2**31 - 1) + 2**31)
-    return torch.where(is_bad, codes, _NONE).min()
+    torch.minimum(flag.first, torch.where(is_bad, codes, _NONE).min(), out=flag.first)
 
 
 def raise_bad_targets() -> None:

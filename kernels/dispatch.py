@@ -5,9 +5,12 @@ one for every op: it is used or the call is refused with the reason, never repla
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 ENVIRONMENT = "MARSRL_KERNELS"
 _OPS: dict[str, "Op"] = {}
@@ -40,7 +43,17 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Nobody compiles before torch._dynamo is imported, which takes seconds: an eager process never pays for it.
+        if "torch._dynamo" in sys.modules:
+            return self._run_untraced(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.choose(*args, **kwargs).run(*args, **kwargs)
+
+    # torch.compile breaks its graph here: it would look into ctypes calls and launches that it cannot see through.
+    # torch.compiler.disable does the same and imports torch._dynamo at once.
+    _run_untraced = torch._disable_dynamo(_run)
 
     def choose(self, *args: Any, **kwargs: Any) -> Implementation:
         """The implementation that serves these arguments.

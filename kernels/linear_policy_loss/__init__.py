@@ -15,7 +15,7 @@ from ..policy_loss.terms import agent_sums, total_loss
 from ..rows.choice import ROW_PROVIDERS, RowProvider
 from ..sweep import HeadGradients
 from ..vocabulary import Head, make_head, why_not_reference_head
-from .fused import FusedLoss, fused_loss
+from .fused import fused_loss
 from .reference import linear_policy_loss_reference
 
 
@@ -95,13 +95,20 @@ class _FusedLoss(torch.autograd.Function):
     """Hands out in the backward what fused_loss formed, times grad_output."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, fused: FusedLoss, main_grad: Tensor | None) -> Tensor:
-        ctx.weight, ctx.gradients, ctx.main_grad = weight, fused.gradients, main_grad
-        return total_loss(fused.terms)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        gradients: HeadGradients | None,
+        loss: Tensor,
+        main_grad: Tensor | None,
+    ) -> Tensor:
+        ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
+        return loss.clone()  # an input returned as it is would be a view of it
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradients: HeadGradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
@@ -114,14 +121,14 @@ class _FusedLoss(torch.autograd.Function):
         if of_hidden is not None:
             of_hidden = _scaled_(of_hidden, scale)
         if not ctx.needs_input_grad[1]:
-            return of_hidden, None, None, None
+            return of_hidden, None, None, None, None
         if ctx.main_grad is not None:
             if of_weight is not None:
                 _add_scaled_(ctx.main_grad, of_weight, scale)
-            return of_hidden, _placeholder_gradient(ctx.weight), None, None
+            return of_hidden, _placeholder_gradient(ctx.weight), None, None, None
         if of_weight is None:
-            return of_hidden, torch.zeros_like(ctx.weight), None, None
-        return of_hidden, _scaled_(of_weight, scale).to(ctx.weight.dtype), None, None
+            return of_hidden, torch.zeros_like(ctx.weight), None, None, None
+        return of_hidden, _scaled_(of_weight, scale).to(ctx.weight.dtype), None, None, None
 
 
 def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
@@ -167,9 +174,10 @@ def _on_rows(provider: RowProvider) -> Implementation:
             wants_hidden=is_differentiable and hidden.requires_grad,
             wants_weight=is_differentiable and weight.requires_grad,
         )
-        loss = _FusedLoss.apply(hidden, weight, fused, main_grad)
-        statistics, terms = fused.statistics, fused.terms
-        return PolicyLoss(loss, statistics.logprobs, statistics.entropy, terms.coefficient, agent_sums(terms))
+        sums = fused.terms.sums()
+        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), main_grad)
+        statistics = fused.statistics
+        return PolicyLoss(loss, statistics.logprobs, statistics.entropy, fused.terms.coefficient, agent_sums(sums))
 
     def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
         return provider.why_not(hidden=hidden, weight=weight)

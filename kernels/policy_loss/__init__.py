@@ -81,10 +81,11 @@ def _on_rows(provider: RowProvider) -> Implementation:
         terms = policy_terms(kernels, objective, tokens, logp, ent)
         # Counting the mask would make a device's host wait; its kernel skips what is masked.
         terms.evaluate(Rows.of(tokens.mask if kernels.is_host else None, logp.numel()))
-        loss = _Loss.apply(logprobs, entropy, terms)
+        sums = terms.sums()
+        loss = _Loss.apply(logprobs, entropy, terms, total_loss(sums))
         if tokens.mask is not None:
             logp, ent = torch.where(tokens.mask, logp, 0.0), torch.where(tokens.mask, ent, 0.0)
-        return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(terms))
+        return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
 
     def why_not(logprobs: Tensor, entropy: Tensor, *_: object) -> str | None:
         return provider.why_not(logprobs=logprobs, entropy=entropy)
@@ -96,18 +97,19 @@ class _Loss(torch.autograd.Function):
     """The loss that the row kernel found, with its coefficients as the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms) -> Tensor:
+    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, loss: Tensor) -> Tensor:
         ctx.save_for_backward(terms.coefficient, terms.entropy_coefficient)
         ctx.dtypes = logprobs.dtype, entropy.dtype
-        return total_loss(terms)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
         coefficient, entropy_coefficient = ctx.saved_tensors
         return (
             (grad_output * coefficient).to(ctx.dtypes[0]),
             (grad_output * entropy_coefficient).to(ctx.dtypes[1]),
+            None,
             None,
         )
 

@@ -43,14 +43,14 @@ def policy_terms(
     )
 
 
-def agent_sums(terms: PolicyTerms) -> dict[str, Tensor]:
-    """{metric: [A] float32} of the tokens evaluated so far."""
-    return dict(zip(METRICS, terms.sums().t().float()))
+def agent_sums(sums: Tensor) -> dict[str, Tensor]:
+    """{metric: [A] float32} of PolicyTerms.sums [A, 6]."""
+    return dict(zip(METRICS, sums.t().float()))
 
 
-def total_loss(terms: PolicyTerms) -> Tensor:
-    """[] float32: the sum of the tokens evaluated so far."""
-    return terms.sums()[:, 0].sum().float()
+def total_loss(sums: Tensor) -> Tensor:
+    """[] float32: the loss of all agents together, from PolicyTerms.sums [A, 6]."""
+    return sums[:, 0].sum().float()
 
 
 def _float32(values: Tensor) -> Tensor:

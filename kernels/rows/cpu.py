@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import library
 from ..library import address
-from ..objective import METRICS, PolicyTokens
+from ..objective import METRICS, PolicyObjective, PolicyTokens
 from ..policy_loss.reference import sequence_means
 from ..vocabulary import Head
 from .protocol import PolicyTerms, Statistics, TermInputs
@@ -110,38 +110,9 @@ class CpuPolicyTerms:
         self.coefficient = torch.zeros(num_tokens)
         self.entropy_coefficient = torch.zeros(num_tokens)
         self._sums = torch.zeros(inputs.num_agents, len(METRICS), dtype=torch.float64)
-        arrays = {
-            "advantage": inputs.advantages,
-            "log_ratio": inputs.log_ratio,
-            "old_logprobs": inputs.old_logprobs,
-            "rollout_logprobs": inputs.rollout_logprobs,
-            "reference_logprobs": inputs.reference_logprobs,
-            "gate": inputs.gate,
-            "dropped": inputs.dropped,
-            "agent": inputs.agent_of,
-            "logprobs": inputs.logprobs,
-            "entropy": inputs.entropy,
-            "coefficient": self.coefficient,
-            "entropy_coefficient": self.entropy_coefficient,
-            "sums": self._sums,
-        }
-        self._keep_alive = arrays
-        self._tokens = library.Tokens(**{name: address(array) for name, array in arrays.items()})
-        objective = inputs.objective
-        self._objective = library.Objective(
-            objective.clip_low,
-            objective.clip_high,
-            objective.dual_clip or 0.0,
-            objective.correction_low,
-            objective.correction_high,
-            objective.kl_coef,
-            objective.entropy_coef,
-            2.0 if objective.mpt_probability is None else objective.mpt_probability,
-            1.0 / float(inputs.normaliser),
-            KINDS[objective.kind],
-            CORRECTIONS[objective.correction],
-            KLS[objective.kl],
-        )
+        self._inputs = inputs  # the structures hold addresses only
+        self._tokens = c_tokens(inputs, self.coefficient, self.entropy_coefficient, self._sums)
+        self._objective = c_objective(inputs.objective, 1.0 / float(inputs.normaliser))
         self._evaluate = library.cpu_library().marsrl_policy_terms
 
     def evaluate(self, rows: Rows) -> None:
@@ -151,3 +122,41 @@ class CpuPolicyTerms:
 
     def sums(self) -> Tensor:
         return self._sums
+
+
+def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:
+    """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
+    arrays = {
+        "advantage": inputs.advantages,
+        "log_ratio": inputs.log_ratio,
+        "old_logprobs": inputs.old_logprobs,
+        "rollout_logprobs": inputs.rollout_logprobs,
+        "reference_logprobs": inputs.reference_logprobs,
+        "gate": inputs.gate,
+        "dropped": inputs.dropped,
+        "agent": inputs.agent_of,
+        "logprobs": inputs.logprobs,
+        "entropy": inputs.entropy,
+        "coefficient": coefficient,
+        "entropy_coefficient": entropy_coefficient,
+        "sums": sums,
+    }
+    return library.Tokens(**{name: address(array) for name, array in arrays.items()})
+
+
+def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
+    """The options as csrc reads them."""
+    return library.Objective(
+        objective.clip_low,
+        objective.clip_high,
+        objective.dual_clip or 0.0,
+        objective.correction_low,
+        objective.correction_high,
+        objective.kl_coef,
+        objective.entropy_coef,
+        2.0 if objective.mpt_probability is None else objective.mpt_probability,
+        inverse_normaliser,
+        KINDS[objective.kind],
+        CORRECTIONS[objective.correction],
+        KLS[objective.kl],
+    )

@@ -23,7 +23,7 @@ class LateCount:
             self._value = torch.empty(1, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value.reshape(1), non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(value.device))
 
     def wait(self) -> int:
         """The value; blocks the host until the device has computed it."""

@@ -86,7 +86,8 @@ def main() -> None:
     report = {}
     for kind, model in models.items():
         for name, layout in layouts[kind].items():
-            found = run(model, layout, out.parent / "checkpoints" / kind / name)
+            is_cut = layout.get("tensor", 1) * layout.get("pipeline", 1) > 1  # else rank 0 has every shard anyway
+            found = run(model, layout, out.parent / "checkpoints" / kind / name if is_cut else None)
             parallel.stop(keep_world=True)
             if dist.get_rank() == 0:
                 report[f"{kind}/{name}"] = found

@@ -59,10 +59,11 @@ def test_a_model_that_is_not_known_names_those_that_are() -> None:
         find_shape("/models/GPT-2")
 
 
-def holds(report: dict[str, Any]) -> None:
-    for what, tolerance in (("static", 0.01), ("peak", 0.10), ("working", 0.15)):
+def holds(report: dict[str, Any], tolerance: float) -> None:
+    """working, the peak without what is always there, may be half as far off again."""
+    for what, allowed in (("static", 0.01), ("peak", tolerance), ("working", 1.5 * tolerance)):
         measured, planned = report[what]
-        assert abs(planned / measured - 1) < tolerance, (what, measured, planned, planned / measured)
+        assert abs(planned / measured - 1) < allowed, (what, measured, planned, planned / measured)
     assert report["stage"][0] == report["stage"][1]
 
 
@@ -74,6 +75,8 @@ def holds(report: dict[str, Any]) -> None:
         ("qwen3_moe", "selective", "float32", {}),
         ("qwen3_moe", "full", "bfloat16", {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
         ("qwen3_moe", "none", "bfloat16", {"vocab_size": 2048, "hidden_size": 32}),  # the head is the fullest moment
+        ("qwen3_moe", "none", "bfloat16", {"moe_intermediate_size": 192}),  # experts wider than the model
+        ("qwen3_moe", "full", "bfloat16", {"moe_intermediate_size": 192}),
         ("qwen3", "full", "float32", {}),
         ("qwen3", "none", "bfloat16", {"intermediate_size": 512}),
         ("qwen2", "none", "bfloat16", {"num_key_value_heads": 8}),
@@ -82,7 +85,7 @@ def holds(report: dict[str, Any]) -> None:
 def test_one_rank_holds_what_is_planned(
     kind: str, recompute: str, dtype: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    holds(compare(model(kind, tmp_path / "m", **changes), {}, recompute, dtype))
+    holds(compare(model(kind, tmp_path / "m", **changes), {}, recompute, dtype), 0.03)
 
 
 LAYOUTS: list[tuple[str, str, dict[str, int], str, str]] = [
@@ -92,7 +95,6 @@ LAYOUTS: list[tuple[str, str, dict[str, int], str, str]] = [
     ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16"),
     ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16"),
     ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16"),
-    ("dense pp2", "qwen3", {"pipeline": 2}, "full", "bfloat16"),
 ]
 
 
@@ -113,7 +115,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name, *_ in LAYOUTS])
 def test_two_ranks_hold_what_is_planned(two_ranks: dict[str, Any], name: str) -> None:
-    holds(two_ranks[name])
+    holds(two_ranks[name], 0.10)  # gloo copies what NCCL does not
 
 
 @pytest.mark.gpu
@@ -124,4 +126,4 @@ def test_a_gpu_holds_what_is_planned(recompute: str, tmp_path: Path) -> None:
         pytest.skip("needs a CUDA device")
     # 8192 tokens: a workspace of cuBLAS (tens of MB) must not matter beside them
     folder = model("qwen3_moe", tmp_path / "m", hidden_size=512, num_hidden_layers=8, moe_intermediate_size=256)
-    holds(compare(folder, {}, recompute, "bfloat16", num_sequences=64))
+    holds(compare(folder, {}, recompute, "bfloat16", num_sequences=64), 0.10)

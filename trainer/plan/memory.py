@@ -191,7 +191,9 @@ def layer_working_bytes(setup: Training) -> int:
     dense    T/t H e 2 + T F/t e 2 [gradients of silu and up]
     experts  forward: T/t H (2 e + 8 [float32 copy for the router, where e is 2]) + R H e 3 [permuted, sorted, results]
              (+ R H e (1 + 1/ETP) [gathered, and before that] where ETP > 1), or
-             backward: T/t H e 2 + R (2 H e + 2 F/ETP e) + E/EP 2 H F/ETP e [the weights' gradient]
+             backward: T/t H e 2 + the most of
+               R (H e + F/ETP (2 e + 8)) [gradients of the products, float32 where router weights take part]
+               R (2 H e + 2 F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights]
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     local = setup.tokens_of_rank / layout.tensor
@@ -202,5 +204,7 @@ def layer_working_bytes(setup: Training) -> int:
     buffers = 3 if layout.expert_tensor == 1 else 4 + 1 / layout.expert_tensor
     forward = local * s.hidden_size * (2 * e + copies) + setup.rows * s.hidden_size * e * buffers
     weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
-    backward = 2 * local * s.hidden_size * e + setup.rows * 2 * (s.hidden_size + width) * e + weights
+    of_products = setup.rows * (s.hidden_size * e + width * (2 * e + 8))
+    of_weights = setup.rows * 2 * (s.hidden_size + width) * e + weights
+    backward = 2 * local * s.hidden_size * e + max(of_products, of_weights)
     return round(max(forward, backward))

@@ -22,6 +22,14 @@ if IS_INTERPRETED:
     guarded_interpreter.install()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for message in (
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # of Triton, about NumPy
+        "ignore::RuntimeWarning:triton",  # NaN and infinities in masked places, silent on a GPU
+    ):
+        config.addinivalue_line("filterwarnings", message)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not IS_INTERPRETED:
         skip = pytest.mark.skip(
