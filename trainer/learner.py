@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
@@ -170,6 +170,7 @@ class Learner:
         self._optimizer.zero_grad()
         results = self._forward_backward(batches, old, normaliser)
         sums, largest = self._reduced_sums(batches, results)
+        raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
         if is_finite:
