@@ -97,7 +97,9 @@ class LossConfig(Settings):
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     correction_low: float = Field(0.5, ge=0)
     correction_high: float = Field(2.0, gt=0)
-    kl: Literal["none", "k1", "k2", "k3"] = Field("none", description="estimate of KL(policy || policies.<name>.reference)")
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
+        "none", description="estimate of KL(policy || policies.<name>.reference)"
+    )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
     entropy_coef: float = 0.0
 
@@ -115,8 +117,8 @@ class TrainerConfig(Settings):
     updates_per_step: int = Field(1, gt=0, description="optimizer steps a step, each on its part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = Field(
         "none",
-        description="experts forced in training: those of a forward pass under the step's starting weights (R2), or "
-        "those of decoding (R3; rollout.engine=local)",
+        description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
+        "or those of decoding (rollout, R3; refused: no engine returns them)",
     )
     max_bad_steps: int = Field(
         3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
@@ -208,12 +210,17 @@ class RunConfig(Settings):
                     f"loss.kl={self.loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
                     "an HF directory"
                 )
-        if self.trainer.router_replay == "rollout" and self.rollout.engine != "local":
+        if self.trainer.router_replay == "rollout":
+            reasons = {
+                "vllm": "vLLM 0.32 has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run "
+                "the sampler that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend",
+                "local": "the local engine keeps no record of them",
+                "scripted": "scripted completions come from no model",
+            }
             raise ValueError(
-                f"trainer.router_replay=rollout: rollout.engine={self.rollout.engine} does not return the experts it chose. "
-                "vLLM has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run the sampler "
-                "that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend. Set "
-                "trainer.router_replay=recompute, or rollout.engine=local"
+                f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
+                f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
+                "trainer.router_replay=recompute"
             )
         whole = self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
         if whole and self.rollout.pipeline != "trajectory":

@@ -42,7 +42,9 @@ class Checked:
             notes += f"\n{self.num_held_out} problems of data.train are held out for evaluation (no data.eval is given)"
         for name, policy in self.config.policies.items():
             if policy.reference != "none" and self.config.loss.kl == "none":
-                notes += f"\nwarning: policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded"
+                notes += (
+                    f"\nwarning: policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded"
+                )
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 

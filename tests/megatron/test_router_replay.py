@@ -103,7 +103,9 @@ def compared(policy: Learner, by_hand: dict[str, Tensor]) -> float:
         off.append(
             (ours[f"{at}.mlp.experts.gate_up"].flatten(1, 2) - by_hand[f"{hf}.mlp.experts.gate_up_proj"]).abs().max()
         )
-        off.append((ours[f"{at}.pre_mlp_layernorm.weight"] - by_hand[f"{hf}.post_attention_layernorm.weight"]).abs().max())
+        off.append(
+            (ours[f"{at}.pre_mlp_layernorm.weight"] - by_hand[f"{hf}.post_attention_layernorm.weight"]).abs().max()
+        )
     return float(max(off))
 
 
@@ -199,4 +201,6 @@ def test_a_record_is_one_byte_an_expert_until_there_are_255() -> None:
     first, second = sequences(2)
     (packed,) = [pack([with_random_experts([first])[0], second], align=4).routed_experts]
     assert packed is not None and packed.dtype == torch.uint8
-    assert bool((packed[first.num_tokens - 1 :] == 255).all()) and bool((packed[: first.num_tokens - 1] < EXPERTS).all())
+    assert bool((packed[first.num_tokens - 1 :] == 255).all()) and bool(
+        (packed[: first.num_tokens - 1] < EXPERTS).all()
+    )

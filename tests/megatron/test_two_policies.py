@@ -89,9 +89,11 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
     for step in range(1, 4):
         batch = stage(step)
         for name, learner in run.learners.items():
-            groups = run.groups_of(name, batch) if set(settings.agents) == {"solver", "verifier1"} else [
-                g for g in batch.groups if g.agent in settings.agents
-            ]
+            groups = (
+                run.groups_of(name, batch)
+                if set(settings.agents) == {"solver", "verifier1"}
+                else [g for g in batch.groups if g.agent in settings.agents]
+            )
             credited = credit(groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
             work = mini_batches(credited, groups, settings.trainer.updates_per_step, seed=0, step=step)
             stats = train_step(learner, share(work, run.share_of_this_rank))
@@ -122,7 +124,12 @@ def test_two_policies_train_as_two_runs_bit_for_bit(tmp_path: Path, monkeypatch:
         alone = trained(config(name), models, tmp_path / "run")
         assert largest_difference(alone[name], both[name]) == 0.0
     start = Learner(
-        config("a").policies["a"], models["a"], objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=1,
-        total_steps=1, seed=0,
+        config("a").policies["a"],
+        models["a"],
+        objective=PolicyObjective(),
+        mpt=MptConfig(scope="off"),
+        num_agents=1,
+        total_steps=1,
+        seed=0,
     )
     assert largest_difference(weights(start), both["a"]) > 1e-3

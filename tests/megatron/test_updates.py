@@ -45,7 +45,12 @@ def update(samples: list[TrainSequence], cuts: int = 1) -> Update:
 
 
 def plain_updates(
-    folder: Path, parts: list[list[TrainSequence]], *, kl: str = "none", kl_coef: float = 0.0, reference: Path | None = None
+    folder: Path,
+    parts: list[list[TrainSequence]],
+    *,
+    kl: str = "none",
+    kl_coef: float = 0.0,
+    reference: Path | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float], int, float]:
     """(weights after, losses, gradient norms, clipped tokens, sum of the KL estimate), one sequence at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -65,9 +70,7 @@ def plain_updates(
         for sample in part:
             logp = hf_logprobs(model, sample)[0]
             ratio = (logp - old[sample.uid]).exp()
-            surrogate = torch.minimum(
-                ratio * sample.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * sample.advantage
-            )
+            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * sample.advantage)
             clipped += int((surrogate < ratio * sample.advantage).sum())
             x = logp - of_reference[sample.uid]
             term = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[kl]

@@ -100,7 +100,7 @@ def replay_experts(
             (policies.<name>.recompute=full).
     """
     replayers = {
-        layer: _Replayer([each and each[layer] for each in choices], num_experts, recomputes_layers)
+        layer: _Replayer([each[layer] if each else None for each in choices], num_experts, recomputes_layers)
         for layer in _routers(model)
     }
     with _installed(model, replayers):
