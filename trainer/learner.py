@@ -386,8 +386,7 @@ class Learner:
         if self._router_replay == "none":
             return self._schedule(forward_step, data, forward_only=False), None
         choices = [each.experts for each in fixed]
-        again = self._policy.recompute == "full"
-        with replay_experts(self._model, choices, self._num_experts, recomputes_layers=again) as replayed:
+        with replay_experts(self._model, choices, self._num_experts) as replayed:
             results = self._schedule(forward_step, data, forward_only=False)
         return results, replayed.counts()
 

@@ -89,19 +89,13 @@ def record_experts(model: torch.nn.Module, num_experts: int) -> Iterator[Recorde
 
 
 @contextmanager
-def replay_experts(
-    model: torch.nn.Module, choices: Sequence[Choices | None], num_experts: int, *, recomputes_layers: bool
-) -> Iterator[Replayed]:
+def replay_experts(model: torch.nn.Module, choices: Sequence[Choices | None], num_experts: int) -> Iterator[Replayed]:
     """Force choices[i] in the i-th micro-batch that runs forward in the body, and in its recomputation.
 
-    Args:
-        choices: None leaves a micro-batch to the router.
-        recomputes_layers: whole layers run again in the backward, after a first run without gradients
-            (policies.<name>.recompute=full).
+    None leaves a micro-batch to the router.
     """
     replayers = {
-        layer: _Replayer([each[layer] if each else None for each in choices], num_experts, recomputes_layers)
-        for layer in _routers(model)
+        layer: _Replayer([each[layer] if each else None for each in choices], num_experts) for layer in _routers(model)
     }
     with _installed(model, replayers):
         yield Replayed(replayers)
@@ -159,16 +153,18 @@ class _Recorder:
 class _Replayer:
     """Stands in a router's `router_replay`: gives the recorded experts the router's own scores."""
 
-    def __init__(self, choices: list[Tensor | None], num_experts: int, recomputes_layers: bool) -> None:
-        self.choices, self.num_experts, self.recomputes_layers = choices, num_experts, recomputes_layers
-        self.num_first = self.num_again = 0  # micro-batches run forward, and run again in the backward: both in order
+    def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
+        self.choices, self.num_experts = choices, num_experts
+        # Micro-batches run forward; of these, run without gradients, as a layer is that will run again in the backward;
+        # run again. All in order.
+        self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool a micro-batch
         self.is_forced: list[Tensor] = []
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
     ) -> tuple[Tensor, Tensor]:
-        is_again = self.recomputes_layers and torch.is_grad_enabled()
+        is_again = torch.is_grad_enabled() and self.num_again < self.num_without_gradients
         choice = self.choices[self.num_again if is_again else self.num_first]
         with torch.no_grad():
             _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
@@ -179,6 +175,7 @@ class _Replayer:
             self.num_again += 1
         else:
             self.num_first += 1
+            self.num_without_gradients += not torch.is_grad_enabled()
             self.differ.append((own.sort(-1).values != experts.sort(-1).values).any(-1))
             self.is_forced.append(is_forced)
         return scores.gather(1, experts), experts
