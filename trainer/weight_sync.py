@@ -67,7 +67,7 @@ class SyncReport:
     max_probe_difference: nats, over the tokens compared; None where the probe was not due (sync.verify_every).
     num_probe_tokens: how many log-probs were compared, per engine.
     seconds_of: `seconds` by part: export (the trainer's tensors gathered), checksum (of what was sent), write, load
-        (every engine, its checksums among it), probe (both sides).
+        (every engine), engine_checksum (the slowest engine's), probe.
     """
 
     version: int
@@ -115,13 +115,13 @@ class WeightSync:
         tolerance: float = 1e-4,
         verify_every: int = 1,
         directory: str | Path | None = None,
-        num_bytes: int | None = None,
+        num_elements: int | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Make a private directory for the files, in /dev/shm where there is one (directory None).
 
         Args:
-            num_bytes: of a whole version, where it is known beforehand: room for it is checked before the first byte.
+            num_elements: of the whole model, where it is known beforehand: room for it is checked before the first byte.
             shard_bytes: of one file, about.
 
         The engines score the probe once now, so that its prefix is in their caches when the first update comes: a
@@ -130,14 +130,14 @@ class WeightSync:
         self._pool = pool
         self._tolerance = tolerance
         self._verify_every = verify_every
-        self._probe = probe_sequences(vocab_size)
+        self.probe = probe_sequences(vocab_size)
         self._dtype = _DTYPES[pool.infos()[0].dtype]
         parent = directory or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self._directory = Path(tempfile.mkdtemp(prefix="marsrl-weights-", dir=parent))
-        self._num_bytes = num_bytes or 0
+        self._num_bytes = (num_elements or 0) * self._dtype.itemsize
         self._shard_bytes = shard_bytes
         try:
-            pool.score(self._probe)
+            pool.score(self.probe)
         except BaseException:
             self.close()
             raise
@@ -162,12 +162,13 @@ class WeightSync:
         path, expected = self._write(tensors, version, clock)
         with clock.of("load"):
             receipts = self._pool.update_weights(WeightUpdate(str(path), version))
+        clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in receipts))
         for engine, receipt in enumerate(receipts):
             _compare(expected, receipt, version, engine)
         difference, num_compared = None, 0
         if probe is not None and version % self._verify_every == 0:
             with clock.of("probe"):
-                difference, num_compared = self._compare_probe(probe(self._probe), version)
+                difference, num_compared = self._compare_probe(probe(self.probe), version)
         self._remove_all_but(path)
         return SyncReport(
             version, clock.total, self._num_bytes, len(expected), difference, num_compared, clock.seconds_of
@@ -220,7 +221,7 @@ class WeightSync:
                 "sync.tolerance, or compare less often (sync.verify_every): the checksums of every tensor agreed"
             )
         worst = 0.0
-        for engine, scores in enumerate(self._pool.score(self._probe)):
+        for engine, scores in enumerate(self._pool.score(self.probe)):
             for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
                 if ours.num_certain == 0:
                     continue
@@ -260,6 +261,12 @@ class _Clock:
             elapsed = time.perf_counter() - start
             self.seconds_of[part] = self.seconds_of.get(part, 0.0) + elapsed - self._inside.pop()
             self._inside[-1] += elapsed
+
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """Book a share of one part under another."""
+        seconds = min(seconds, self.seconds_of[part])
+        self.seconds_of[part] -= seconds
+        self.seconds_of[to] = self.seconds_of.get(to, 0.0) + seconds
 
     def timed(self, part: str, items: Iterator[_T]) -> Iterator[_T]:
         """The items; the time until each of them is there counts for `part`."""

@@ -125,7 +125,7 @@ def test_no_room_is_told_before_anything_is_written(sync, tensors, tmp_path, mon
 
 def test_the_parts_of_a_sync_add_up(sync, tensors, checkpoint, judge):
     report = sync.publish(tensors.items(), 0, lambda seqs: judge.probe(checkpoint("qwen3"), None, list(seqs)))
-    assert set(report.seconds_of) == {"export", "checksum", "write", "load", "probe"}
+    assert set(report.seconds_of) == {"export", "checksum", "write", "load", "engine_checksum", "probe"}
     assert 0.5 * report.seconds < sum(report.seconds_of.values()) <= report.seconds
 
 
