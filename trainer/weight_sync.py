@@ -104,7 +104,9 @@ class WeightSync:
     """Publishes one policy's weights to its engines and verifies every publish.
 
     sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
-    report = sync.publish(hf_tensors(), version=1, probe_logprobs=learner.score)
+    report = sync.publish(hf_tensors(), version=1, probe=scores_of_the_trainer)
+
+    probe: the sequences that trainer and engines are compared on.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ def make_openai_pool(
         ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
         RuntimeError: httpx is not installed.
     """
-    _require("httpx", f"policies.{policy}.engine=openai", "install httpx")
+    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
