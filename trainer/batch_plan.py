@@ -46,7 +46,7 @@ def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> B
         ValueError: the layout does not divide the number of ranks.
     """
     rollout = config.rollout
-    layout = next(iter(config.policies.values())).layout
+    layout = next(iter(config.trained_policies.values())).layout
     cut = layout.tensor * layout.pipeline * layout.context
     if world_size % cut:
         raise ValueError(

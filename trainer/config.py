@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -74,6 +74,12 @@ class PolicyConfig(Settings):
         "none",
         description="frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory",
     )
+    frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
+    engine: Literal["openai"] | None = Field(
+        None,
+        description="openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine",
+    )
+    openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")
 
 
 class CreditConfig(Settings):
@@ -128,6 +134,9 @@ class TrainerConfig(Settings):
 
 class SyncConfig(Settings):
     backend: Literal["shm"] = "shm"
+    directory: str | None = Field(
+        None, description="where the weights of a version are written for the engines; default: /dev/shm"
+    )
     verify_every: int = Field(
         1, gt=0, description="versions between probe comparisons; checksums are compared every time"
     )
@@ -184,13 +193,31 @@ class RunConfig(Settings):
     sync: SyncConfig = SyncConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 
+    @property
+    def trained_policies(self) -> dict[str, PolicyConfig]:
+        """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
+        return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
+        for name, policy in self.policies.items():
+            _check_policy(f"policies.{name}", policy)
+        if not self.trained_policies:
+            raise ValueError(
+                f"policies: every one is frozen ({', '.join(self.policies)}), and nothing is left to train"
+            )
         trained = [n for n in self.agents if self.credit.train_agents == "all" or n in self.credit.train_agents]
         for name, agent in self.agents.items():
             if agent.policy not in self.policies:
                 raise ValueError(
                     f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(self.policies)})"
+                )
+            if name in trained and self.policies[agent.policy].frozen:
+                raise ValueError(
+                    f"agents.{name} is trained, but its policy {agent.policy} is frozen"
+                    f"{' and served by policies.' + agent.policy + '.openai' if self.policies[agent.policy].openai else ''}"
+                    f": name the agents to train in credit.train_agents (now {_listed(self.credit.train_agents)}), "
+                    f"without {name}"
                 )
             if name in trained and (agent.top_p != 1 or agent.top_k != -1):
                 raise ValueError(
@@ -229,3 +256,26 @@ class RunConfig(Settings):
                 "of a rollout instance in one step: set rollout.pipeline=trajectory"
             )
         return self
+
+
+def _check_policy(key: str, policy: PolicyConfig) -> None:
+    if (policy.engine == "openai") != (policy.openai is not None):
+        raise ValueError(
+            f"{key}: engine=openai and the section openai (base_url, model) go together; found engine={policy.engine} "
+            f"and {'the' if policy.openai else 'no'} section"
+        )
+    if policy.engine == "openai" and not policy.frozen:
+        raise ValueError(
+            f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the "
+            "log-probs of the distribution that it drew from, and takes no new weights; set frozen=true and leave its "
+            "agents out of credit.train_agents"
+        )
+    if policy.frozen and policy.model is None:
+        raise ValueError(
+            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai its tokenizer and chat "
+            "template are enough)"
+        )
+
+
+def _listed(names: str | tuple[str, ...]) -> str:
+    return names if isinstance(names, str) else ", ".join(names)

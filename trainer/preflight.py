@@ -65,15 +65,18 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
     config = with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
+        if policy.engine == "openai":
+            continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:
             shape = read_shape(policy.model)
-            check(resolve(policy.layout), shape, world_size)
-            if config.trainer.router_replay != "none" and not shape.num_experts:
-                raise ConfigError(
-                    f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
-                    f"{shape.architecture} without experts; set it to none"
-                )
-            _check_reference(config, name, shape, world_size)
+            if not policy.frozen:
+                check(resolve(policy.layout), shape, world_size)
+                if config.trainer.router_replay != "none" and not shape.num_experts:
+                    raise ConfigError(
+                        f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
+                        f"{shape.architecture} without experts; set it to none"
+                    )
+                _check_reference(config, name, shape, world_size)
             config = within_positions(config, name, shape.max_positions)
         elif config.task != "arithmetic":
             raise ConfigError(

@@ -76,7 +76,7 @@ class Run:
         self.driver = driver
         self.started = started
         self.agents = config.agents
-        self.versions = dict.fromkeys(learners, 0)
+        self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
         self.consumed_version = (
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
@@ -117,7 +117,7 @@ class Run:
         restored = load_checkpoint(self.directory, self.learners) if self.config.run.resume == "auto" else None
         if restored is not None:
             self.step = restored.step
-            self.versions = restored.versions
+            self.versions = {**self.versions, **restored.versions}
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.metrics = MetricsLog(
@@ -143,7 +143,7 @@ class Run:
 
     def play(self) -> Batch | None:
         """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
-        self.consumed_version = max(self.versions.values())
+        self.consumed_version = max(self.versions[policy] for policy in self.learners)
         if self.driver is None:
             return None
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
@@ -224,6 +224,7 @@ class Run:
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
             verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+            frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         total = sum(self.seconds.values())

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import Engine
 
@@ -127,6 +127,23 @@ def make_pool(
         address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
     )
     return EnginePool(RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0), policy)
+
+
+def make_openai_pool(
+    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float, max_model_len: int
+) -> EnginePool:
+    """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
+
+    Raises:
+        ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
+        RuntimeError: httpx is not installed.
+    """
+    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.rollout.engines.openai_engine import OpenAIEngine
+
+    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), deadline_s=deadline_s, max_model_len=max_model_len)
+    return EnginePool(LocalReplicas([engine]), policy)
 
 
 def _require(module: str, setting: str, remedy: str) -> None:
