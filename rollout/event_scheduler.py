@@ -146,6 +146,11 @@ class EventScheduler(Ledger):
         for policy, requests in by_policy.items():
             self.team.pools[policy].submit(requests, version=self.versions[policy])
 
+    @property
+    def is_decoding(self) -> bool:
+        """Do engines have something of ours?"""
+        return any(pool.num_under_way for pool in self.team.pools.values())
+
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Results that the engines have, waiting timeout_s at most for the first. The books are not touched."""
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
