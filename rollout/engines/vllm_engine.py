@@ -98,7 +98,7 @@ class VllmEngine:
 
         if threads is not None and current_platform.is_cpu():
             torch.set_num_threads(threads)
-        self._dtype = options.dtype or dtype
+        self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
         self._version = version
         self._deadline_s = deadline_s
@@ -113,7 +113,7 @@ class VllmEngine:
         self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
             model=str(model_dir),
-            dtype=self._dtype,
+            dtype=self._dtype,  # type: ignore[arg-type]  # a Literal of the same words
             seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -125,7 +125,7 @@ class VllmEngine:
             logits_processors=["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
             **(_cpu_arguments(options) if current_platform.is_cpu() else _gpu_arguments(options)),
         )
-        self._core = self._llm.llm_engine
+        self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         logging.getLogger("vllm").setLevel(logging.ERROR)
 

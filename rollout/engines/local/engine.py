@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsrl.kernels import attention_varlen
+from marsrl.kernels import attention_decode, attention_varlen
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
@@ -246,15 +246,14 @@ class LocalEngine:
         longest = int(lengths.max()) + 1
         cache.grow(longest)
         row = torch.arange(len(tokens), device=self._device)
-        mask = torch.arange(longest, device=self._device) <= lengths[:, None]  # [B, longest]
+        num_known = lengths + 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = cache.keys[layer], cache.values[layer]
             keys[row, :, lengths] = k
             values[row, :, lengths] = v
-            known = keys[:, :, :longest], values[:, :, :longest]
-            out = F.scaled_dot_product_attention(q[:, :, None], *known, attn_mask=mask[:, None, None], enable_gqa=True)
-            return out[:, :, 0]
+            known = (cache[:, :, :longest].transpose(1, 2) for cache in (keys, values))
+            return attention_decode(q, *known, num_known)
 
         return self._model.forward(tokens, lengths, attend)
 
