@@ -72,7 +72,7 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         kind=loss.kind,
         correction=loss.correction,
         correction_low=loss.correction_low,
-        correction_high=loss.correction_high,
+        correction_high=loss.upper_bound,
         entropy_coef=loss.entropy_coef,
     )
     return Learner(
