@@ -15,6 +15,7 @@ import torch
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.build import make_openai_pool, make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
@@ -79,7 +80,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
         kind=loss.kind,
         correction=loss.correction,
         correction_low=loss.correction_low,
-        correction_high=loss.correction_high,
+        correction_high=loss.upper_bound,
         kl=loss.kl,
         kl_coef=loss.kl_coef,
         entropy_coef=loss.entropy_coef,
@@ -118,7 +119,9 @@ def _driver(checked: Checked, directory: RunDirectory, models: dict[str, str], c
             stack.callback(sync.close)
             syncs[name] = sync
         source = checked.task.problems(config.run.seed)
-        scheduler = Scheduler(config.rollout, team, source, seed=config.run.seed)
+        kind = BackgroundScheduler if config.rollout.overlap else Scheduler
+        scheduler = kind(config.rollout, team, source, seed=config.run.seed)
+        stack.callback(scheduler.close)
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
         )

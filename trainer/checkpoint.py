@@ -14,20 +14,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from marsrl.rollout.scheduler import SchedulerState
+from marsrl.rollout.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.collective import barrier, rank
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.run_directory import RunDirectory, sync_tree, write_atomically, write_json
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutState:
-    """What rank 0 keeps: the scheduler between two stages, and where the problem source stands."""
-
-    scheduler: SchedulerState
-    source: CursorState
 
 
 @dataclass(frozen=True, slots=True)

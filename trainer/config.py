@@ -101,13 +101,27 @@ class LossConfig(Settings):
     ratio: Literal["token", "sequence"] = "token"
     kind: Literal["clip", "cispo"] = "clip"
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    correction_low: float = Field(0.5, ge=0)
-    correction_high: float = Field(2.0, gt=0)
+    correction_low: float = Field(0.5, ge=0, description="icepop and sequence_mask; of p_trainer / p_rollout")
+    correction_high: float | None = Field(None, gt=0, description="default: 2 (tis, sequence_mask), 5 (icepop)")
     kl: Literal["none", "k1", "k2", "k3"] = Field(
         "none", description="estimate of KL(policy || policies.<name>.reference)"
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
     entropy_coef: float = 0.0
+
+    @model_validator(mode="after")
+    def _correction_corrects(self) -> LossConfig:
+        if self.old_policy == "sais" and self.correction != "none":
+            raise ValueError(
+                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is to the "
+                "rollout's own log-probs already: set loss.correction=none, or loss.old_policy=pois or recompute"
+            )
+        return self
+
+    @property
+    def upper_bound(self) -> float:
+        """correction_high, or its default."""
+        return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)
 
 
 class MptConfig(Settings):

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -149,11 +149,14 @@ class WeightSync:
         tensors: Iterable[tuple[str, Tensor]],
         version: int,
         probe: Callable[[Sequence[IntArray]], Sequence[ProbeScore]] | None,
+        engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> SyncReport:
         """Send HF-named tensors to every engine as `version` and verify what arrived.
 
         Args:
             probe: the trainer's scores of the given sequences at temperature 1; None skips the comparison.
+            engines_at_rest: in its body, which begins when the file is there, the engines decode nothing; it ends when
+                the new weights are proven.
 
         Raises:
             RuntimeError: the files cannot be written, an engine holds other numbers than were sent (the tensors are
@@ -162,15 +165,16 @@ class WeightSync:
         """
         clock = _Clock()
         path, expected = self._write(tensors, version, clock)
-        with clock.of("load"):
-            receipts = self._pool.update_weights(WeightUpdate(str(path), version))
-        clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in receipts))
-        for engine, receipt in enumerate(receipts):
-            _compare(expected, receipt, version, engine)
-        difference, num_compared = None, 0
-        if probe is not None and version % self._verify_every == 0:
-            with clock.of("probe"):
-                difference, num_compared = self._compare_probe(probe(self.probe), version)
+        with engines_at_rest:
+            with clock.of("load"):
+                receipts = self._pool.update_weights(WeightUpdate(str(path), version))
+            clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in receipts))
+            for engine, receipt in enumerate(receipts):
+                _compare(expected, receipt, version, engine)
+            difference, num_compared = None, 0
+            if probe is not None and version % self._verify_every == 0:
+                with clock.of("probe"):
+                    difference, num_compared = self._compare_probe(probe(self.probe), version)
         self._remove_all_but(path)
         return SyncReport(
             version, clock.total, self._num_bytes, len(expected), difference, num_compared, clock.seconds_of

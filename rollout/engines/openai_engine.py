@@ -36,6 +36,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _VERSION = 0  # of weights that never change
@@ -134,23 +135,7 @@ class OpenAIEngine:
             WrongVersion: another version than 0.
             TimeoutError: it took longer than deadline_s; nothing is left running.
         """
-        end = math.inf if self._deadline_s is None else time.monotonic() + self._deadline_s
-        results: dict[str, DecodeResult] = {}
-        try:
-            self.submit(requests, version=version)
-            while self._under_way:
-                results.update((r.uid, r) for r in self.collect(min(1.0, max(0.0, end - time.monotonic()))))
-                if self._under_way and time.monotonic() >= end:
-                    raise TimeoutError(
-                        f"OpenAIEngine: {len(self._under_way)} of {len(requests)} requests to {self._options.base_url} are "
-                        f"unanswered after rollout.deadline_s = {self._deadline_s:g} s; raise it, or ask for fewer or "
-                        "shorter completions"
-                    )
-        finally:
-            if self._under_way:
-                self.abort()
-                self.collect(0.0)
-        return [results[request.uid] for request in requests]
+        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Queue requests; uids under way are different ones."""
