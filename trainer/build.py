@@ -22,10 +22,11 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.batch_plan import longest_sequence
-from marsrl.trainer.collective import broadcast_bytes, rank
+from marsrl.trainer.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
+from marsrl.trainer.heartbeat import heartbeat
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.layout import resolve
@@ -62,6 +63,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
         driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
+        if world_size() > 1:
+            stack.enter_context(heartbeat())  # entered last, left first: closing engines may take its time
         yield Run(config, directory, console, learners, driver, started)
 
 

@@ -17,13 +17,19 @@ class RunSection(Settings):
     dir: str = Field("runs", description="where run directories go")
     steps: int = Field(32, gt=0, description="policy updates")
     seed: int = Field(0, ge=0, description="every generator of the run derives from it")
-    resume: Annotated[Literal["off", "auto"], OFF] = Field(
-        "off", description="auto: go on from the last whole checkpoint of run.name"
+    resume: Annotated[Literal["off", "auto", "previous"], OFF] = Field(
+        "off",
+        description="auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the "
+        "newest whole one then",
     )
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: int = Field(0, ge=0, description="steps between evaluations on the way; 0 = none")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")
-    keep_checkpoints: int = Field(2, gt=0, description="how many checkpoints stay")
+    keep_checkpoints: int = Field(2, gt=0, description="how many of the last checkpoints stay")
+    keep_every: int = Field(0, ge=0, description="checkpoints of steps divisible by it stay too; 0 = none")
+    async_checkpoint: bool = Field(
+        False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
+    )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
 

@@ -30,8 +30,10 @@ from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.packing import PackedBatch
+from marsrl.trainer.run_directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+    from marsrl.trainer.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
     from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
 
@@ -246,19 +248,25 @@ class Learner:
     def save(self, folder: str | Path) -> None:
         """Model, optimizer and step as a Megatron distributed checkpoint, in a new or empty directory.
 
-        The processes that write are forked: scripts that call this guard their `__main__`.
+        Raises:
+            RuntimeError: on all ranks, naming the one that could not write and why.
         """
-        from megatron.core import dist_checkpointing
+        pending = self.begin_save(Path(folder), copy=False)
+        pending.write()
+        pending.finish(f"learner: {folder} was not saved")
+        dist.barrier()
 
-        folder = Path(folder)
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
-        if dist.get_rank() == 0:
+    def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
+        """Plan a save into `folder`; with copy=True the rest of it may run beside training."""
+        from marsrl.trainer.megatron.checkpoint_store import begin_save
+
+        num_steps = self.num_steps
+
+        def write_files(folder: Path) -> None:
             copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
-            (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
-        dist.barrier()
+            write_json(folder / "learner.json", {"num_steps": num_steps})
+
+        return begin_save(self._checkpoint_state(is_loading=False), folder, write_files, copy=copy)
 
     def load(self, folder: str | Path) -> None:
         """Restore what save() wrote; under the same layout training goes on bit for bit.
@@ -266,13 +274,16 @@ class Learner:
         Raises:
             ValueError: the directory is not a whole checkpoint; with the file that is missing.
         """
-        from megatron.core import dist_checkpointing
+        from marsrl.trainer.megatron.checkpoint_store import load
 
         folder = Path(folder)
         if not (folder / "learner.json").is_file():
             raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
-        state = dist_checkpointing.load(self._checkpoint_state(is_loading=True), str(folder))
-        self._model.load_state_dict(state["model"])
+        state = load(self._checkpoint_state(is_loading=True), folder)
+        missing, unknown = self._model.load_state_dict(state["model"], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        if missing or unknown:
+            raise ValueError(f"learner: {folder} lacks {missing} and has {unknown} that the model does not know")
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(json.loads((folder / "learner.json").read_text(encoding="utf-8"))["num_steps"])
 
@@ -486,7 +497,9 @@ class Learner:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        model = self._model.sharded_state_dict(metadata=metadata)
+        from marsrl.trainer.megatron.checkpoint_store import drop_extra_state
+
+        model = drop_extra_state(self._model.sharded_state_dict(metadata=metadata))
         return {
             "model": model,
             "optimizer": self._optimizer.sharded_state_dict(model, metadata, is_loading=is_loading),

@@ -32,7 +32,7 @@ def train(run: Run) -> None:
                 updates = share(work, run.share_of_this_rank)
             with run.timed("step"):
                 stats = train_step(learner, updates)
-                run.note_step(policy, stats)
+                run.note_step(policy, stats, work)
             if stats.is_updated:
                 with run.timed("publish"):
                     run.publish(policy)  # version + 1, engines hold it and have proven it
