@@ -50,12 +50,14 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     read = reads_of_this_process()
     learner = Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
     loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
-    samples = sequences(SAMPLES)
+    samples = sequences(SAMPLES, multiple=4)
     batches = [
         pack(samples[::2], align=2),
         pack(samples[1::2], align=2),
     ]  # the same two, so that the router loss agrees
-    ranks_of_data = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    ranks_of_data = dist.get_world_size() // (
+        layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
+    )
     mine = batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
     untouched = dict(learner.export())
     stats = []
