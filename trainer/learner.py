@@ -96,6 +96,11 @@ class Learner:
                 f"layout.context is {layout.context}, but loss.ratio={objective.ratio} with loss.correction="
                 f"{objective.correction} needs whole sequences on a rank; set 1, or per-token choices of both"
             )
+        if policy.optimizer.offload and not torch.cuda.is_available():
+            raise ValueError(
+                "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no "
+                "CUDA device here, where the state is in host memory anyway; set false"
+            )
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -208,10 +213,12 @@ class Learner:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
+        self._optimizer.gather_weights()
         return self._converter.export()
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""
+        self._optimizer.gather_weights()
         self._converter.save_hf(folder, self._model_dir)
 
     def save(self, folder: str | Path) -> None:
@@ -221,6 +228,7 @@ class Learner:
         """
         from megatron.core import dist_checkpointing
 
+        self._optimizer.gather_weights()
         folder = Path(folder)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)

@@ -128,9 +128,16 @@ def build_model(
     wrapped = Float16Module(config, model) if config.bf16 else model
     ddp = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=policy.optimizer.distributed,
+            overlap_grad_reduce=policy.optimizer.overlap_grad_reduce,
+            overlap_param_gather=policy.optimizer.overlap_param_gather,
+        ),
         wrapped,
     )
+    if policy.optimizer.overlap_grad_reduce:
+        config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
     # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
