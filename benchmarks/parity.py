@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def samples() -> list[Any]:
         n = total - prompt
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
-        tokens = rng.integers(3, 323, total).astype(np.int32)
+        tokens = rng.integers(0, 256, total).astype(np.int32)  # 256 is the padding token, which transformers does not train
         out.append(
             TrainSequence(
                 uid=f"s{i}",
@@ -108,7 +110,8 @@ def samples() -> list[Any]:
     return out
 
 
-MPT = {"scope": "sample", "entropy": 5.2, "probability": 0.006}
+# Far, for float32, from the entropies and probabilities that the model has: four of the eight positive samples are masked.
+MPT = {"scope": "sample", "entropy": 5.702, "probability": 0.004}
 
 
 def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
@@ -230,7 +233,7 @@ def worker(folder: Path, names: list[str]) -> None:
             continue
         begin = time.perf_counter()
         found = train(str(folder / "model"), case, sequences)
-        if dist.is_initialized() and dist.get_rank() != 0 or "RANK" in os.environ and os.environ["RANK"] != "0":
+        if os.environ["RANK"] != "0":
             continue
         line: dict[str, Any] = {"layout": case.name, "seconds": time.perf_counter() - begin}
         if "refused" in found:
@@ -272,6 +275,8 @@ def main() -> int:
         parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(known)}")
     begin = time.perf_counter()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
     from marsrl.trainer.init_model import InitShape, init_model
     from marsrl.trainer.share import Work
@@ -293,10 +298,13 @@ def main() -> int:
         command += ["--nproc-per-node", str(WORLD), __file__, "--worker", str(folder)]
         command += ["--only", *arguments.only] if arguments.only else []
         keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-        done = subprocess.run(command, env={**keep, "OMP_NUM_THREADS": "1"})
+        with (folder / "stderr").open("wb") as noise:  # warnings of four ranks
+            done = subprocess.run(command, env={**keep, "OMP_NUM_THREADS": "1"}, stderr=noise)
         lines = [first]
         if done.returncode == 0:
             lines += json.loads((folder / "report.json").read_text("utf-8"))
+        else:
+            print((folder / "stderr").read_text("utf-8", errors="replace")[-6000:])
     for what, why in NOT_RUN.items():
         print(f"{what:38s}not run here: {why}")
     failed = sum(not line["is_ok"] for line in lines) + (done.returncode != 0)
