@@ -25,7 +25,9 @@ from marsrl.trainer.megatron.mapping import padded_rows
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    # Norms, and of a dense layer the whole MLP; experts.py adds their activation. Fused attention keeps no scores, so
+    # that its recomputation would buy little.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
