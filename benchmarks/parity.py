@@ -93,7 +93,9 @@ def samples() -> list[Any]:
         n = total - prompt
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
-        tokens = rng.integers(0, 256, total).astype(np.int32)  # 256 is the padding token, which transformers does not train
+        tokens = rng.integers(0, 256, total).astype(
+            np.int32
+        )  # 256 is the padding token, which transformers does not train
         out.append(
             TrainSequence(
                 uid=f"s{i}",
