@@ -67,6 +67,18 @@ class OptimizerConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0, description="global gradient norm")
     offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
+    distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
+    overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
+    overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
+
+    @model_validator(mode="after")
+    def _overlap_is_possible(self) -> OptimizerConfig:
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError(
+                f"optimizer.overlap_param_gather needs optimizer.distributed (found {self.distributed}) and "
+                f"optimizer.overlap_grad_reduce (found {self.overlap_grad_reduce}); set both, or leave it off"
+            )
+        return self
 
 
 class PolicyConfig(Settings):

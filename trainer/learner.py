@@ -34,6 +34,7 @@ from marsrl.trainer.run_directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.megatron.checkpoint_store import PendingSave
+    from marsrl.trainer.megatron.context import ContextCut
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
     from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
 
@@ -105,6 +106,16 @@ class Learner:
         check(layout, shape, parallel.world_size())
         if router_replay != "none" and not shape.num_experts:
             raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
+        if layout.context > 1 and (objective.ratio == "sequence" or objective.correction == "sequence_mask"):
+            raise ValueError(
+                f"layout.context is {layout.context}, but loss.ratio={objective.ratio} with loss.correction="
+                f"{objective.correction} needs whole sequences on a rank; set 1, or per-token choices of both"
+            )
+        if policy.optimizer.offload and not torch.cuda.is_available():
+            raise ValueError(
+                "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no "
+                "CUDA device here, where the state is in host memory anyway; set false"
+            )
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -134,6 +145,7 @@ class Learner:
         self._is_last_stage = parallel_state.is_pipeline_last_stage()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        self._context_group = parallel_state.get_context_parallel_group()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
         has_cuda = torch.cuda.is_available()
@@ -194,7 +206,8 @@ class Learner:
             return self._stats(torch.zeros(self._num_sums), 0.0, lr, [], is_empty=True)
         if not normaliser > 0:
             raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
-        batches = [_on(batch, self._device) for batch in micro_batches]
+        cuts = self._cut(micro_batches)
+        batches = [each.batch for each in cuts]
         if fixed is None:
             fixed = self._fixed(batches, is_first=True)
         self._set_aux_scale(num_tokens)
@@ -206,7 +219,7 @@ class Learner:
         is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
-        logprobs = [result.policy.logprobs.cpu() for result in results]
+        logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
         return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite, replay=replay)
 
     def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
@@ -215,14 +228,14 @@ class Learner:
         is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
         """
         self._agree(batches)
-        return self._fixed([_on(batch, self._device) for batch in batches], is_first=is_first)
+        return self._fixed([each.batch for each in self._cut(batches)], is_first=is_first)
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask."""
         self._agree(batches)
-        outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
-        return [output.cpu() for output in outputs]
+        cuts = self._cut(batches)
+        return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
 
     @torch.no_grad()
     def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
@@ -235,14 +248,18 @@ class Learner:
 
         with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
             scores = self.score(batches)
-        return list(zip(scores, margins.of_batches([batch.num_tokens for batch in batches]), strict=True))
+        cuts = self._cut(batches)
+        found = margins.of_batches([each.batch.num_tokens for each in cuts])
+        return list(zip(scores, self._whole(cuts, found), strict=True))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
+        self._optimizer.gather_weights()
         return self._converter.export()
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""
+        self._optimizer.gather_weights()
         self._converter.save_hf(folder, self._model_dir)
 
     def save(self, folder: str | Path) -> None:
@@ -260,6 +277,7 @@ class Learner:
         """Plan a save into `folder`; with copy=True the rest of it may run beside training."""
         from marsrl.trainer.megatron.checkpoint_store import begin_save
 
+        self._optimizer.gather_weights()
         num_steps = self.num_steps
 
         def write_files(folder: Path) -> None:
@@ -292,6 +310,24 @@ class Learner:
         parallel.stop()
 
     # The pieces of a step.
+
+    def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
+        """This rank's part of each batch, which all context-parallel ranks were given, on the device."""
+        from marsrl.trainer.megatron.context import ContextCut, cut
+
+        size, align = self._layout.context, self.align
+        if size == 1:
+            whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
+            return [ContextCut(_on(batch, self._device), whole, batch.num_tokens) for batch in batches]
+        cuts = [cut(batch, self._context_group.rank(), size, align) for batch in batches]
+        return [dataclasses.replace(c, batch=_on(c.batch, self._device), rows=c.rows.to(self._device)) for c in cuts]
+
+    def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
+        """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
+        if self._layout.context == 1:
+            return [each.cpu() for each in values]
+        pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
+        return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
 
     def _agree(self, batches: Sequence[PackedBatch]) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
@@ -326,17 +362,18 @@ class Learner:
             )
         if most != fewest or most == 0:
             raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
-        copies = self._layout.tensor * self._layout.pipeline
+        copies = self._layout.tensor * self._layout.pipeline * self._layout.context
         return int(share[0]) // copies, int(share[1]) // copies
 
     def _set_aux_scale(self, num_tokens: int) -> None:
         """The router's balancing loss as the token-weighted mean over all micro-batches.
 
-        Without megatron's division by tokens it would be a sum over packed tokens; a tensor-parallel rank counts its
-        share of them only.
+        Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
+        counts its share of them only.
         """
         if self._policy.router_aux_loss > 0 and self._config.num_moe_experts:
-            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * self._layout.tensor / num_tokens
+            sharers = self._layout.tensor * self._layout.context
+            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * sharers / num_tokens
 
     @torch.no_grad()
     def _fixed(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
@@ -440,7 +477,7 @@ class Learner:
         largest = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._counts:
             for batch, result in zip(batches, results, strict=True):
-                head, biggest = _mismatch(batch, result)
+                head, biggest = _mismatch(batch, result, counts_samples=self._context_group.rank() == 0)
                 agents = [result.policy.agent_sums[name].double() for name in _KERNEL_SUMS]
                 total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
                 largest = torch.maximum(largest, biggest)
@@ -515,10 +552,13 @@ def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
 
 
-def _mismatch(batch: PackedBatch, result: HeadResult) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|."""
+def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:
+    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
+
+    counts_samples: False on all but one of the ranks that a sample is cut over.
+    """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    gated = zero if result.gate is None else result.gate.sum().double()
+    gated = result.gate.sum().double() if counts_samples and result.gate is not None else zero
     loss = result.policy.loss.detach().double()
     if batch.rollout_logprobs is None:
         return torch.stack([loss, gated, zero, zero, zero]), zero
