@@ -120,9 +120,7 @@ class CpuPolicyTerms:
             ctypes.byref(self._objective), ctypes.byref(self._tokens), address(rows.ids), rows.first, rows.count
         )
 
-    def in_one_walk(
-        self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, active: Tensor
-    ) -> LateCount:
+    def in_one_walk(self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, active: Tensor) -> LateCount:
         assert statistics.logprobs.data_ptr() == self._inputs.logprobs.data_ptr(), "terms of other log-probs"
         kept = library.cpu_library().marsrl_policy_rows(
             logits.data_ptr(),

@@ -70,9 +70,7 @@ class TermInputs:
 class RowsInOneWalk(Protocol):
     """Statistics, evaluation and gradients of a chunk in one call: each row while it is in the cache."""
 
-    def __call__(
-        self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, active: Tensor
-    ) -> LateCount:
+    def __call__(self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, active: Tensor) -> LateCount:
         """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other, in place.
 
         For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of TermInputs.
