@@ -56,12 +56,18 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             started = warm_start(config, checked.task, console)
         made = str(started.model_dir) if started is not None else ""
         models = {name: policy.model or made for name, policy in config.policies.items()}
-        learners = {name: _learner(config, name, models[name]) for name in config.policies}
+        references = {name: _reference(policy.reference, models[name]) for name, policy in config.policies.items()}
+        learners = {name: _learner(config, name, models[name], references[name]) for name in config.policies}
         driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
         yield Run(config, directory, console, learners, driver, started)
 
 
-def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
+def _reference(reference: str, model_dir: str) -> str | None:
+    """policies.<name>.reference as a directory."""
+    return {"none": None, "start": model_dir}.get(reference, reference)
+
+
+def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
     loss = config.loss
     objective = PolicyObjective(
         clip_low=loss.clip_low,
@@ -72,6 +78,8 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         correction=loss.correction,
         correction_low=loss.correction_low,
         correction_high=loss.correction_high,
+        kl=loss.kl,
+        kl_coef=loss.kl_coef,
         entropy_coef=loss.entropy_coef,
     )
     return Learner(
@@ -83,6 +91,8 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         total_steps=config.run.steps,
         seed=config.run.seed,
         old_policy=loss.old_policy,
+        router_replay=config.trainer.router_replay,
+        reference_dir=reference_dir,
     )
 
 

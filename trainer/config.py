@@ -70,6 +70,10 @@ class PolicyConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full"] = "none"
     router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
+    reference: str = Field(
+        "none",
+        description="frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory",
+    )
 
 
 class CreditConfig(Settings):
@@ -93,6 +97,10 @@ class LossConfig(Settings):
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     correction_low: float = Field(0.5, ge=0)
     correction_high: float = Field(2.0, gt=0)
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
+        "none", description="estimate of KL(policy || policies.<name>.reference)"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
     entropy_coef: float = 0.0
 
 
@@ -106,6 +114,12 @@ class MptConfig(Settings):
 
 class TrainerConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
+    updates_per_step: int = Field(1, gt=0, description="optimizer steps a step, each on its part of the step's groups")
+    router_replay: Literal["none", "recompute", "rollout"] = Field(
+        "none",
+        description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
+        "or those of decoding (rollout, R3; refused: no engine returns them)",
+    )
     max_bad_steps: int = Field(
         3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
     )
@@ -188,6 +202,26 @@ class RunConfig(Settings):
             for name in self.credit.train_agents:
                 if self.agents and name not in self.agents:
                     raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(self.agents)}")
+        if self.loss.kl == "none" and self.loss.kl_coef:
+            raise ValueError(f"loss.kl_coef is {self.loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+        for name, policy in self.policies.items():
+            if self.loss.kl != "none" and policy.reference == "none":
+                raise ValueError(
+                    f"loss.kl={self.loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
+                    "an HF directory"
+                )
+        if self.trainer.router_replay == "rollout":
+            reasons = {
+                "vllm": "vLLM 0.32 has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run "
+                "the sampler that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend",
+                "local": "the local engine keeps no record of them",
+                "scripted": "scripted completions come from no model",
+            }
+            raise ValueError(
+                f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
+                f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
+                "trainer.router_replay=recompute"
+            )
         whole = self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
         if whole and self.rollout.pipeline != "trajectory":
             raise ValueError(

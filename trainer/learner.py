@@ -25,6 +25,7 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.fixed import Fixed
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.megatron.layout import check, resolve
@@ -32,6 +33,7 @@ from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
+    from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
 
 _KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
 _OUR_SUMS = ("nll", "weighted_nll")
@@ -49,6 +51,8 @@ class StepStats:
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
+    num_updates: optimizer updates that changed the weights.
+    replay: how the forced experts compare with the router's own choice; None where none were forced.
     """
 
     loss: float
@@ -63,6 +67,8 @@ class StepStats:
     prob_diff_max: float
     k3: float
     logprobs: tuple[Tensor, ...]
+    num_updates: int = 0
+    replay: ReplayCounts | None = None
 
 
 class Learner:
@@ -79,17 +85,24 @@ class Learner:
         total_steps: int,
         seed: int,
         old_policy: Literal["pois", "sais", "recompute"] = "pois",
+        router_replay: Literal["none", "recompute", "rollout"] = "none",
+        reference_dir: str | Path | None = None,
     ) -> None:
         """Build the model on this layout's process groups (made here where there are none) and read its weights.
 
         mpt.probability replaces objective.mpt_probability; mpt.scope "off" turns the masking off.
+        reference_dir: weights of objective.kl's reference, frozen; read and held only where there is such a term.
 
         Raises:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
+        if objective.kl != "none" and reference_dir is None:
+            raise ValueError(f"learner: objective.kl is {objective.kl} and reference_dir is None; name its weights")
         shape = read_shape(model_dir)
         layout = resolve(policy.layout)
         check(layout, shape, parallel.world_size())
+        if router_replay != "none" and not shape.num_experts:
+            raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -98,7 +111,8 @@ class Learner:
         from marsrl.trainer.megatron.model import build_model
         from marsrl.trainer.megatron.optimizer import Optimizer
 
-        self._vocab_size = shape.vocab_size
+        self._vocab_size, self._num_experts = shape.vocab_size, shape.num_experts
+        self._router_replay = router_replay
         self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
         probability = None if mpt.scope == "off" else mpt.probability
         self._objective = dataclasses.replace(objective, mpt_probability=probability)
@@ -108,6 +122,12 @@ class Learner:
         self._converter.load(model_dir)
         self._optimizer = Optimizer(self._ddp, policy.optimizer, self._config.params_dtype)
         self._optimizer.reload_weights()
+        self._reference: Any = None
+        if objective.kl != "none":
+            from marsrl.trainer.megatron.reference import frozen_model
+
+            assert reference_dir is not None
+            self._reference = frozen_model(reference_dir, layout, policy)
         self._run_schedule = get_forward_backward_func()
         self._is_last_stage = parallel_state.is_pipeline_last_stage()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
@@ -116,7 +136,7 @@ class Learner:
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
         has_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-        self.num_steps = 0  # calls of step(), skipped and empty ones included: what the schedule counts
+        self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
 
     @property
     def align(self) -> int:
@@ -142,10 +162,20 @@ class Learner:
 
         return int(parallel_state.get_data_parallel_world_size())
 
-    def step(self, micro_batches: Sequence[PackedBatch], *, normaliser: float, lr: float | None = None) -> StepStats:
+    def step(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        *,
+        normaliser: float,
+        lr: float | None = None,
+        fixed: Sequence[Fixed] | None = None,
+        is_last: bool = True,
+    ) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
 
         lr: of this step, in place of the policy's schedule.
+        fixed: what fix() gave for the same micro-batches before the first of several updates (updates.py); None: now.
+        is_last: False where other updates of the same step follow, which share its learning rate.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
 
@@ -157,16 +187,17 @@ class Learner:
         if lr is None:
             lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
         num_trained, num_tokens = self._agree(micro_batches)
-        self.num_steps += 1
+        self.num_steps += is_last
         if num_trained == 0:
             return self._stats(torch.zeros(self._num_sums), 0.0, lr, [], is_empty=True)
         if not normaliser > 0:
             raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
         batches = [_on(batch, self._device) for batch in micro_batches]
-        old = self._old_logprobs(batches)
+        if fixed is None:
+            fixed = self._fixed(batches, is_first=True)
         self._set_aux_scale(num_tokens)
         self._optimizer.zero_grad()
-        results = self._forward_backward(batches, old, normaliser)
+        results, replay = self._forward_backward(batches, fixed, normaliser)
         sums, largest = self._reduced_sums(batches, results)
         raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
@@ -174,7 +205,15 @@ class Learner:
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
         logprobs = [result.policy.logprobs.cpu() for result in results]
-        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite)
+        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite, replay=replay)
+
+    def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        """What several updates of one step take as given, under the present weights: once, before the first of them.
+
+        is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
+        """
+        self._agree(batches)
+        return self._fixed([_on(batch, self._device) for batch in batches], is_first=is_first)
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -250,6 +289,8 @@ class Learner:
             problem = 1
         elif self._mpt.scope == "batch" and len(batches) > 1:
             problem = 2
+        elif self._router_replay == "rollout" and any(b.routed_experts is None and bool(b.mask.any()) for b in batches):
+            problem = 3
         counts = len(batches)
         trained = sum(int(batch.mask.sum()) for batch in batches)
         packed = sum(batch.num_tokens for batch in batches)
@@ -268,6 +309,10 @@ class Learner:
                 f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
                 f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
             )
+        if problem == 3:
+            raise ValueError(
+                "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
+            )
         if most != fewest or most == 0:
             raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
         copies = self._layout.tensor * self._layout.pipeline
@@ -282,36 +327,78 @@ class Learner:
         if self._policy.router_aux_loss > 0 and self._config.num_moe_experts:
             self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * self._layout.tensor / num_tokens
 
-    def _old_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
-        if self._old_policy == "pois":
-            return [None] * len(batches)
-        if self._old_policy == "recompute":
-            with torch.no_grad():
-                return list(self._forward(batches, "score"))
-        if any(batch.rollout_logprobs is None for batch in batches):
-            raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
-        return [batch.rollout_logprobs for batch in batches]
+    @torch.no_grad()
+    def _fixed(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        needs_old = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
+        scores, experts = self._score_and_experts(batches, needs_old)
+        old: Sequence[Tensor | None] = scores
+        if self._old_policy == "sais":
+            if any(batch.rollout_logprobs is None for batch in batches):
+                raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+            old = [batch.rollout_logprobs for batch in batches]
+        elif not needs_old:
+            old = [None] * len(batches)
+        reference: Sequence[Tensor | None] = [None] * len(batches)
+        if self._reference is not None:
+            reference = self._forward(batches, "score", self._reference)
+        return [Fixed(*each) for each in zip(old, reference, experts, strict=True)]
+
+    def _score_and_experts(
+        self, batches: Sequence[PackedBatch], needs_scores: bool
+    ) -> tuple[list[Tensor], Sequence[Choices | None]]:
+        """Log-probs where they are needed, and the experts to force: R2 records them in the same forward pass."""
+        none: Sequence[Choices | None] = [None] * len(batches)
+        if self._router_replay != "recompute":
+            return self._forward(batches, "score") if needs_scores else [], self._rollout_experts(batches) or none
+        from marsrl.trainer.megatron.router_replay import record_experts
+
+        with record_experts(self._model, self._num_experts) as recorded:
+            scores = self._forward(batches, "score")
+        return scores, recorded.of_batches(len(batches))
+
+    def _rollout_experts(self, batches: Sequence[PackedBatch]) -> Sequence[Choices | None]:
+        if self._router_replay != "rollout":
+            return []
+        from marsrl.trainer.megatron.router_replay import experts_of_rank
+
+        cut = self._layout.uses_sequence_parallel
+        experts = [batch.routed_experts for batch in batches]
+        return [None if each is None else experts_of_rank(self._model, each, sequence_parallel=cut) for each in experts]
 
     def _forward_backward(
-        self, batches: Sequence[PackedBatch], old: Sequence[Tensor | None], normaliser: float
-    ) -> list[HeadResult]:
-        """The results of this rank's micro-batches; empty before the last stage."""
+        self, batches: Sequence[PackedBatch], fixed: Sequence[Fixed], normaliser: float
+    ) -> tuple[list[HeadResult], ReplayCounts | None]:
+        """The results of this rank's micro-batches, empty before the last stage; what replaying experts changed."""
         from marsrl.trainer.megatron.head import LossInputs
+        from marsrl.trainer.megatron.router_replay import replay_experts
 
         def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
             batch, inputs = next(data)
             return model(batch, inputs), _loss_of
 
-        inputs = [LossInputs(self._objective, self._mpt, self._num_agents, normaliser, each) for each in old]
-        return self._schedule(forward_step, list(zip(batches, inputs, strict=True)), forward_only=False)
+        inputs = [
+            LossInputs(
+                self._objective, self._mpt, self._num_agents, normaliser, each.old_logprobs, each.reference_logprobs
+            )
+            for each in fixed
+        ]
+        data = list(zip(batches, inputs, strict=True))
+        if self._router_replay == "none":
+            return self._schedule(forward_step, data, forward_only=False), None
+        choices = [each.experts for each in fixed]
+        with replay_experts(self._model, choices, self._num_experts) as replayed:
+            results = self._schedule(forward_step, data, forward_only=False)
+        return results, replayed.counts()
 
-    def _forward(self, batches: Sequence[PackedBatch], what: Literal["score", "logits"]) -> list[Tensor]:
-        """Forward passes; the last stage's [T] log-probs on every stage."""
+    def _forward(
+        self, batches: Sequence[PackedBatch], what: Literal["score", "logits"], model: Any = None
+    ) -> list[Tensor]:
+        """Forward passes of `model` (None: the policy); the last stage's [T] log-probs on every stage."""
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
             return model(next(data), None, what), _as_it_is
 
-        outputs = self._schedule(forward_step, list(batches), forward_only=True)
+        outputs = self._schedule(forward_step, list(batches), forward_only=True, model=model)
         if self._layout.pipeline > 1:
             if not self._is_last_stage:
                 outputs = [torch.empty(batch.num_tokens, device=self._device) for batch in batches]
@@ -319,12 +406,12 @@ class Learner:
                 dist.broadcast(output, self._last_rank, group=self._pipeline_group)
         return outputs
 
-    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool) -> list[Any]:
+    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool, model: Any = None) -> list[Any]:
         first = data[0][0] if isinstance(data[0], tuple) else data[0]
         return self._run_schedule(
             forward_step_func=forward_step,
             data_iterator=iter(data),
-            model=[self._ddp],
+            model=[self._ddp if model is None else model],
             num_microbatches=len(data),
             seq_length=first.num_tokens,
             micro_batch_size=1,
@@ -367,6 +454,7 @@ class Learner:
         largest: float = 0.0,
         is_skipped: bool = False,
         is_empty: bool = False,
+        replay: ReplayCounts | None = None,
     ) -> StepStats:
         loss, gated, compared, difference, k3, *rest = sums.tolist()
         agents = range(0, len(rest), self._num_agents)
@@ -384,6 +472,8 @@ class Learner:
             prob_diff_max=largest if compared else math.nan,
             k3=k3 / compared if compared else math.nan,
             logprobs=tuple(logprobs),
+            num_updates=int(not (is_skipped or is_empty)),
+            replay=replay,
         )
 
     def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:

@@ -99,7 +99,8 @@ class Run:
     @property
     def keeps_zero(self) -> bool:
         """Samples with advantage 0 still have a gradient."""
-        return self.config.loss.entropy_coef != 0
+        loss = self.config.loss
+        return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -95,7 +95,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=60)
     assert not left
 
 

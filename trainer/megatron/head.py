@@ -24,13 +24,17 @@ from marsrl.trainer.packing import PackedBatch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the last stage needs beside the batch. old_logprobs [T] float32 nats, None: pseudo on-policy."""
+    """What the last stage needs beside the batch.
+
+    old_logprobs, reference_logprobs: [T] float32, nats; None: pseudo on-policy, no KL term.
+    """
 
     objective: PolicyObjective
     mpt: MptConfig
     num_agents: int
     normaliser: float
     old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ class PolicyModel(GPTModel):
             gate=gate,
             old_logprobs=loss.old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=loss.reference_logprobs,
             normaliser=loss.normaliser,
             temperature=batch.temperature,
             main_grad=self._main_grad(weight),
