@@ -260,7 +260,8 @@ class EventScheduler(Ledger):
         groups = tuple(sorted(state.closed, key=lambda group: group.group_id))
         metrics = {**self.counts, "rollout/stages": 1, "rollout/unfinished": self.num_unfinished}
         state.ready.append(Batch(groups, metrics))
-        state.closed, self.counts = [], Counter()
+        state.closed = []
+        self.counts = Counter[str]()
         self._begin_stage_if_due()
 
     def _is_stage_over(self) -> bool:

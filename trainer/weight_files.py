@@ -84,7 +84,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         for data in (len(text).to_bytes(8, "little"), text):
             _write(file.fileno(), memoryview(data))
         for tensor in tensors.values():
-            _write(file.fileno(), memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            _write(file.fileno(), memoryview(tensor.view(-1).view(torch.uint8).numpy().data))
 
 
 def _write(descriptor: int, data: memoryview) -> None:

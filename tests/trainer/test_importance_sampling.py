@@ -56,8 +56,13 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
     """moved: by how much the log-probs have risen since the step began."""
     batch = batch_of_versions()
     start = torch.full((batch.num_tokens,), TRAINER, dtype=torch.float64)
-    learner: Any = SimpleNamespace(_old_policy=settings.old_policy, _forward=lambda batches, what: [start])
-    (old,) = Learner._old_logprobs(learner, [batch])
+    learner: Any = SimpleNamespace(
+        _old_policy=settings.old_policy,
+        _reference=None,
+        _score_and_experts=lambda batches, needs_scores: ([start] if needs_scores else [], [None]),
+    )
+    (fixed,) = Learner._fixed(learner, [batch], is_first=True)
+    old = fixed.old_logprobs
     objective = PolicyObjective(
         correction=settings.correction,
         correction_low=settings.correction_low,

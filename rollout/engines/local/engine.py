@@ -141,7 +141,8 @@ class LocalEngine:
 
     def _admit(self) -> list[DecodeResult]:
         """Let submitted requests join the batch, as many as there is room for; the results of those refused."""
-        refused, joining = [], []
+        refused: list[DecodeResult] = []
+        joining: list[DecodeRequest] = []
         room = self._max_num_seqs - (self._batch.num_going if self._batch else 0)
         if room < min(len(self._inbox), self._max_num_seqs // 8):
             return []
