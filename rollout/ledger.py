@@ -85,13 +85,15 @@ class Ledger:
         seed: of the run; every request's and every pick's own seed derives from it.
     """
 
+    counts: Counter[str]  # metrics of the batch in the making
+
     def __init__(self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int) -> None:
         self.config = config
         self.team = team
         self.source = source
         self.seed = seed
         self.state = SchedulerState()
-        self.counts: Counter[str] = Counter()  # metrics of the batch in the making
+        self.counts = Counter()
 
     @property
     def num_unfinished(self) -> int:
