@@ -4,7 +4,9 @@
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
 for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
-the first, in standard errors), and what the agents reached.
+the first, in standard errors), and what the agents reached. The reward is told twice: of the Solver, whose inputs are
+the same all along, and over all samples, whose mix changes (the first steps have no Correctors, the last ones ask them
+about the errors that are left).
 """
 
 from __future__ import annotations
@@ -24,22 +26,29 @@ from marsrl.trainer.summary import Evaluation, Summary, load_summary
 MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
 
 
-def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, float]:
-    """One run; its summary and how many standard errors the reward rose by."""
+REWARDS = {"Solver's reward": "reward/solver/mean", "reward of all samples": "reward/all/mean"}
+
+
+def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str, float]]:
+    """One run; its summary and by how many standard errors each of REWARDS rose."""
     name = f"seed{seed}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
     subprocess.run(
         [*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL
     )
     directory = Path(folder) / name
-    rewards = [row.values.get("reward/all/mean") for row in read_metrics(directory / "metrics.jsonl")]
-    return load_summary(directory / "summary.json"), rise([r for r in rewards if r is not None])
+    rows = read_metrics(directory / "metrics.jsonl")
+    rises = {
+        label: rise([value for row in rows if (value := row.values.get(name)) is not None])
+        for label, name in REWARDS.items()
+    }
+    return load_summary(directory / "summary.json"), rises
 
 
 def rise(rewards: list[float]) -> float:
     """(mean of the last quarter of the steps - mean of the first) / its standard error; steps taken as independent.
 
-    rewards: of each step, the mean over the samples of all agents.
+    rewards: mean of each step that had any.
     """
     quarter = max(2, len(rewards) // 4)
     first, last = rewards[:quarter], rewards[-quarter:]
@@ -47,14 +56,14 @@ def rise(rewards: list[float]) -> float:
     return (statistics.fmean(last) - statistics.fmean(first)) / error if error else 0.0
 
 
-def verdicts(before: Evaluation, after: Evaluation, standard_errors: float) -> dict[str, bool]:
+def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
     """What is wanted of a seed, by name."""
 
     def gain(name: str) -> float:
         return (getattr(after, name).mean or 0.0) - (getattr(before, name).mean or 0.0)
 
     return {
-        "reward rises by 2 standard errors": standard_errors > 2,
+        **{f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()},
         "verifier +.05": gain("verifier") >= 0.05,
         "system above solver": (after.system.mean or 0.0) > (after.solver.mean or 0.0),
         "system +.10": gain("system") >= 0.10,
@@ -71,13 +80,14 @@ def main() -> int:
     records, gains = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for seed in words.seeds:
-            summary, errors = run(seed, words.dir or temporary, words.settings)
+            summary, rises = run(seed, words.dir or temporary, words.settings)
             before, after = summary.before, summary.after
             assert before is not None and after is not None
-            wanted = verdicts(before, after, errors)
+            wanted = verdicts(before, after, rises)
             gate = summary.warm_start.gate_met if summary.warm_start else None
             print(
-                f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; reward rose by {errors:.1f} standard errors"
+                f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; standard errors of the rise: "
+                + ", ".join(f"{label} {value:.1f}" for label, value in rises.items())
             )
             for name in ("solver", "verifier", "corrector", "system"):
                 a, b = getattr(before, name), getattr(after, name)
@@ -86,7 +96,7 @@ def main() -> int:
                 )
             print("  " + "; ".join(f"{what}: {'yes' if held else 'NO'}" for what, held in wanted.items()), flush=True)
             gains.append((after.system.mean or 0.0) / max(before.system.mean or 0.0, 1e-9))
-            records.append({"summary": summary.model_dump(mode="json"), "standard_errors": errors, "wanted": wanted})
+            records.append({"summary": summary.model_dump(mode="json"), "standard_errors": rises, "wanted": wanted})
     if words.json:
         Path(words.json).write_text(json.dumps(records, indent=1))
     print(f"ratio: {statistics.geometric_mean(gains):.3f}")
