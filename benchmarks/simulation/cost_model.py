@@ -110,6 +110,12 @@ class CostModel:
         grown = num_steps * context + num_seqs * num_steps * (num_steps - 1) / 2
         return num_steps * self._floor[num_seqs] + self.kv_s_per_token * grown
 
+    def steps_within(self, num_seqs: int, context: int, seconds: float) -> int:
+        """The whole decode steps that fit into so many seconds: decode_s solved for num_steps."""
+        square = self.kv_s_per_token * num_seqs / 2
+        linear = self._floor[num_seqs] + self.kv_s_per_token * context - square
+        return int((math.sqrt(linear * linear + 4 * square * max(0.0, seconds)) - linear) / (2 * square))
+
     def forward_s(self, start: int, end: int) -> float:
         """GPU-seconds of a forward pass over tokens [start, end) of one causal sequence."""
         c = self.constants

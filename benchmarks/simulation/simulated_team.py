@@ -81,4 +81,5 @@ def simulated_team(replicas: SimulatedReplicas, constants: Constants, *, is_solv
     kind = SolverOnly if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = cast(ChatRenderer, StandInRenderer(constants))
-    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": EnginePool(replicas)}, judge)
+    pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
+    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": pool}, judge)

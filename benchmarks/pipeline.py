@@ -1,0 +1,67 @@
+"""What agentic pipelining and segments add: simulated on H100s, or played for real on this machine.
+
+    python benchmarks/pipeline.py --simulate [--json FILE] [--plots DIR] [--small]
+    python benchmarks/pipeline.py [--json FILE] [--problems 32] [--model DIR] [key.sub=value ...]
+
+--simulate: the project's scheduler with simulated engines on a virtual clock (simulation/): step time, idle engines, time
+from a sample's first token to its training, staleness, for trajectory and agentic with 1, 2, 4 and 8 segments, and one
+axis at a time around 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
+
+Without it: the same problems are played to their end with a small model on this machine's engine, so that every row
+trains the same number of problems; problems enter rollout.prompts_per_step a stage. Training is left out: a sample costs
+the same to train in every row.
+
+`ratio:` is the time per trained sample, trajectory with 1 segment over agentic with 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def simulate(words: argparse.Namespace) -> float:
+    from simulation import plots, study, tables
+
+    grid = study.SMALL if words.small else study.Grid()
+    print(tables.constants_text(), flush=True)
+    found = study.run_study(grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True))
+    print(tables.fit_text(found.fitted))
+    if found.sensitivity:
+        print(tables.sensitivity_text(found))
+    print(tables.pipelines_text(found, grid))
+    print(tables.axes_text(found, grid))
+    print(tables.adds_text(found, grid))
+    print(f"{sum(found.cpu_s.values()):.0f} s of CPU")
+    if words.json:
+        Path(words.json).write_text(json.dumps(plots.record(found), indent=1) + "\n")
+    if words.plots:
+        for path in plots.write_plots(found, grid, Path(words.plots)):
+            print(path)
+    return found.ratio(grid.engines, grid.problems)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--json", help="write every number to this file")
+    parser.add_argument("--plots", help="with --simulate: write the pictures and their data to this folder")
+    parser.add_argument("--small", action="store_true", help="with --simulate: a few engines, to see that it runs")
+    parser.add_argument("--problems", type=int, default=32, help="problems that every row plays to the end")
+    parser.add_argument("--model", help="model directory (default: the warm start of the configuration)")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+    words = parser.parse_intermixed_args()
+    if words.simulate:
+        ratio = simulate(words)
+    else:
+        from played_pipeline import played
+
+        ratio = played(words.problems, words.model, words.settings, words.json)
+    print(f"ratio: {ratio:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
