@@ -32,6 +32,7 @@ def simulate(words: argparse.Namespace) -> float:
     if found.sensitivity:
         print(tables.sensitivity_text(found))
     print(tables.pipelines_text(found, grid))
+    print(tables.overlap_text(found, grid))
     print(tables.axes_text(found, grid))
     print(tables.adds_text(found, grid))
     print(f"{sum(found.cpu_s.values()):.0f} s of CPU")

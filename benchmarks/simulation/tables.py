@@ -9,7 +9,7 @@ from .calibrate import MISS, PUBLISHED_S, ULORL, Fit
 from .cost_model import MEASURED_ITL, Constants, constants_table
 from .lengths import MEDIAN_TOKENS
 from .play import Outcome
-from .study import Grid, Study, ours, reference
+from .study import Grid, Study, ours, overlapped, reference
 
 
 def constants_text() -> str:
@@ -54,10 +54,19 @@ def pipelines_text(study: Study, grid: Grid) -> str:
     rows = []
     for setting, outcome in study.rows.items():
         if (setting.engines, setting.problems) == (grid.engines, grid.problems):
-            label = setting.pipeline + (f", overlap {setting.overlap}" if setting.overlap else "")
-            rows.append((label, str(setting.segments), *_cells(outcome)))
+            rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
     head = f"{grid.engines} engines, {grid.problems} new problems a step, five agents, 64k"
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
+
+
+def overlap_text(study: Study, grid: Grid) -> str:
+    """Agentic with 4 segments, with and without a trainer that works beside the engines."""
+    rows = [(str(overlap), *_cells(study.rows[overlapped(grid, overlap)])) for overlap in (0, 1)]
+    head = (
+        f"rollout.overlap, agentic with 4 segments, {grid.overlap_at[0]} engines, {grid.overlap_at[1]} problems "
+        "(with 1 the trainer has GPUs of its own: twice as many in all)"
+    )
+    return f"{head}\n" + columns(("overlap", *_HEADS), rows)
 
 
 def axes_text(study: Study, grid: Grid) -> str:
