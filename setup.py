@@ -2,10 +2,12 @@
 
 The environment variable that steers the native build:
     MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
+csrc/cuda is built where nvcc is found (CUDACXX, PATH, CUDA_HOME/bin, /usr/local/cuda/bin), and left out elsewhere.
 
 The libraries have a plain C ABI and include no Python or torch header, so one wheel serves every Python and torch.
 """
 
+import logging
 import os
 import shutil
 import subprocess
@@ -20,7 +22,7 @@ NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = [folder for folder in ("kernels", "rollout", "trainer") if (ROOT / folder).is_dir()]
 BUILD_MODES = ("auto", "require", "off")
-LIBRARIES = {"marsrl_cpu": "cpu"}  # CMake target -> the value of MARSRL_TARGET that builds it
+LIBRARIES = {"marsrl_cpu": "cpu", "marsrl_cuda": "cuda"}  # CMake target -> the value of MARSRL_TARGET that builds it
 
 REQUIREMENTS = [
     "torch>=2.10",  # no upper pin: the native code does not link against it
@@ -70,9 +72,12 @@ class BuildWithCMake(build_ext):
             raise ValueError(f"MARSRL_BUILD={mode!r}: expected one of {', '.join(BUILD_MODES)}")
         self.built: list[str] = []
         if mode == "off":
-            self.announce("MARSRL_BUILD=off: no native library is built; kernels fall back to PyTorch", level=3)
+            self.announce("MARSRL_BUILD=off: no native library is built; kernels fall back to PyTorch", logging.WARNING)
             return
         for extension in self.extensions:
+            if LIBRARIES[extension.target] == "cuda" and find_nvcc() is None:
+                self.announce(f"{extension.target} is left out: no nvcc is found, so no CUDA kernels", logging.WARNING)
+                continue
             try:
                 self.build_library(extension)
                 self.built.append(extension.target)
@@ -81,7 +86,7 @@ class BuildWithCMake(build_ext):
                     raise RuntimeError(
                         f"building {extension.target} failed and MARSRL_BUILD=require: {error}"
                     ) from error
-                self.warn(f"building {extension.target} failed, kernels fall back to PyTorch: {error}")
+                self.warn(f"building {extension.target} failed, its kernels will be missing: {error}")
         if self.inplace:
             self.copy_extensions_to_source()
 
@@ -92,6 +97,8 @@ class BuildWithCMake(build_ext):
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
         configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
         configure += [f"-DMARSRL_TARGET={LIBRARIES[extension.target]}", f"-DMARSRL_OUTPUT={output}"]
+        if LIBRARIES[extension.target] == "cuda":
+            configure += [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
         # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
@@ -114,6 +121,13 @@ class BuildWithCMake(build_ext):
             # Replace, do not overwrite: a running process may have the old file mapped.
             shutil.copy2(path, target / f".{Path(path).name}")
             os.replace(target / f".{Path(path).name}", target / Path(path).name)
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: the one that CUDACXX names, on PATH, or where the toolkit installs itself."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
 def is_foreign_cache(build: Path) -> bool:

@@ -1,13 +1,16 @@
 """Which implementation of an op serves a call, and why the others do not.
 
 Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
-one for every op that has more than one: it is used or the call is refused with the reason, never replaced.
+one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 ENVIRONMENT = "MARSRL_KERNELS"
 _OPS: dict[str, "Op"] = {}
@@ -40,19 +43,32 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Nobody compiles before torch._dynamo is imported, which takes seconds: an eager process never pays for it.
+        if "torch._dynamo" in sys.modules:
+            return self._run_untraced(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.choose(*args, **kwargs).run(*args, **kwargs)
+
+    # torch.compile breaks its graph here: it would look into ctypes calls and launches that it cannot see through.
+    # torch.compiler.disable does the same and imports torch._dynamo at once.
+    _run_untraced = torch._disable_dynamo(_run)
 
     def choose(self, *args: Any, **kwargs: Any) -> Implementation:
         """The implementation that serves these arguments.
 
         Raises:
-            ValueError: MARSRL_KERNELS names an implementation that no op, or not this op, has.
-            RuntimeError: the one asked for, or every one, cannot serve; with the reasons.
+            ValueError: MARSRL_KERNELS names an implementation that no op has.
+            RuntimeError: the one asked for is not among this op's or cannot serve, or none can; with the reasons.
         """
         forced = forced_name()
-        if forced is not None and len(self.implementations) > 1:
+        if forced is not None:
             if forced not in self.by_name:
-                raise ValueError(f"{ENVIRONMENT}={forced}: {self.name} has {', '.join(self.by_name)}")
+                raise RuntimeError(
+                    f"{ENVIRONMENT}={forced} cannot serve {self.name}, which has {', '.join(self.by_name)}; "
+                    f"unset {ENVIRONMENT} or name one of these"
+                )
             implementation = self.by_name[forced]
             reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
             if reason is not None:
@@ -96,7 +112,7 @@ def explain() -> list[Explanation]:
         reasons: dict[str, str] = {}
         for implementation in op.implementations:
             reason = implementation.machine_lacks()
-            if reason is None and forced is not None and len(op.implementations) > 1 and implementation.name != forced:
+            if reason is None and forced is not None and implementation.name != forced:
                 reason = f"{ENVIRONMENT}={forced}"
             if reason is None and chosen is not None:
                 reason = f"{chosen} is preferred"

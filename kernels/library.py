@@ -1,18 +1,24 @@
-"""Loads the native libraries that setup.py built into kernels/_lib/, and says why one cannot be loaded."""
+"""Loads the native libraries that setup.py built into kernels/_lib/, and says why one cannot be loaded.
+
+The functions of csrc/cpu are declared here, those of csrc/cuda in cuda_library.py.
+"""
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-ABI_VERSION = 1  # csrc/include/abi.h
+ABI_VERSION = 3  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 # name -> (result, arguments), in the order of the C declarations
-_CPU_FUNCTIONS = {
+Declarations = Mapping[str, tuple[Any, Sequence[Any]]]
+_CPU_FUNCTIONS: Declarations = {
     "marsrl_row_logprobs": (
         _int64,
         [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 4, _int],
@@ -23,6 +29,17 @@ _CPU_FUNCTIONS = {
         [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float, *[_pointer] * 7, _int],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
+    "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
+    "marsrl_unpack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),
+    "marsrl_kept_ids": (_int64, [_pointer, _int64, _pointer, _int64]),
+    "marsrl_gather": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
+    "marsrl_scatter": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),
+    "marsrl_group_advantage": (None, [_pointer, _pointer, _pointer, _int64, _int, _int, ctypes.c_double, _pointer]),
+    "marsrl_attention_decode": (
+        None,
+        [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
+    ),
+    "marsrl_sequence_sums": (None, [_pointer, _int, _pointer, _pointer, _int64, _pointer]),
 }
 
 
@@ -68,7 +85,7 @@ class Tokens(ctypes.Structure):
     ]
 
 
-def open_library(path: Path) -> ctypes.CDLL | str:
+def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
     """The library with its functions declared, or the reason why it cannot be used."""
     if not path.exists():
         return f"{path} is missing: build it with `MARSRL_BUILD=require pip install --no-build-isolation -e .`"
@@ -79,7 +96,7 @@ def open_library(path: Path) -> ctypes.CDLL | str:
     version = library.marsrl_abi_version()
     if version != ABI_VERSION:
         return f"{path} has interface version {version}, this package needs {ABI_VERSION}: build it again"
-    for name, (result, arguments) in _CPU_FUNCTIONS.items():
+    for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
@@ -87,7 +104,7 @@ def open_library(path: Path) -> ctypes.CDLL | str:
 
 @cache
 def _cpu() -> ctypes.CDLL | str:
-    return open_library(FOLDER / "marsrl_cpu.so")
+    return open_library(FOLDER / "marsrl_cpu.so", _CPU_FUNCTIONS)
 
 
 def cpu_library() -> ctypes.CDLL:

@@ -77,13 +77,15 @@ class PolicyObjective:
 class PolicyTokens:
     """What the objective is given beside log-probs and entropy, one element a packed token.
 
-    advantages [T] float32; mask [T] bool, None: all trained; sequence_of, agent_of [T] int64; gate [T] bool;
+    advantages [T] float32; mask [T] bool, None: all trained; cu_seqlens [S+1] int;
+    sequence_of, agent_of [T] int64; gate [T] bool;
     old_logprobs, rollout_logprobs, reference_logprobs [T] float32, nats. None: not given.
     Masked tokens are never read: they may hold anything, NaN included.
     """
 
     advantages: Tensor
     mask: Tensor | None
+    cu_seqlens: Tensor
     sequence_of: Tensor
     num_sequences: int
     agent_of: Tensor | None

@@ -70,14 +70,19 @@ class RolloutConfig(Settings):
         0, ge=0, description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"
     )
     finish_share: float = Field(
-        1.0, gt=0, le=1, description="a stage ends when this share of its samples has finished; the rest is carried over"
+        1.0,
+        gt=0,
+        le=1,
+        description="a stage ends when this share of its samples has finished; the rest is carried over",
     )
     group_completion: Literal["wait", "drop_stragglers"] = Field(
         "wait", description="what a group does about unfinished samples"
     )
     max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
-    deadline_s: float = Field(1800.0, gt=0, description="a stage (with overlap: a request) that takes longer is an error")
+    deadline_s: float = Field(
+        1800.0, gt=0, description="a stage (with overlap: a request) that takes longer is an error"
+    )
     vllm: VllmOptions = VllmOptions()
 
     @model_validator(mode="after")

@@ -11,7 +11,8 @@
 Stage s ends, and all groups closed since the last one become batch s, when every sample that was unfinished at its
 beginning has come back once (its segment is decoded), or rollout.finish_share of them have finished; with `pipeline:
 trajectory`, when nothing is open. Samples, picks and segments that follow do not wait for it. So the decoder is at
-most rollout.overlap stages ahead of the trainer.
+most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
+rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
 
 No thread and no clock in here: whoever drives it calls advance() (background.py, or a simulation).
 """
@@ -145,6 +146,11 @@ class EventScheduler(Ledger):
         self._due.clear()
         for policy, requests in by_policy.items():
             self.team.pools[policy].submit(requests, version=self.versions[policy])
+
+    @property
+    def is_decoding(self) -> bool:
+        """Do engines have something of ours?"""
+        return any(pool.num_under_way for pool in self.team.pools.values())
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Results that the engines have, waiting timeout_s at most for the first. The books are not touched."""

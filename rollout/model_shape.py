@@ -33,8 +33,8 @@ class ModelShape:
     normalises_top_k: bool = True  # router weights of the chosen experts sum to 1
 
 
-def read_shape(model_dir: str | Path) -> ModelShape:
-    """The shape that model_dir/config.json describes; the weight files that it needs are there.
+def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelShape:
+    """The shape that model_dir/config.json describes; the weight files that it needs are there (needs_weights).
 
     Raises:
         ValueError: no directory, no config.json, no or missing weight files, an architecture or an option that is not
@@ -51,7 +51,8 @@ def read_shape(model_dir: str | Path) -> ModelShape:
     except ValueError as error:
         raise ValueError(f"model: {path} is not JSON: {error}") from error
     shape = _shape(config, path)  # first: of an unsupported model it does not matter what else is missing
-    weight_files(folder)
+    if needs_weights:
+        weight_files(folder)
     return shape
 
 

@@ -69,3 +69,9 @@ def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> B
         micro_batch_tokens=config.trainer.max_tokens_per_micro_batch,
         max_micro_batches=-(-per_rank // config.trainer.max_tokens_per_micro_batch),
     )
+
+
+def longest_sequence(config: RunConfig, policy: str) -> int:
+    """Tokens of the longest prompt and completion that an agent of the policy can reach."""
+    longest_input = max(agent.max_input_tokens for agent in config.agents.values() if agent.policy == policy)
+    return longest_input + config.rollout.max_response_tokens

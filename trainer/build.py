@@ -15,17 +15,20 @@ import torch
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
+from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.collective import broadcast_bytes, rank
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.layout import resolve
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory
@@ -44,7 +47,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        parallel.start(parallel.resolve(next(iter(config.policies.values())).layout), config.run.seed)
+        parallel.start(resolve(next(iter(config.policies.values())).layout), config.run.seed)
         stack.callback(parallel.stop)
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
@@ -99,7 +102,9 @@ def _driver(checked: Checked, directory: RunDirectory, models: dict[str, str], c
             stack.callback(sync.close)
             syncs[name] = sync
         source = checked.task.problems(config.run.seed)
-        scheduler = Scheduler(config.rollout, team, source, seed=config.run.seed)
+        kind = BackgroundScheduler if config.rollout.overlap else Scheduler
+        scheduler = kind(config.rollout, team, source, seed=config.run.seed)
+        stack.callback(scheduler.close)
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
         )
@@ -120,7 +125,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 models[name],
                 config.rollout,
                 dtype=policy.dtype,
-                max_model_len=_longest(config, name),
+                max_model_len=longest_sequence(config, name),
                 seed=config.run.seed,
             )
             stack.callback(pools[name].close)
@@ -128,9 +133,3 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
         yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
-
-
-def _longest(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest sequence that an agent of the policy can reach."""
-    longest_input = max(agent.max_input_tokens for agent in config.agents.values() if agent.policy == policy)
-    return longest_input + config.rollout.max_response_tokens

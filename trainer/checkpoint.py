@@ -13,22 +13,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from marsrl.rollout.scheduler import SchedulerState
+from marsrl.rollout.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.collective import barrier, rank
 from marsrl.trainer.learner import Learner
-from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutState:
-    """What rank 0 keeps: the scheduler between two stages, and where the problem source stands."""
-
-    scheduler: SchedulerState
-    source: CursorState
+from marsrl.trainer.run_directory import RunDirectory, sync_tree, write_atomically, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ def save_checkpoint(
         write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
     barrier()
     if is_first:
-        _sync_tree(part)
+        sync_tree(part)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(part, final)
         run.mark_latest(step)
@@ -97,14 +87,3 @@ def _remove_old(run: RunDirectory, keep: int) -> None:
     steps = sorted(int(p.name.removeprefix("step_")) for p in run.checkpoints.glob("step_*") if p.name[5:].isdecimal())
     for step in steps[:-keep]:
         shutil.rmtree(run.checkpoint(step))
-
-
-def _sync_tree(root: Path) -> None:
-    """fsync every file and folder, so that the rename that follows never outruns its contents."""
-    for folder, _, files in os.walk(root):
-        for name in [*files, "."]:
-            handle = os.open(Path(folder) / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)

@@ -16,6 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _init(commands.add_parser)
     _evaluate(commands.add_parser)
     _report(commands.add_parser)
+    _export(commands.add_parser)
+    _plan(commands.add_parser)
     words = parser.parse_args(arguments)
     try:
         return int(words.run(words))
@@ -117,6 +119,72 @@ def _report(add: AddParser) -> None:
         if not (path / "config.yaml").is_file():
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
         print(write_report(path))
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _export(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "export",
+        "Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load.",
+        "marsrl export runs/cpu_default-20260101-120000 /models/trained",
+    )
+    parser.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="a run directory (its latest checkpoint) or checkpoints/step_N"
+    )
+    parser.add_argument("out", metavar="OUT", help="directory to write; must not exist yet")
+    parser.add_argument("--policy", help="which of several policies (default: the only one)")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.export import export
+
+        done = export(words.source, words.out, words.policy)
+        print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _plan(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "plan",
+        "Will a run fit on so many GPUs, in which layout, and how long is a step? By formula; no GPU is needed.",
+        "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g",
+    )
+    parser.add_argument("--config", help="YAML file (default: the task's preset)")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs in all, those of the engines included")
+    parser.add_argument(
+        "--gpu", default="h100-80g", help="h100-80g, a100-80g, a100-40g, h200-141g (default: %(default)s)"
+    )
+    parser.add_argument("--response", type=int, help="rollout.max_response_tokens, in place of the config's")
+    parser.add_argument(
+        "--mean-response", type=float, help="completion tokens on average (default: 0.35 of the maximum)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write everything to this file; - prints it instead of tables"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+
+    def run(words: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from marsrl.trainer.plan.command import as_json, show
+        from marsrl.trainer.plan.plan import make_plan
+        from marsrl.trainer.read_config import read_config
+
+        settings = list(words.settings)
+        if words.response is not None:
+            settings.append(f"rollout.max_response_tokens={words.response}")
+        plan = make_plan(read_config(words.config, settings)[0], words.gpus, words.gpu, words.mean_response)
+        if words.json == "-":
+            print(as_json(plan))
+            return 0
+        if words.json:
+            Path(words.json).write_text(as_json(plan) + "\n", encoding="utf-8")
+        show(plan, Console(highlight=False))
         return 0
 
     parser.set_defaults(run=run)

@@ -17,7 +17,9 @@ class RunSection(Settings):
     dir: str = Field("runs", description="where run directories go")
     steps: int = Field(32, gt=0, description="policy updates")
     seed: int = Field(0, ge=0, description="every generator of the run derives from it")
-    resume: Annotated[Literal["off", "auto"], OFF] = Field("off", description="auto: go on from the last whole checkpoint of run.name")
+    resume: Annotated[Literal["off", "auto"], OFF] = Field(
+        "off", description="auto: go on from the last whole checkpoint of run.name"
+    )
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: int = Field(0, ge=0, description="steps between evaluations on the way; 0 = none")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")

@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_files import copy_frame
+from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
@@ -86,8 +88,8 @@ class Learner:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
         shape = read_shape(model_dir)
-        layout = parallel.resolve(policy.layout)
-        parallel.check(layout, shape, parallel.world_size())
+        layout = resolve(policy.layout)
+        check(layout, shape, parallel.world_size())
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -166,6 +168,7 @@ class Learner:
         self._optimizer.zero_grad()
         results = self._forward_backward(batches, old, normaliser)
         sums, largest = self._reduced_sums(batches, results)
+        raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
         if is_finite:
@@ -214,6 +217,7 @@ class Learner:
         dist.barrier()
         dist_checkpointing.save(self._checkpoint_state(is_loading=False), str(folder))
         if dist.get_rank() == 0:
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
             (folder / "learner.json").write_text(json.dumps({"num_steps": self.num_steps}), encoding="utf-8")
         dist.barrier()
 

@@ -17,7 +17,7 @@ from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.megatron.parallel import check, resolve
+from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.read_config import ConfigError
 
 
@@ -58,12 +58,12 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
         num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
     orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
-    config = _with_agents(config, tuple(spec.name for spec in orchestration.agents))
+    config = with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
         if policy.model is not None:
             shape = read_shape(policy.model)
             check(resolve(policy.layout), shape, world_size)
-            config = _within_positions(config, name, shape.max_positions)
+            config = within_positions(config, name, shape.max_positions)
         elif config.task != "arithmetic":
             raise ConfigError(
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
@@ -93,7 +93,7 @@ def _problems(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], i
     return read.problems, read.num_bad
 
 
-def _within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:
+def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:
     """max_input_tokens of the policy's agents, lowered to what leaves room for a whole completion.
 
     Raises:
@@ -114,7 +114,7 @@ def _within_positions(config: RunConfig, policy: str, max_positions: int) -> Run
     return config.model_copy(update={"agents": agents})
 
 
-def _with_agents(config: RunConfig, names: tuple[str, ...]) -> RunConfig:
+def with_agents(config: RunConfig, names: tuple[str, ...]) -> RunConfig:
     """`agents` in the orchestration's order, defaults where none is given."""
     agents = {name: config.agents.get(name, AgentConfig()) for name in names}
     # through validation again: the checks between sections see the agents that were filled in

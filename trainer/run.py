@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.pool import EnginePool
-from marsrl.rollout.scheduler import Batch, Scheduler
+from marsrl.rollout.ledger import Batch
+from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Group, IntArray
-from marsrl.trainer.checkpoint import RolloutState, load_checkpoint, save_checkpoint
+from marsrl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from marsrl.trainer.collective import barrier
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
@@ -36,7 +38,7 @@ from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
 
-_ENGINE_WORK = {"generate": "decode", "update_weights": "load weights", "score": "score the probe"}
+_ENGINE_WORK = {"generate": "decode", "collect": "decode", "update_weights": "load weights", "score": "score the probe"}
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class Driver:
     directory: RunDirectory
     console: RunConsole
     team: Team
-    scheduler: Scheduler
+    scheduler: Scheduler | BackgroundScheduler
     evaluator: Evaluator
     syncs: Mapping[str, WeightSync]
     metrics: MetricsLog | None = None
@@ -123,8 +125,7 @@ class Run:
                 self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
             )
             if restored is not None:
-                self.driver.scheduler.state = restored.rollout.scheduler
-                self.driver.scheduler.source.load(restored.rollout.source)
+                self.driver.scheduler.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
                 self._sync(policy)
@@ -193,7 +194,12 @@ class Run:
             for _ in tensors:
                 pass
             return
-        report = self.driver.syncs[policy].publish(tensors, version, (lambda _: probe) if probe is not None else None)
+        report = self.driver.syncs[policy].publish(
+            tensors,
+            version,
+            (lambda _: probe) if probe is not None else None,
+            engines_at_rest=self.driver.scheduler.resting(self.versions),
+        )
         self.driver.num_syncs += 1
         self.driver.row["sync/bytes"] = report.num_bytes
         self.driver.row["sync/seconds"] = report.seconds
@@ -227,9 +233,10 @@ class Run:
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         total = sum(self.seconds.values())
         decoded = batch.metrics.get("rollout/tokens", 0)
+        overlaps = self.config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
         speed = {
             "timing_s/total": total,
-            "rollout/tokens_per_s": decoded / self.seconds["rollout"],
+            "rollout/tokens_per_s": decoded / (total if overlaps else self.seconds["rollout"]),
             "perf/tokens_per_s": decoded / total,
         }
         assert driver.metrics is not None
@@ -251,7 +258,7 @@ class Run:
         if step == self.config.run.steps or (every and step % every == 0):
             state = None
             if self.driver is not None:
-                state = RolloutState(self.driver.scheduler.state, self.driver.scheduler.source.state())
+                state = self.driver.scheduler.snapshot()
             save_checkpoint(
                 self.directory, step, self.versions, self.learners, state, keep=self.config.run.keep_checkpoints
             )
@@ -293,7 +300,7 @@ class Run:
         write_json(before_file, driver.before.model_dump(mode="json"))
 
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
-        with self.console.progress(name, unit="tokens") as bar:
+        with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)
 
 

@@ -50,6 +50,22 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, text.encode("ascii") + b"\n")
 
 
+def sync(path: Path) -> None:
+    """fsync one file or folder: what it holds now is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(root: Path) -> None:
+    """fsync every file and folder, so that a rename that follows never outruns its contents."""
+    for folder, _, files in os.walk(root):
+        for name in [*files, "."]:
+            sync(Path(folder) / name)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A whole checkpoint: its folder and the step after which it was taken."""

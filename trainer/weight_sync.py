@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -133,11 +134,14 @@ class WeightSync:
         tensors: Iterable[tuple[str, Tensor]],
         version: int,
         probe: Callable[[Sequence[IntArray]], Sequence[ProbeScore]] | None,
+        engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> SyncReport:
         """Send HF-named tensors to every engine as `version` and verify what arrived.
 
         Args:
             probe: the trainer's scores of the given sequences at temperature 1; None skips the comparison.
+            engines_at_rest: in its body, which begins when the file is there, the engines decode nothing; it ends when
+                the new weights are proven.
 
         Raises:
             RuntimeError: the file cannot be written, an engine holds other numbers than were sent (the tensors are
@@ -147,11 +151,12 @@ class WeightSync:
         named = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in tensors}
         path = self._write(named, version)
         expected = expected_checksums(named, self._dtype)
-        for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
-            _compare(expected, receipt, version, engine)
-        difference, num_compared = None, 0
-        if probe is not None and version % self._verify_every == 0:
-            difference, num_compared = self._compare_probe(probe(self._probe), version)
+        with engines_at_rest:
+            for engine, receipt in enumerate(self._pool.update_weights(WeightUpdate(str(path), version))):
+                _compare(expected, receipt, version, engine)
+            difference, num_compared = None, 0
+            if probe is not None and version % self._verify_every == 0:
+                difference, num_compared = self._compare_probe(probe(self._probe), version)
         num_bytes = sum(tensor.nbytes for tensor in named.values())
         return SyncReport(version, time.perf_counter() - start, num_bytes, len(expected), difference, num_compared)
 

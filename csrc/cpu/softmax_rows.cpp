@@ -1,8 +1,6 @@
 // A float32 chunk of logits, row by row: softmax statistics, then the gradient in place.
 //
-//   p_v = exp((x_v - max x) / tau) / sum,   log p_y and H = -sum_v p_v log p_v
-//   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH
-//
+// The arithmetic of an element is in softmax_terms.h.
 // A row of `stride` floats holds `columns` real logits; what lies between is vocabulary padding: never read, and its
 // gradient is written as 0. `targets` are local column indices. Rows are independent: the thread count changes nothing.
 #include <algorithm>
@@ -14,7 +12,7 @@
 
 #include "abi.h"
 #include "clones.h"
-#include "vector_exp.h"
+#include "softmax_terms.h"
 
 namespace {
 
@@ -36,12 +34,7 @@ MARSRL_CLONES void row_sums(const float* __restrict__ x, int64_t columns, float 
     const int64_t end = begin + kBlock < columns ? begin + kBlock : columns;
     float s = 0, w = 0;
 #pragma omp simd reduction(+ : s, w)
-    for (int64_t i = begin; i < end; i++) {
-      const float d = (x[i] - maximum) * inverse_temperature;  // centred first: exactly 0 at the maximum
-      const float e = vector_exp(d);
-      s += e;
-      w += d < -87.0f ? 0.0f : d * e;
-    }
+    for (int64_t i = begin; i < end; i++) add_softmax_term(x[i], maximum, inverse_temperature, s, w);
     sum += s;
     weighted += w;
   }
@@ -51,19 +44,16 @@ MARSRL_CLONES void row_sums(const float* __restrict__ x, int64_t columns, float 
 MARSRL_CLONES void row_gradient(float* __restrict__ x, int64_t columns, float maximum, float inverse_temperature,
                                 float log_sum, float entropy, float c, float e) {
 #pragma omp simd
-  for (int64_t i = 0; i < columns; i++) {
-    const float logp = (x[i] - maximum) * inverse_temperature - log_sum;
-    x[i] = -vector_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
-  }
+  for (int64_t i = 0; i < columns; i++)
+    x[i] = softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e);
 }
 
-// The same without the entropy term: most objectives have no entropy bonus.
 MARSRL_CLONES void row_gradient_of_logprob(float* __restrict__ x, int64_t columns, float maximum,
                                            float inverse_temperature, float log_sum, float c) {
   const float scale = -c * inverse_temperature;
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++)
-    x[i] = scale * vector_exp((x[i] - maximum) * inverse_temperature - log_sum);
+    x[i] = softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale);
 }
 
 // Small vocabularies: a parallel region costs more than it saves below this many elements.
@@ -152,11 +142,8 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
     else
       row_gradient(row, columns, maximum[token], tau_inverse, log_sum[token], entropy[token], c, e);
     const int64_t target = targets[token] - first_column;
-    if (target >= 0 && target < columns) {
-      const float logp = logprobs[token];
-      // 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
-      row[target] = (-c * std::expm1(logp) - e * std::exp(logp) * (logp + entropy[token])) * tau_inverse;
-    }
+    if (target >= 0 && target < columns)
+      row[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
     std::fill(row + columns, row + stride, 0.0f);
   }
   int64_t kept = 0;

@@ -1,9 +1,14 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..checks import FLOATS, check, check_cu_seqlens
 from ..dispatch import Implementation, Op
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from . import flash
 from .cpu import attention_varlen_cpu
 from .reference import attention_varlen_reference
 
@@ -17,6 +22,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v per sequence, [T, N, D] in the dtype of q, differentiable.
 
@@ -26,6 +32,10 @@ def attention_varlen(
         cu_seqlens_k: [S+1] int, of the keys where they differ: a sequence has at least as many keys as queries.
         scale: None = 1 / sqrt(D).
         causal: a query sees no later key; the last query of a sequence stands at its last key.
+        max_seqlen: at least the length of the longest sequence, where the host knows it: flash-attn launches fewer
+            blocks then. None: the number of tokens.
+
+    The gradient is deterministic. Nothing waits for a GPU: there the values of cu_seqlens are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -37,30 +47,52 @@ def attention_varlen(
     if k.shape[1] == 0 or num_heads % k.shape[1]:
         raise ValueError(f"attention_varlen: k has {k.shape[1]} heads, expected a divisor of q's {num_heads}")
     check_cu_seqlens("attention_varlen", cu_seqlens, num_tokens, q.device)
-    bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is None:
         check("attention_varlen", "k", k, (num_tokens, None, head_size), (q.dtype,))
+        cu_seqlens_k = cu_seqlens
     else:
         check("attention_varlen", "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), (cu_seqlens.dtype,))
         check_cu_seqlens("attention_varlen", cu_seqlens_k, k.shape[0], q.device, "cu_seqlens_k")
-        bounds_k = cu_seqlens_k.tolist()
-        for s in range(len(bounds_q) - 1):
-            num_queries, num_keys = bounds_q[s + 1] - bounds_q[s], bounds_k[s + 1] - bounds_k[s]
-            if num_keys < num_queries:
-                raise ValueError(
-                    f"attention_varlen: cu_seqlens_k gives sequence {s} {num_keys} keys for {num_queries} queries, "
-                    "expected at least as many keys"
-                )
-    return _OP(q, k, v, bounds_q, bounds_k, head_size**-0.5 if scale is None else scale, causal)
+        if q.device.type == "cpu":
+            _check_keys_suffice(cu_seqlens.tolist(), cu_seqlens_k.tolist())
+    scale = head_size**-0.5 if scale is None else scale
+    return _OP(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen)
+
+
+def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
+    for s in range(len(bounds_q) - 1):
+        num_queries, num_keys = bounds_q[s + 1] - bounds_q[s], bounds_k[s + 1] - bounds_k[s]
+        if num_keys < num_queries:
+            raise ValueError(
+                f"attention_varlen: cu_seqlens_k gives sequence {s} {num_keys} keys for {num_queries} queries, "
+                "expected at least as many keys"
+            )
 
 
 def _why_not_cpu(q: Tensor, *_: object) -> str | None:
     return None if q.device.type == "cpu" else f"q is on {q.device}, this one is for the CPU"
 
 
+def _why_not_triton(q: Tensor, *_: object) -> str | None:
+    head_size = q.shape[2]
+    if q.dtype == torch.float64:
+        return "float64 input, the kernels add in float32"
+    if head_size & (head_size - 1) or not 16 <= head_size <= 256:
+        return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
+    return why_not_triton("q", q)
+
+
+def _triton(*args: Any) -> Tensor:
+    from .triton_impl import attention_varlen_triton
+
+    return attention_varlen_triton(*args)
+
+
 _OP = Op(
     "attention_varlen",
     (
+        Implementation("flash", flash.attention_varlen_flash, flash.why_not_flash, flash.machine_lacks_flash),
+        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", attention_varlen_cpu, _why_not_cpu),
         Implementation("reference", attention_varlen_reference),
     ),

@@ -45,9 +45,19 @@ def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
 
 
 def attention_varlen_cpu(
-    q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """[T, N, D] as the reference defines it."""
+    bounds_q = bounds_k = cu_seqlens.tolist()
+    if cu_seqlens_k is not cu_seqlens:
+        bounds_k = cu_seqlens_k.tolist()
     if not causal or bounds_k != bounds_q:
         return _per_segment(q, k, v, bounds_q, bounds_k, scale, causal)
     # Padding stands behind the real tokens: under a causal mask none of these sees it, so that no mask is built.

@@ -5,10 +5,18 @@ from torch import Tensor
 
 
 def attention_varlen_reference(
-    q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """[T, N, D]; query i of a segment with m queries and n keys sees the keys up to i + n - m where causal."""
     outputs = []
+    bounds_q, bounds_k = cu_seqlens.tolist(), cu_seqlens_k.tolist()
     repeats = q.shape[1] // k.shape[1]
     for begin, end, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
         keys = k[begin_k:end_k].repeat_interleave(repeats, dim=1)

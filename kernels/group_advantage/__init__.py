@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
+from .. import library
 from ..checks import INTEGERS, check
 from ..dispatch import Implementation, Op
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from .cpu import group_advantage_cpu
 from .reference import group_advantage_reference
 
 # normalise -> (set of the mean, set of the standard deviation)
@@ -78,4 +81,25 @@ def _pair(first: Tensor, second: Tensor) -> Tensor:
     return torch.empty_like(rank).scatter_(0, order, rank)
 
 
-_OP = Op("group_advantage", (Implementation("reference", group_advantage_reference),))
+def _why_not_cpu(rewards: Tensor, *_: object) -> str | None:
+    return None if rewards.device.type == "cpu" else f"rewards is on {rewards.device}, csrc/cpu reads host memory"
+
+
+def _in_triton(
+    rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
+) -> Tensor:
+    from .triton_impl import group_advantage_triton  # Triton is imported when a kernel of it first runs
+
+    return group_advantage_triton(rewards, mean_set_of, std_set_of, is_unbiased, keeps_single, eps)
+
+
+_OP = Op(
+    "group_advantage",
+    (
+        Implementation("cpu", group_advantage_cpu, _why_not_cpu, library.why_no_cpu_library),
+        Implementation(
+            "triton", _in_triton, lambda rewards, *_: why_not_triton("rewards", rewards), machine_lacks_triton
+        ),
+        Implementation("reference", group_advantage_reference),
+    ),
+)

@@ -1,13 +1,23 @@
 """grouped_linear: each expert's linear layer on its own rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checks import FLOATS, INTEGERS, check
 from ..dispatch import Implementation, Op
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from .counts import Counts
 from .cpu import grouped_linear_cpu
 from .reference import grouped_linear_reference
+from .torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
+from .transformer_engine_impl import (
+    grouped_linear_transformer_engine,
+    machine_lacks_transformer_engine,
+    why_not_transformer_engine,
+)
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
@@ -16,7 +26,8 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Seque
     Args:
         x: [T, K] float.
         weights: [E, N, K], same dtype.
-        tokens_per_expert: [E] int tensor on the CPU, or a list: how many rows each expert has; they add up to T.
+        tokens_per_expert: [E] int tensor, or a list: how many rows each expert has; they add up to T. A tensor on the
+            GPU is not read by the host: its values are not checked, and rows behind their sum are undefined.
 
     Returns:
         [T, N] in the dtype of x.
@@ -26,26 +37,51 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Seque
     """
     check("grouped_linear", "x", x, (None, None), FLOATS)
     check("grouped_linear", "weights", weights, (None, None, x.shape[1]), (x.dtype,), x.device)
+    return _OP(x, weights, _counts(tokens_per_expert, weights.shape[0], x))
+
+
+def _counts(tokens_per_expert: Tensor | Sequence[int], num_experts: int, x: Tensor) -> Counts:
     if isinstance(tokens_per_expert, Tensor):
-        check("grouped_linear", "tokens_per_expert", tokens_per_expert, (weights.shape[0],), INTEGERS)
+        on_gpu = None if tokens_per_expert.device.type == "cpu" else x.device
+        check("grouped_linear", "tokens_per_expert", tokens_per_expert, (num_experts,), INTEGERS, on_gpu)
+        if on_gpu is not None:
+            return Counts(None, tokens_per_expert)
         counts = tokens_per_expert.tolist()
     else:
         counts = list(tokens_per_expert)
-    if len(counts) != weights.shape[0] or sum(counts) != x.shape[0] or any(count < 0 for count in counts):
+    if len(counts) != num_experts or sum(counts) != x.shape[0] or any(count < 0 for count in counts):
         raise ValueError(
             f"grouped_linear: tokens_per_expert is {counts}, "
-            f"expected {weights.shape[0]} counts that add up to {x.shape[0]} rows"
+            f"expected {num_experts} counts that add up to {x.shape[0]} rows"
         )
-    return _OP(x, weights, counts)
+    return Counts(counts, None)
 
 
 def _why_not_cpu(x: Tensor, *_: object) -> str | None:
     return None if x.device.type == "cpu" else f"x is on {x.device}, this one is for the CPU"
 
 
+def _why_not_triton(x: Tensor, *_: object) -> str | None:
+    return "float64 input, the kernels add in float32" if x.dtype == torch.float64 else why_not_triton("x", x)
+
+
+def _triton(*args: Any) -> Tensor:
+    from .triton_impl import grouped_linear_triton
+
+    return grouped_linear_triton(*args)
+
+
 _OP = Op(
     "grouped_linear",
     (
+        Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
+        Implementation(
+            "transformer_engine",
+            grouped_linear_transformer_engine,
+            why_not_transformer_engine,
+            machine_lacks_transformer_engine,
+        ),
+        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", grouped_linear_cpu, _why_not_cpu),
         Implementation("reference", grouped_linear_reference),
     ),

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .counts import Counts
+
 
 class GroupedLinear(torch.autograd.Function):
     """One node of the graph for all experts; an expert without rows costs nothing and gets gradient 0."""
@@ -43,6 +45,6 @@ class GroupedLinear(torch.autograd.Function):
         return of_x, of_weights, None
 
 
-def grouped_linear_cpu(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def grouped_linear_cpu(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """[T, N] as the reference defines it."""
-    return GroupedLinear.apply(x, weights, counts)
+    return GroupedLinear.apply(x, weights, counts.on_host())

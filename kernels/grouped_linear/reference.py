@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from .counts import Counts
 
-def grouped_linear_reference(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+
+def grouped_linear_reference(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """[T, N]: the rows of expert e, counts[e] of them, times weights[e].T."""
-    return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights)])
+    return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts.on_host()), weights)])

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import library
+from ..bad_targets import check_targets
 from ..dispatch import Implementation, Op
-from ..vocabulary import Head, Rows, Statistics, make_head, why_not_cpu_head, why_not_reference_head
-from .cpu import sweep_gradients, sweep_statistics
+from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..rows.protocol import RowKernels, Statistics
+from ..rows.selection import Rows
+from ..sweep import sweep_gradients, sweep_statistics
+from ..vocabulary import Head, make_head, why_not_reference_head
 from .reference import linear_logprob_reference
 
 
@@ -47,6 +50,7 @@ def linear_logprob(
         ValueError: names the argument, what was found and what was expected; a target out of range by its token.
     """
     head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size)
+    check_targets(head.op, head.targets, None, head.vocab_size)
     return _OP(hidden, weight, head, temperature)
 
 
@@ -54,20 +58,21 @@ class _LinearLogProb(torch.autograd.Function):
     """Keeps four numbers a token; the backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        statistics = sweep_statistics(head, hidden, Rows.of(None, hidden.shape[0]))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kernels: RowKernels, head: Head) -> tuple[Tensor, Tensor]:
+        statistics = sweep_statistics(kernels, head, hidden, Rows.of(None, hidden.shape[0]))
         ctx.save_for_backward(hidden, weight, *vars(statistics).values())
-        ctx.head = head
+        ctx.kernels, ctx.head = kernels, head
         return statistics.logprobs, statistics.entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, logprobs_gradient: Tensor, entropy_gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, *statistics = ctx.saved_tensors
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         gradients = sweep_gradients(
+            ctx.kernels,
             ctx.head,
             hidden.detach(),
             Statistics(*statistics),
@@ -79,11 +84,17 @@ class _LinearLogProb(torch.autograd.Function):
         of_weight = gradients.of_weight
         if wants_weight:
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
-        return gradients.of_hidden, of_weight, None
+        return gradients.of_hidden, of_weight, None, None
 
 
-def _on_cpu(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
-    return LogProb(*_LinearLogProb.apply(hidden, weight, head))
+def _on_rows(provider: RowProvider) -> Implementation:
+    def run(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
+        return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head))
+
+    def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
+        return provider.why_not(hidden=hidden, weight=weight)
+
+    return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
 def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
@@ -93,12 +104,7 @@ def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | 
 _OP = Op(
     "linear_logprob",
     (
-        Implementation(
-            "cpu",
-            _on_cpu,
-            lambda hidden, weight, head, temperature: why_not_cpu_head(hidden, head),
-            library.why_no_cpu_library,
-        ),
+        *map(_on_rows, ROW_PROVIDERS),
         Implementation("reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)),
     ),
 )

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import library
+from ..bad_targets import check_targets
 from ..checks import check
 from ..dispatch import Implementation, Op
 from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
 from ..policy_loss.arguments import policy_tokens
-from ..vocabulary import Head, HeadGradients, make_head, why_not_cpu_head, why_not_reference_head
-from .cpu import FusedLoss, fused_loss
+from ..policy_loss.terms import agent_sums, total_loss
+from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..sweep import HeadGradients
+from ..vocabulary import Head, make_head, why_not_reference_head
+from .fused import fused_loss
 from .reference import linear_policy_loss_reference
 
 
@@ -84,6 +87,7 @@ def linear_policy_loss(
         reference_logprobs=reference_logprobs,
         normaliser=normaliser,
     )
+    check_targets(head.op, head.targets, mask, head.vocab_size)
     return _OP(hidden, weight, head, temperature, objective, tokens, main_grad)
 
 
@@ -91,34 +95,52 @@ class _FusedLoss(torch.autograd.Function):
     """Hands out in the backward what fused_loss formed, times grad_output."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, fused: FusedLoss, main_grad: Tensor | None) -> Tensor:
-        ctx.weight, ctx.gradients, ctx.main_grad = weight, fused.gradients, main_grad
-        return fused.terms.loss()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        gradients: HeadGradients | None,
+        loss: Tensor,
+        main_grad: Tensor | None,
+    ) -> Tensor:
+        ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
+        return loss.clone()  # an input returned as it is would be a view of it
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradients: HeadGradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
                 "linear_policy_loss: second backward through one forward; its gradient was formed once and handed out"
             )
         ctx.gradients = None
-        scale = float(grad_output)
         of_hidden, of_weight = gradients.of_hidden, gradients.of_weight
-        if of_hidden is not None and scale != 1.0:
-            of_hidden = of_hidden.mul_(scale)
+        # On a device the scale stays there: reading it would make the host wait.
+        scale: float | Tensor = grad_output if grad_output.is_cuda else float(grad_output)
+        if of_hidden is not None:
+            of_hidden = _scaled_(of_hidden, scale)
         if not ctx.needs_input_grad[1]:
-            return of_hidden, None, None, None
+            return of_hidden, None, None, None, None
         if ctx.main_grad is not None:
             if of_weight is not None:
-                ctx.main_grad.add_(of_weight, alpha=scale)
-            return of_hidden, _placeholder_gradient(ctx.weight), None, None
+                _add_scaled_(ctx.main_grad, of_weight, scale)
+            return of_hidden, _placeholder_gradient(ctx.weight), None, None, None
         if of_weight is None:
-            return of_hidden, torch.zeros_like(ctx.weight), None, None
-        if scale != 1.0:
-            of_weight = of_weight.mul_(scale)
-        return of_hidden, of_weight.to(ctx.weight.dtype), None, None
+            return of_hidden, torch.zeros_like(ctx.weight), None, None, None
+        return of_hidden, _scaled_(of_weight, scale).to(ctx.weight.dtype), None, None, None
+
+
+def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
+    return values.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else values
+
+
+def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
+    """total += scale * values in one pass over both."""
+    if isinstance(scale, Tensor):
+        total.addcmul_(values, scale)
+    else:
+        total.add_(values, alpha=scale)
 
 
 def _placeholder_gradient(weight: Tensor) -> Tensor | None:
@@ -131,32 +153,36 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
     return torch.empty_like(weight)
 
 
-def _on_cpu(
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    temperature: float | Tensor,
-    objective: PolicyObjective,
-    tokens: PolicyTokens,
-    main_grad: Tensor | None,
-) -> PolicyLoss:
-    # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
-    is_differentiable = torch.is_grad_enabled()
-    fused = fused_loss(
-        head,
-        hidden.detach(),
-        objective,
-        tokens,
-        wants_hidden=is_differentiable and hidden.requires_grad,
-        wants_weight=is_differentiable and weight.requires_grad,
-    )
-    loss = _FusedLoss.apply(hidden, weight, fused, main_grad)
-    statistics, terms = fused.statistics, fused.terms
-    return PolicyLoss(loss, statistics.logprobs, statistics.entropy, terms.coefficient, terms.agent_sums())
+def _on_rows(provider: RowProvider) -> Implementation:
+    def run(
+        hidden: Tensor,
+        weight: Tensor,
+        head: Head,
+        temperature: float | Tensor,
+        objective: PolicyObjective,
+        tokens: PolicyTokens,
+        main_grad: Tensor | None,
+    ) -> PolicyLoss:
+        # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
+        is_differentiable = torch.is_grad_enabled()
+        fused = fused_loss(
+            provider.load(),
+            head,
+            hidden.detach(),
+            objective,
+            tokens,
+            wants_hidden=is_differentiable and hidden.requires_grad,
+            wants_weight=is_differentiable and weight.requires_grad,
+        )
+        sums = fused.terms.sums()
+        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), main_grad)
+        statistics = fused.statistics
+        return PolicyLoss(loss, statistics.logprobs, statistics.entropy, fused.terms.coefficient, agent_sums(sums))
 
+    def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
+        return provider.why_not(hidden=hidden, weight=weight)
 
-def _why_not_cpu(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-    return why_not_cpu_head(hidden, head)
+    return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
 def _reference(
@@ -188,7 +214,7 @@ def _why_not_reference(
 _OP = Op(
     "linear_policy_loss",
     (
-        Implementation("cpu", _on_cpu, _why_not_cpu, library.why_no_cpu_library),
+        *map(_on_rows, ROW_PROVIDERS),
         Implementation("reference", _reference, _why_not_reference),
     ),
 )

@@ -3,11 +3,17 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import FLOATS, check, check_cu_seqlens, sequence_of_tokens
+from .. import library
+from ..checks import FLOATS, check, check_cu_seqlens
+from ..cuda_library import machine_lacks_cuda, why_not_cuda
 from ..dispatch import Implementation, Op
-from .reference import mpt_gate_reference
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from .cpu import sequence_sums_cpu
+from .cuda import sequence_sums_cuda
+from .reference import sequence_sums_reference
 
 
 def mpt_gate(
@@ -44,8 +50,34 @@ def mpt_gate(
     check("mpt_gate", "mask", mask, (num_tokens,), (torch.bool,), entropy.device)
     num_sequences = check_cu_seqlens("mpt_gate", cu_seqlens, num_tokens, entropy.device)
     check("mpt_gate", "positive", positive, (num_sequences,), (torch.bool,), entropy.device)
-    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
-    return _OP(entropy.detach(), mask, sequence_of, positive, entropy_threshold, scope, process_group)
+    sums = _OP(entropy.detach(), mask, cu_seqlens)  # [2, S] float64: entropy, tokens
+    if scope == "batch":
+        sums = sums.sum(dim=1, keepdim=True)
+    if process_group is not None:
+        dist.all_reduce(sums, group=process_group)
+    return positive & (sums[0] < entropy_threshold * sums[1])  # no token: no gate, and no division by 0
 
 
-_OP = Op("mpt_gate", (Implementation("reference", mpt_gate_reference),))
+def _why_not_cpu(entropy: Tensor, *_: object) -> str | None:
+    return None if entropy.device.type == "cpu" else f"entropy is on {entropy.device}, csrc/cpu reads host memory"
+
+
+def _in_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from .triton_impl import sequence_sums_triton  # Triton is imported when a kernel of it first runs
+
+    return sequence_sums_triton(entropy, mask, cu_seqlens)
+
+
+_OP = Op(
+    "mpt_gate",
+    (
+        Implementation("cpu", sequence_sums_cpu, _why_not_cpu, library.why_no_cpu_library),
+        Implementation(
+            "triton", _in_triton, lambda entropy, *_: why_not_triton("entropy", entropy), machine_lacks_triton
+        ),
+        Implementation(
+            "cuda", sequence_sums_cuda, lambda entropy, *_: why_not_cuda("entropy", entropy), machine_lacks_cuda
+        ),
+        Implementation("reference", sequence_sums_reference),
+    ),
+)

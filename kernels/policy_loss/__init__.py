@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import library
 from ..checks import FLOATS, check
 from ..dispatch import Implementation, Op
 from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
+from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..rows.protocol import PolicyTerms
+from ..rows.selection import Rows
 from .arguments import policy_tokens
-from .cpu import PolicyTermsOnCpu
 from .reference import policy_loss_reference
+from .terms import agent_sums, policy_terms, total_loss
 
 
 def policy_loss(
@@ -71,51 +73,51 @@ def policy_loss(
     return _OP(logprobs, entropy, objective, tokens)
 
 
-def _on_cpu(logprobs: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens) -> PolicyLoss:
-    logp = logprobs.detach().float().contiguous()
-    ent = entropy.detach().float().contiguous()
-    kept = None if tokens.mask is None else tokens.mask.nonzero()[:, 0]
-    terms = PolicyTermsOnCpu(objective, tokens, logp, ent, kept)
-    terms.evaluate(kept, 0, logp.numel() if kept is None else kept.numel())
-    loss = _Loss.apply(logprobs, entropy, terms)
-    if kept is not None:
-        logp = torch.zeros_like(logp).index_copy_(0, kept, logp[kept])
-        ent = torch.zeros_like(ent).index_copy_(0, kept, ent[kept])
-    return PolicyLoss(loss, logp, ent, terms.coefficient, terms.agent_sums())
+def _on_rows(provider: RowProvider) -> Implementation:
+    def run(logprobs: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens) -> PolicyLoss:
+        kernels = provider.load()
+        logp = logprobs.detach().float().contiguous()
+        ent = entropy.detach().float().contiguous()
+        terms = policy_terms(kernels, objective, tokens, logp, ent)
+        # Counting the mask would make a device's host wait; its kernel skips what is masked.
+        terms.evaluate(Rows.of(tokens.mask if kernels.is_host else None, logp.numel()))
+        sums = terms.sums()
+        loss = _Loss.apply(logprobs, entropy, terms, total_loss(sums))
+        if tokens.mask is not None:
+            logp, ent = torch.where(tokens.mask, logp, 0.0), torch.where(tokens.mask, ent, 0.0)
+        return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
+
+    def why_not(logprobs: Tensor, entropy: Tensor, *_: object) -> str | None:
+        return provider.why_not(logprobs=logprobs, entropy=entropy)
+
+    return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
 class _Loss(torch.autograd.Function):
-    """The loss that PolicyTermsOnCpu found, with its coefficients as the gradient."""
+    """The loss that the row kernel found, with its coefficients as the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTermsOnCpu) -> Tensor:
+    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, loss: Tensor) -> Tensor:
         ctx.save_for_backward(terms.coefficient, terms.entropy_coefficient)
         ctx.dtypes = logprobs.dtype, entropy.dtype
-        return terms.loss()
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
         coefficient, entropy_coefficient = ctx.saved_tensors
         return (
             (grad_output * coefficient).to(ctx.dtypes[0]),
             (grad_output * entropy_coefficient).to(ctx.dtypes[1]),
             None,
+            None,
         )
-
-
-def _why_not_cpu(logprobs: Tensor, entropy: Tensor, *_: object) -> str | None:
-    if logprobs.device.type != "cpu":
-        return f"logprobs is on {logprobs.device}, csrc/cpu reads host memory"
-    if torch.float64 in (logprobs.dtype, entropy.dtype):
-        return "float64 input, csrc/cpu computes in float32"
-    return None
 
 
 _OP = Op(
     "policy_loss",
     (
-        Implementation("cpu", _on_cpu, _why_not_cpu, library.why_no_cpu_library),
+        *map(_on_rows, ROW_PROVIDERS),
         Implementation("reference", policy_loss_reference),
     ),
 )

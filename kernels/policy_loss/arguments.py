@@ -73,6 +73,7 @@ def policy_tokens(
     return PolicyTokens(
         advantages=advantages_of_tokens,
         mask=mask,
+        cu_seqlens=cu_seqlens,
         sequence_of=sequence_of,
         num_sequences=num_sequences,
         agent_of=None if agent_of is None or num_agents == 1 else agent_of[sequence_of],

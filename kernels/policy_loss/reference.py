@@ -18,11 +18,11 @@ class Terms:
     is_masked: Tensor
 
 
-def mean_of_sequence(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
-    """[n] the mean over the tokens of the same sequence; values [n], sequence_of [n] int64."""
+def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
+    """[S] the mean over the values [n] of each sequence, 0 where it has none; sequence_of [n] int64."""
     total = values.new_zeros(num_sequences).index_add_(0, sequence_of, values)
     count = values.new_zeros(num_sequences).index_add_(0, sequence_of, torch.ones_like(values))
-    return (total / count.clamp(min=1))[sequence_of]
+    return total / count.clamp(min=1)
 
 
 def policy_terms(
@@ -36,7 +36,8 @@ def policy_terms(
         return values[kept].to(dtype)
 
     def mean(values: Tensor) -> Tensor:
-        return mean_of_sequence(values, tokens.sequence_of[kept], tokens.num_sequences)
+        sequence_of = tokens.sequence_of[kept]
+        return sequence_means(values, sequence_of, tokens.num_sequences)[sequence_of]
 
     advantages = of_kept(tokens.advantages)
     old = logp.detach() if tokens.old_logprobs is None else of_kept(tokens.old_logprobs)

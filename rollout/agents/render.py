@@ -42,7 +42,8 @@ class ChatRenderer:
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
         self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
         for token in self._tokenizer.all_special_tokens:
-            self._control.setdefault(token, int(self._tokenizer.convert_tokens_to_ids(token)))
+            index: Any = self._tokenizer.convert_tokens_to_ids(token)
+            self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first: the match the tokenizer would make
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._control_ids = frozenset(self._control.values())

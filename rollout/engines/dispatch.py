@@ -39,10 +39,7 @@ class Dispatcher:
         self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
         self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
         self._ticket = itertools.count()
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._queues))
+        self.num_waiting = 0  # in all queues
 
     @property
     def busy(self) -> list[int]:
@@ -75,11 +72,13 @@ class Dispatcher:
     def take(self) -> dict[int, list[DecodeRequest]]:
         """Requests to send now, by replica, longest first."""
         shares: dict[int, list[DecodeRequest]] = {}
+        if not self.num_waiting:
+            return shares
         replicas = range(len(self._queues))
         for replica in replicas:
             while self._queues[replica] and self._is_free(replica):
                 self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
-        while any(self._queues):
+        while self.num_waiting:
             idle = min((r for r in replicas if self._is_free(r)), key=lambda r: self._work[r], default=None)
             if idle is None:
                 break
@@ -103,6 +102,7 @@ class Dispatcher:
         waiting = [entry for queue in self._queues for entry in queue]
         for queue in self._queues:
             queue.clear()
+        self.num_waiting = 0
         dropped = [request for _, _, request in sorted(waiting, key=lambda entry: entry[1])]
         for request in dropped:
             self.end(request.uid)
@@ -121,10 +121,12 @@ class Dispatcher:
     def _queue(self, request: DecodeRequest, replica: int, *, is_cached: bool) -> None:
         work = _expected(request) if is_cached else _cost(request)
         heapq.heappush(self._queues[replica], (-_expected(request), next(self._ticket), request))
+        self.num_waiting += 1
         self._place[request.uid] = (replica, work)
         self._work[replica] += work
 
     def _send(self, request: DecodeRequest, replica: int, shares: dict[int, list[DecodeRequest]]) -> None:
+        self.num_waiting -= 1
         self._running[replica].add(request.uid)
         self._homes.pop(request.uid, None)  # to the end: the order is that of forgetting
         self._homes[request.uid] = replica

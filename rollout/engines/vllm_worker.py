@@ -84,6 +84,7 @@ def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
+    module: Any
     module, attribute = _module_of(model, name)
     held = getattr(module, attribute)
     received = received.to(held.device)
@@ -142,6 +143,7 @@ def _pack_heads(model: nn.Module) -> None:
     copy is packed again.
     """
     with torch.no_grad():
+        module: Any
         for module in model.modules():
             if hasattr(module, "cpu_linear") and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+                module.quant_method.process_weights_after_loading(module)

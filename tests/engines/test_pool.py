@@ -85,6 +85,19 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
             assert (one.uid, one.finish, one.version) == (other.uid, other.finish, other.version)
         assert sum(pool.num_decoded()) == 24 * 30 == progress[-1] and all(pool.num_decoded())
+        pool.submit(asks[:10], version=0)
+        ended = pool.collect(0.0)
+        pool.submit(asks[10:], version=0)  # while they decode
+        while len(ended) < 24:
+            ended += pool.collect(5.0)
+        for one, other in zip(alone, sorted(ended, key=lambda r: [a.uid for a in asks].index(r.uid)), strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        long = [request(f"long{i}.0", prompt(10), 118, seed=i) for i in range(4)]
+        pool.submit(long, version=0)
+        pool.collect(0.05)
+        parts = pool.drain()
+        assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
+        assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
         with pytest.raises(WrongVersion):
             pool.generate(asks, version=1)
@@ -94,6 +107,10 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         sync.close()
         assert report.num_tensors == 21 and report.max_probe_difference < 1e-4
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
+        pool.submit(asks[:1], version=0)
+        with pytest.raises(WrongVersion):
+            for _ in range(50):
+                pool.collect(1.0)
     finally:
         pool.close()
     _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)

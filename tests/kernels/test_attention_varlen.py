@@ -2,38 +2,9 @@
 
 import pytest
 import torch
+from attention_cases import compare
 
 from marsrl.kernels import attention_varlen
-from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
-from marsrl.kernels.testing import assert_accurate
-
-
-def run(function, q, k, v, upstream, dtype):
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-    output = function(q, k, v)
-    (output * upstream.to(output.dtype)).sum().backward()
-    return output.detach(), q.grad, k.grad, v.grad
-
-
-def compare(lengths, lengths_k=None, causal=True, dtype=torch.float32, heads=(4, 2), scale=None):
-    bounds, bounds_k = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (lengths, lengths_k or lengths))
-    q = torch.randn(bounds[-1], heads[0], 8).to(dtype)
-    k, v = (torch.randn(bounds_k[-1], heads[1], 8).to(dtype) for _ in range(2))
-    upstream = torch.randn_like(q, dtype=torch.float64)
-    cu_seqlens_k = torch.tensor(bounds_k, dtype=torch.int32) if lengths_k else None
-
-    def ours(q, k, v):
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        return attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens_k, causal=causal, scale=scale)
-
-    def reference(q, k, v):
-        return attention_varlen_reference(q, k, v, bounds, bounds_k, 8**-0.5 if scale is None else scale, causal)
-
-    found = run(ours, q, k, v, upstream, dtype)
-    exact, plain = (run(reference, q, k, v, upstream, d) for d in (torch.float64, dtype))
-    for name, *values in zip(("output", "q.grad", "k.grad", "v.grad"), found, exact, plain):
-        assert_accurate(name, *values)
-
 
 # one segment; equal ones (no padding); one bucket with padding; three buckets with empty segments
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
@@ -56,6 +27,31 @@ def test_every_key_is_seen_without_causal():
 
 def test_queries_at_the_end_of_longer_keys_see_the_prefix():
     compare([3, 1, 0, 4], [5, 6, 2, 4])
+
+
+REALISTIC = [1900, 1, 0, 640, 77, 128]  # a tile, less, more, none
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "flash"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
+    if implementation == "flash":
+        pytest.importorskip("flash_attn")
+        if dtype == torch.float32:
+            pytest.skip("flash-attn takes 16-bit input")
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    compare(REALISTIC, dtype=dtype, heads=(16, 8), head_size=head_size, device="cuda")
+    compare([900, 3, 60], [1000, 40, 60], dtype=dtype, heads=(4, 1), head_size=head_size, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [16, 32, 256])
+def test_other_head_sizes_on_a_gpu(head_size, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    compare([300, 0, 41], dtype=torch.bfloat16, heads=(4, 2), head_size=head_size, device="cuda")
+    compare([300, 0, 41], causal=False, heads=(4, 2), head_size=head_size, device="cuda")
 
 
 def test_a_nan_in_one_sequence_stays_there():

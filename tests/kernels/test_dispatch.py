@@ -6,7 +6,13 @@ import subprocess
 import pytest
 import torch
 
-from marsrl.kernels import PolicyObjective, explain, group_advantage, library, linear_logprob, linear_policy_loss
+from marsrl.kernels import (
+    PolicyObjective,
+    explain,
+    library,
+    linear_logprob,
+    linear_policy_loss,
+)
 from marsrl.kernels.dispatch import Implementation, Op
 
 
@@ -27,12 +33,20 @@ def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(ar
         RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: float64 input"
     ):
         linear_logprob(arguments[0].double(), *arguments[1:])
-    group_advantage(torch.zeros(4), *[arguments[2]] * 3)  # has one implementation: nothing to force
+
+
+def test_a_forced_implementation_that_an_op_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
+    Op("other", (Implementation("gpu", lambda: "gpu"),))
+    op = Op("op", (Implementation("a", lambda: "a"), Implementation("b", lambda: "b")))
+    monkeypatch.setenv("MARSRL_KERNELS", "gpu")
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=gpu cannot serve op, which has a, b"):
+        op()
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "tritn")
-    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, reference"):
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, .*reference"):
         linear_logprob(*arguments)
 
 
@@ -52,13 +66,32 @@ def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
 
 
 def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     by_op = {each.op: each for each in explain()}
     assert by_op["linear_policy_loss"].chosen == "cpu"
-    assert by_op["linear_policy_loss"].reasons == {"reference": "cpu is preferred"}
-    assert by_op["group_advantage"].chosen == "reference"
+    reasons = by_op["linear_policy_loss"].reasons
+    assert reasons["reference"] == "cpu is preferred" and "PyTorch sees no CUDA device" in reasons["triton"]
+    assert by_op["pack"].chosen == by_op["group_advantage"].chosen == "cpu" and "cuda" in by_op["pack"].reasons
     monkeypatch.setenv("MARSRL_KERNELS", "reference")
     by_op = {each.op: each for each in explain()}
-    assert by_op["linear_logprob"].reasons == {"cpu": "MARSRL_KERNELS=reference"}
+    assert by_op["linear_logprob"].chosen == "reference"
+    assert by_op["linear_logprob"].reasons["cpu"] == "MARSRL_KERNELS=reference"
+
+
+def test_triton_without_a_device_is_refused_with_the_reason(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"):
+        linear_logprob(*arguments)
+
+
+def test_on_a_device_triton_refuses_what_lies_in_host_memory(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
+        linear_logprob(*arguments)
+    monkeypatch.delenv("MARSRL_KERNELS")
+    linear_logprob(*arguments)  # served by csrc/cpu
 
 
 def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
@@ -69,13 +102,13 @@ def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
 
 
 def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
-    assert "is missing: build it with" in library.open_library(tmp_path / "none.so")
+    assert "is missing: build it with" in library.open_library(tmp_path / "none.so", {})
     (tmp_path / "broken.so").write_text("not a library")
-    assert "cannot be loaded" in library.open_library(tmp_path / "broken.so")
+    assert "cannot be loaded" in library.open_library(tmp_path / "broken.so", {})
     (tmp_path / "old.c").write_text("int marsrl_abi_version(void) { return 0; }")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "old.so", tmp_path / "old.c"], check=True)
     message = f"interface version 0, this package needs {library.ABI_VERSION}: build it again"
-    assert message in library.open_library(tmp_path / "old.so")
+    assert message in library.open_library(tmp_path / "old.so", {})
 
 
 def test_structures_have_the_size_that_c_gives_them():

@@ -1,15 +1,27 @@
 """group_advantage: groups computed by hand, and properties that hold for any batch."""
 
 import math
+import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marsrl.kernels import group_advantage
 
 NAN = math.nan
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # these tests again: interpreter/test_segments.py
+EXAMPLES = settings(
+    max_examples=3 if IS_INTERPRETED else 80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixture is the same for every example
+)
+
+
+@pytest.fixture(params=["cpu", "reference"], autouse=True)
+def implementation(request, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", request.param)
 
 
 def advantage(rewards, group_of, agent_of=None, instance_of=None, **options):
@@ -65,7 +77,7 @@ batches = st.integers(1, 24).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@EXAMPLES
 @given(batches, st.sampled_from(["biased", "unbiased"]))
 def test_of_each_group_the_mean_is_zero_and_the_spread_one_or_nothing(batch, std):
     rewards, group_of, agent_of, instance_of = batch
@@ -81,7 +93,7 @@ def test_of_each_group_the_mean_is_zero_and_the_spread_one_or_nothing(batch, std
     assert all(found[i] == 0 for i, r in enumerate(rewards) if math.isnan(r))
 
 
-@settings(max_examples=50, deadline=None)
+@EXAMPLES
 @given(batches, st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]), st.randoms())
 def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, random):
     order = list(range(len(batch[0])))
@@ -91,6 +103,24 @@ def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, n
     assert [permuted[order.index(i)] for i in range(len(order))] == pytest.approx(found, abs=1e-9)
     shifted = advantage([r + 3.0 for r in batch[0]], *batch[1:], normalise=normalise)
     assert shifted == pytest.approx(found, abs=1e-6)
+
+
+@EXAMPLES
+@given(
+    batches,
+    st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]),
+    st.sampled_from(["biased", "unbiased"]),
+    st.sampled_from(["zero", "raw"]),
+)
+def test_every_implementation_equals_the_definition(batch, normalise, std, singleton):
+    options = {"normalise": normalise, "std": std, "singleton": singleton}
+    found = advantage(*batch, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARSRL_KERNELS", "reference")
+        expected = advantage(*batch, **options)
+    # The C++ adds in the order of the definition; only PyTorch's vectorised sqrt may be an ulp off.
+    tolerance = 1e-12 if IS_INTERPRETED else 1e-15
+    assert found == pytest.approx(expected, rel=tolerance, abs=0 if not IS_INTERPRETED else tolerance)
 
 
 def test_no_samples_give_no_advantages():

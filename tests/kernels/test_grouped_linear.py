@@ -2,33 +2,29 @@
 
 import pytest
 import torch
+from grouped_linear_cases import compare
 
 from marsrl.kernels import grouped_linear
-from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
-from marsrl.kernels.testing import assert_accurate
-
-
-def run(function, x, weights, upstream, dtype):
-    x, weights = x.detach().to(dtype).requires_grad_(), weights.detach().to(dtype).requires_grad_()
-    output = function(x, weights)
-    (output * upstream.to(output.dtype)).sum().backward()
-    return output.detach(), x.grad, weights.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 1, 7], [0, 5, 0], [0, 0, 0], [4, 4, 4]])
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_each_expert_sees_its_own_rows(counts, dtype, as_tensor):
-    x, weights = torch.randn(sum(counts), 6).to(dtype), torch.randn(3, 5, 6).to(dtype)
-    upstream = torch.randn(sum(counts), 5, dtype=torch.float64)
-    given = torch.tensor(counts) if as_tensor else counts
-    found = run(lambda x, w: grouped_linear(x, w, given), x, weights, upstream, dtype)
-    exact, plain = (
-        run(lambda x, w: grouped_linear_reference(x, w, counts), x, weights, upstream, d)
-        for d in (torch.float64, dtype)
-    )
-    for name, *values in zip(("output", "x.grad", "weights.grad"), found, exact, plain):
-        assert_accurate(name, *values)
+    compare(counts, 6, 5, dtype, given=torch.tensor(counts) if as_tensor else counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_on_a_gpu(implementation, dtype, on_device, monkeypatch):
+    if implementation == "torch" and (dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] < 9):
+        pytest.skip("torch._grouped_mm takes bfloat16 on Hopper")
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    counts = [300, 0, 1, 128, 0, 907, 64, 5]
+    given = torch.tensor(counts, device="cuda") if on_device else counts
+    compare(counts, 2048, 768, dtype, given=given, device="cuda")
 
 
 def test_frozen_weights_and_strided_rows():

@@ -2,111 +2,67 @@
 
 import pytest
 import torch
+from fused_head import compare_logprob
 
-from marsrl.kernels import linear_logprob, vocabulary
+from marsrl.kernels import bad_targets, gemms, linear_logprob, raise_bad_targets, sweep
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
-from marsrl.kernels.testing import assert_accurate
 
 # (T, H, V): nothing, one row, odd sizes, a block boundary of 4096 columns, real vocabularies
 SHAPES = [(0, 8, 16), (1, 8, 16), (15, 33, 129), (26, 16, 4097), (513, 24, 257), (3, 8, 151936), (2, 5, 152063)]
-
-
-def plain(hidden, weight, targets, temperature, columns):
-    """What one writes without a kernel: logits at the input's dtype, then float32 statistics."""
-    logits = (hidden @ weight[:columns].t()).float()
-    logits = logits / (temperature.float()[:, None] if isinstance(temperature, torch.Tensor) else temperature)
-    logp = torch.log_softmax(logits, -1)
-    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-
-def run(function, hidden, weight, upstream, dtype):
-    hidden = hidden.detach().to(dtype).requires_grad_()
-    weight = weight.detach().to(dtype).requires_grad_()
-    logprobs, entropy = function(hidden, weight)
-    ((logprobs * upstream[0].to(logprobs.dtype)).sum() + (entropy * upstream[1].to(entropy.dtype)).sum()).backward()
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
-
-
-def compare(hidden, weight, targets, temperature=1.0, real=None, dtype=torch.float32):
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    columns = weight.shape[0] if real is None else real
-    upstream = torch.randn(2, hidden.shape[0], dtype=torch.float64)
-
-    def ours(h, w):
-        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real)
-        return out.logprobs, out.entropy
-
-    found = run(ours, hidden, weight, upstream, dtype)
-    exact = run(
-        lambda h, w: linear_logprob_reference(h, w, targets, temperature, columns),
-        hidden,
-        weight,
-        upstream,
-        torch.float64,
-    )
-    baseline = run(lambda h, w: plain(h, w, targets, temperature, columns), hidden, weight, upstream, dtype)
-    for name, *values in zip(("logprobs", "entropy", "hidden.grad", "weight.grad"), found, exact, baseline):
-        assert_accurate(name, *values)
-    assert (found[0] <= 0).all()
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_as_exact_as_plain_pytorch(shape, dtype):
     num_tokens, size, vocab = shape
-    compare(
-        torch.randn(num_tokens, size),
-        torch.randn(vocab, size) * 0.3,
-        torch.randint(0, vocab, (num_tokens,)),
-        dtype=dtype,
-    )
+    case = torch.randn(num_tokens, size), torch.randn(vocab, size) * 0.3, torch.randint(0, vocab, (num_tokens,))
+    compare_logprob(case, dtype=dtype)
 
 
 @pytest.mark.parametrize("temperature", [1.5, 0.85, "per token"])
 def test_temperature_divides_the_logits(temperature):
     if temperature == "per token":
         temperature = torch.rand(15) + 0.5
-    compare(torch.randn(15, 16), torch.randn(301, 16), torch.randint(0, 301, (15,)), temperature)
+    compare_logprob((torch.randn(15, 16), torch.randn(301, 16), torch.randint(0, 301, (15,))), temperature)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])  # |z| about 4, 120, 4000
 def test_large_logits(scale):
-    compare(torch.randn(9, 16) * scale, torch.randn(200, 16), torch.randint(0, 200, (9,)))
-    compare(torch.randn(9, 16) * scale, torch.randn(200, 16), torch.randint(0, 200, (9,)), 1.3)
+    compare_logprob((torch.randn(9, 16) * scale, torch.randn(200, 16), torch.randint(0, 200, (9,))))
+    compare_logprob((torch.randn(9, 16) * scale, torch.randn(200, 16), torch.randint(0, 200, (9,))), 1.3)
 
 
 def test_peaked_rows_and_the_last_column_and_probability_one():
     hidden, weight = torch.randn(12, 16), torch.randn(99, 16)
     weight[98] = 3 * hidden[0]
     hidden[1:6] = hidden[0] * torch.linspace(0.2, 4, 5)[:, None]
-    found = compare(hidden, weight, torch.full((12,), 98))
+    found = compare_logprob((hidden, weight, torch.full((12,), 98)))
     assert found[0][5] == 0 and found[1][5] < 1e-6  # p = 1
 
 
 def test_padded_columns_have_no_probability_and_no_gradient():
     hidden, weight = torch.randn(7, 8), torch.randn(64, 8)
     weight[50:] = 100.0
-    found = compare(hidden, weight, torch.randint(0, 50, (7,)), real=50)
+    found = compare_logprob((hidden, weight, torch.randint(0, 50, (7,))), real=50)
     assert (found[3][50:] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, monkeypatch):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * 129)
-    compare(torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,)))
-    compare(torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,)), dtype=torch.bfloat16)
+    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 129)
+    compare_logprob((torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,))))
+    compare_logprob((torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,))), dtype=torch.bfloat16)
 
 
 def test_tiles_of_a_bfloat16_weight_add_up(monkeypatch):
-    monkeypatch.setattr(vocabulary, "TILE_ROWS", 50)
-    compare(torch.randn(9, 16), torch.randn(129, 16), torch.randint(0, 129, (9,)), dtype=torch.bfloat16)
+    monkeypatch.setattr(gemms, "TILE_ROWS", 50)
+    compare_logprob((torch.randn(9, 16), torch.randn(129, 16), torch.randint(0, 129, (9,))), dtype=torch.bfloat16)
 
 
 def test_non_contiguous_and_mixed_dtypes():
     hidden, weight = torch.randn(16, 20).t()[:, ::2], torch.randn(8, 70).t()
     targets = torch.randint(0, 70, (40,))[::2]
-    compare(hidden, weight, targets)
+    compare_logprob((hidden, weight, targets))
     mixed = linear_logprob(hidden.bfloat16(), weight, targets)
     exact, _ = linear_logprob_reference(hidden.bfloat16().double(), weight.double(), targets, 1.0, 70)
     torch.testing.assert_close(mixed.logprobs.double(), exact, atol=1e-5, rtol=1e-5)
@@ -137,6 +93,21 @@ def test_a_target_out_of_range_is_named(target):
     targets = torch.tensor([0, 1, target, target])
     with pytest.raises(ValueError, match=rf"linear_logprob: targets\[2\] is {target}, expected 0..39"):
         linear_logprob(torch.randn(4, 8), torch.randn(40, 8), targets)
+
+
+def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
+    targets = torch.tensor([0, 7, -100, 9])
+    for mask in (targets < 0, targets >= 7):  # two calls; the earliest token of both is named
+        bad_targets._keep_first("linear_logprob", targets, mask, 5)
+    with pytest.raises(ValueError, match=r"linear_logprob: targets\[1\] is 7, expected 0..4"):
+        raise_bad_targets()
+    raise_bad_targets()  # said once
+    bad_targets._keep_first("linear_logprob", targets, targets < 0, 5)
+    with pytest.raises(ValueError, match=r"targets\[2\] is -100"):
+        raise_bad_targets()
+    bad_targets._keep_first("linear_logprob", targets, targets < -100, 5)
+    bad_targets._keep_first("linear_logprob", targets[:0], targets[:0] < 0, 5)
+    raise_bad_targets()
 
 
 @pytest.mark.parametrize(

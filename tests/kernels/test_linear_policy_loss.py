@@ -2,103 +2,56 @@
 
 import pytest
 import torch
+from fused_head import arguments_for, compare_policy_loss, head_case
+from fused_head import run_policy_loss as run
 
-from marsrl.kernels import PolicyObjective, linear_policy_loss, vocabulary
-from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+from marsrl.kernels import PolicyObjective, gemms, linear_policy_loss, sweep
+from marsrl.kernels.testing import OBJECTIVES
 
 PLAIN = PolicyObjective(mpt_probability=None)
 
 
-def head_case(num_tokens=60, size=16, vocab=131):
-    """hidden, weight, targets; a third of the rows are sure of their target."""
-    hidden, weight = torch.randn(num_tokens, size), torch.randn(vocab, size) * 0.5
-    targets = torch.randint(0, vocab, (num_tokens,))
-    hidden[::3] += 20 * torch.nn.functional.normalize(weight[targets[::3]], dim=1)
-    return hidden, weight, targets
-
-
-def run(hidden, weight, targets, arguments, dtype, factor=3.0):
-    hidden, weight = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
-    if dtype == torch.float64:
-        arguments = {
-            n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in arguments.items()
-        }
-    result = linear_policy_loss(hidden, weight, targets, **arguments)
-    (factor * result.loss).backward()
-    return result, hidden.grad, weight.grad
-
-
-def compare(hidden, weight, targets, arguments, monkeypatch, dtype=torch.float32):
-    """Ours with poison in all that is masked, against the definition without."""
-    mask = arguments["mask"]
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    exact, *exact_grads = run(hidden, weight, targets, arguments, torch.float64)
-    poisoned = hidden.masked_fill(~mask[:, None], torch.nan)
-    found, *grads = run(poisoned, weight, targets.masked_fill(~mask, -100), poison_masked(arguments), dtype)
-    with monkeypatch.context() as context:
-        context.setenv("MARSRL_KERNELS", "reference")
-        plain, *plain_grads = run(hidden, weight, targets, arguments, dtype)
-    for field in ("logprobs", "entropy", "coefficient"):
-        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
-    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
-    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
-    for metric in exact.agent_sums:
-        scale = term if metric == "loss" else 0.0
-        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
-    for field, *values in zip(("hidden.grad", "weight.grad"), grads, exact_grads, plain_grads):
-        assert_accurate(field, *values)
-    assert not grads[0][~mask].any()
-    return found
-
-
-def arguments_for(logprobs_of, name, **changes):
-    """policy_case around the true log-probs of the head, so that ratios lie around 1."""
-    objective, is_off_policy = OBJECTIVES[name]
-    hidden, weight, targets = logprobs_of
-    arguments, _ = policy_case(hidden.shape[0])
-    logits = hidden.double() @ weight.double().t()
-    true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float()
-    for key in ("old_logprobs", "rollout_logprobs", "reference_logprobs"):
-        arguments[key] = true + 0.2 * torch.randn(hidden.shape[0])
-    if not is_off_policy:
-        arguments["old_logprobs"] = None
-    return {**arguments, "objective": objective, **changes}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_equals_its_definition(name, dtype, monkeypatch):
+def test_every_objective_equals_its_definition(name, dtype):
     case = head_case()
-    compare(*case, arguments_for(case, name), monkeypatch, dtype)
+    compare_policy_loss(case, arguments_for(case, name), dtype)
 
 
 # one row; around a chunk; a real odd vocabulary; two blocks of 4096 columns
 @pytest.mark.parametrize(
     "shape", [(1, 8, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936)]
 )
-def test_shapes(shape, monkeypatch):
+def test_shapes(shape):
     case = head_case(*shape)
     arguments = arguments_for(case, "k3, entropy bonus, tis")
     arguments["mask"][0] = True
-    compare(*case, arguments, monkeypatch)
+    compare_policy_loss(case, arguments)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, monkeypatch):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * 131)
+    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 131)
     case = head_case()
-    compare(*case, arguments_for(case, name), monkeypatch)
+    compare_policy_loss(case, arguments_for(case, name))
 
 
-def test_temperature_per_token_and_padded_vocabulary(monkeypatch):
+def test_more_tokens_than_a_grid_axis_has_programs():
+    case = head_case(65537, 2, 5)
+    arguments = arguments_for(case, "clip")
+    arguments["mask"][-1] = True
+    compare_policy_loss(case, arguments)
+
+
+def test_temperature_per_token_and_padded_vocabulary():
     hidden, weight, targets = head_case(vocab=128)
     weight[100:] = 50.0
     targets = targets % 100
     case = hidden, weight, targets
     temperature = torch.rand(60) + 0.5
     arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
-    compare(*case, arguments, monkeypatch)
+    compare_policy_loss(case, arguments)
 
 
 def simple(num_tokens=20, **changes):
@@ -134,7 +87,7 @@ def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name):
     case = head_case()
     arguments = arguments_for(case, name)
     hidden, weight, targets = case
-    _, _, dw = run(hidden, weight, targets, arguments, torch.float32, factor=2.5)
+    _, _, dw = run((hidden, weight, targets), arguments, torch.float32, factor=2.5)
     weight = weight.clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
     main_grad = torch.ones_like(weight)
@@ -194,9 +147,9 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
     hidden, weight, targets, arguments = simple(40)
     arguments["token_advantages"][10:] = 0
     seen = []
-    gradient = vocabulary.Head.hidden_gradient
+    gradient = gemms.HeadGemms.hidden_gradient
     monkeypatch.setattr(
-        vocabulary.Head, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
+        gemms.HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert seen == [10] and not hidden.grad[10:].any() and hidden.grad[:10].any()
@@ -205,9 +158,9 @@ def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
 def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
     hidden, weight, targets, arguments = simple(40, mask=torch.arange(40) < 12)
     seen = []
-    logits = vocabulary.Head.logits
+    logits = gemms.HeadGemms.logits
     monkeypatch.setattr(
-        vocabulary.Head, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
+        gemms.HeadGemms, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert seen == [12]
@@ -228,10 +181,23 @@ def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(share):
 def test_two_runs_give_the_same_bits():
     case = head_case(200, 16, 4099)
     arguments = arguments_for(case, "k3, entropy bonus, tis")
-    first, dx, dw = run(*case, arguments, torch.float32)
-    again, dx_again, dw_again = run(*case, arguments, torch.float32)
+    first, dx, dw = run(case, arguments, torch.float32)
+    again, dx_again, dw_again = run(case, arguments, torch.float32)
     assert torch.equal(first.loss, again.loss) and torch.equal(dx, dx_again) and torch.equal(dw, dw_again)
     assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
+
+
+def test_a_compiled_caller_gets_the_same():
+    hidden, weight, targets, arguments = simple()
+
+    def step(hidden, weight):
+        return linear_policy_loss(2 * hidden, weight, targets, **arguments).loss * 3
+
+    step(hidden, weight).backward()
+    expected = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    torch.compile(step, backend="eager")(hidden, weight).backward()
+    assert torch.equal(hidden.grad, expected[0]) and torch.equal(weight.grad, expected[1])
 
 
 def test_autocast_changes_nothing():

@@ -2,37 +2,63 @@
 
 import pytest
 import torch
+from emulated_cuda import use_emulated_cuda
 
 from marsrl.kernels import mpt_gate
 
-CU_SEQLENS = torch.tensor([0, 3, 3, 5, 8])
-ENTROPY = torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1])
-MASK = torch.tensor([True, True, False, True, True, True, True, True])
+
+def case():
+    """(entropy, mask, cu_seqlens) on the default device."""
+    mask = torch.tensor([True, True, False, True, True, True, True, True])
+    return torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1]), mask, torch.tensor([0, 3, 3, 5, 8])
+
+
+@pytest.fixture(params=["cpu", "reference", "cuda"], autouse=True)
+def implementation(request, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", request.param)
+    if request.param == "cuda":
+        use_emulated_cuda(monkeypatch)
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])
 def test_a_sample_is_gated_by_its_own_mean_entropy_over_trained_tokens(poison):
-    entropy = torch.where(MASK, ENTROPY, poison)
+    entropy, mask, cu_seqlens = case()
+    entropy = torch.where(mask, entropy, poison)
     positive = torch.tensor([True, True, True, False])
     # means: 0.15, none, 0.3, 0.067 but not positive
-    assert mpt_gate(entropy, MASK, CU_SEQLENS, positive).tolist() == [True, False, False, False]
-    assert mpt_gate(entropy, MASK, CU_SEQLENS, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
+    assert mpt_gate(entropy, mask, cu_seqlens, positive).tolist() == [True, False, False, False]
+    assert mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
 
 
 def test_the_batch_is_gated_as_one():
+    arguments = case()
     positive = torch.tensor([True, True, False, True])  # mean over the seven tokens: 1.1 / 7 = 0.157
-    assert mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="batch").tolist() == [True, True, False, True]
-    assert not mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="batch", entropy_threshold=0.15).any()
+    assert mpt_gate(*arguments, positive, scope="batch").tolist() == [True, True, False, True]
+    assert not mpt_gate(*arguments, positive, scope="batch", entropy_threshold=0.15).any()
 
 
 def test_without_trained_tokens_nothing_is_gated():
+    entropy, mask, cu_seqlens = case()
     for scope in ("sample", "batch"):
-        assert not mpt_gate(ENTROPY, MASK & False, CU_SEQLENS, torch.ones(4, dtype=torch.bool), scope=scope).any()
+        assert not mpt_gate(entropy, mask & False, cu_seqlens, torch.ones(4, dtype=torch.bool), scope=scope).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_long_sequences_are_summed_in_double(dtype):
+    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # less and more than a block of a device
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    entropy, mask = torch.rand(int(cu_seqlens[-1])).to(dtype), torch.rand(int(cu_seqlens[-1])) < 0.7
+    parts = zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])
+    means = torch.tensor([entropy[a:b][mask[a:b]].double().mean() for a, b in parts])
+    positive = torch.ones(6, dtype=torch.bool)
+    for threshold in (0.4, 0.499, 0.5, 0.501, 2.0):
+        found = mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=threshold)
+        assert found.tolist() == (means < threshold).tolist()
 
 
 def test_wrong_arguments_are_named_with_what_was_expected():
-    positive = torch.ones(4, dtype=torch.bool)
+    arguments, positive = case(), torch.ones(4, dtype=torch.bool)
     with pytest.raises(ValueError, match="mpt_gate: scope is 'token', expected sample or batch"):
-        mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive, scope="token")
+        mpt_gate(*arguments, positive, scope="token")
     with pytest.raises(ValueError, match=r"mpt_gate: positive has shape \[3\], expected \[4\]"):
-        mpt_gate(ENTROPY, MASK, CU_SEQLENS, positive[:3])
+        mpt_gate(*arguments, positive[:3])

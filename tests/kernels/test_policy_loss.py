@@ -4,46 +4,15 @@ import math
 
 import pytest
 import torch
+from fused_head import compare_policy_loss_of_logprobs
 
 from marsrl.kernels import PolicyObjective, policy_loss
-from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
-
-
-def run(logprobs, entropy, arguments, dtype):
-    logprobs = logprobs.detach().to(dtype).requires_grad_()
-    entropy = entropy.detach().to(dtype).requires_grad_()
-    arguments = {
-        n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in arguments.items()
-    }
-    result = policy_loss(logprobs, entropy, **arguments)
-    (3.0 * result.loss).backward()
-    return result, (logprobs.grad, entropy.grad)
+from marsrl.kernels.testing import OBJECTIVES, poison_masked, policy_case
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_equals_its_definition(name, monkeypatch):
-    objective, is_off_policy = OBJECTIVES[name]
-    arguments, logprobs = policy_case()
-    logprobs[5] = -1e-4  # p > 0.99
-    entropy = torch.rand(60)
-    arguments["objective"] = objective
-    if not is_off_policy:
-        arguments["old_logprobs"] = None
-    found, found_grads = run(logprobs, entropy, poison_masked(arguments), torch.float32)
-    exact, exact_grads = run(logprobs, entropy, arguments, torch.float64)
-    monkeypatch.setenv("MARSRL_KERNELS", "reference")
-    plain, plain_grads = run(logprobs, entropy, arguments, torch.float32)
-    for field in ("logprobs", "entropy", "coefficient"):
-        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
-    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
-    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
-    for metric in exact.agent_sums:
-        scale = term if metric == "loss" else 0.0
-        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
-    for field, *grads in zip(("logprobs.grad", "entropy.grad"), found_grads, exact_grads, plain_grads):
-        assert_accurate(field, *grads)
-    assert not (found_grads[0] * ~arguments["mask"]).any() and not found.coefficient[~arguments["mask"]].any()
-    torch.testing.assert_close(found.agent_sums["loss"].sum(), found.loss.detach(), atol=1e-6, rtol=1e-6)
+def test_every_objective_equals_its_definition(name):
+    compare_policy_loss_of_logprobs(name)
 
 
 def one(logp, advantage, objective, **given):

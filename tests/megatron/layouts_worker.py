@@ -18,13 +18,28 @@ from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.hf_files import HfReader
 from marsrl.trainer.packing import pack
 
 SAMPLES = 8
+_READ = HfReader._read
 
 
-def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores and router margins, the weights before and after."""
+def reads_of_this_process() -> list[int]:
+    """How many numbers each read from a Hugging Face file brings, from now on."""
+    read: list[int] = []
+
+    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor = _READ(self, name, index)
+        read.append(tensor.numel())
+        return tensor
+
+    HfReader._read = counted  # type: ignore[method-assign]
+    return read
+
+
+def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
+    """Two steps on the ranks of this world: statistics, scores, router margins, weights before and after; a checkpoint."""
     policy = PolicyConfig(
         dtype="float32",
         layout=layout,  # type: ignore[arg-type]
@@ -32,7 +47,9 @@ def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5),
     )
     mpt = MptConfig(scope="sample", entropy=3.98, probability=0.02)
+    read = reads_of_this_process()
     learner = Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
+    loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
     samples = sequences(SAMPLES)
     batches = [
         pack(samples[::2], align=2),
@@ -52,7 +69,15 @@ def run(model: str, layout: dict[str, int]) -> dict[str, Any]:
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
     total /= 1 if ranks_of_data > 1 else dist.get_world_size()
     dist.all_reduce(total)
-    return {"stats": stats, "scores": total.tolist(), "weights": dict(learner.export()), "untouched": untouched}
+    if checkpoint is not None:
+        learner.save(checkpoint)
+    return {
+        "stats": stats,
+        "scores": total.tolist(),
+        "weights": dict(learner.export()),
+        "untouched": untouched,
+        "loaded": loaded,
+    }
 
 
 def main() -> None:
@@ -61,7 +86,8 @@ def main() -> None:
     report = {}
     for kind, model in models.items():
         for name, layout in layouts[kind].items():
-            found = run(model, layout)
+            is_cut = layout.get("tensor", 1) * layout.get("pipeline", 1) > 1  # else rank 0 has every shard anyway
+            found = run(model, layout, out.parent / "checkpoints" / kind / name if is_cut else None)
             parallel.stop(keep_world=True)
             if dist.get_rank() == 0:
                 report[f"{kind}/{name}"] = found

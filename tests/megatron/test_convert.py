@@ -11,10 +11,9 @@ from megatron_models import save_model
 from safetensors.torch import load_file, save_file
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.model_shape import ModelShape, read_shape
-from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
 
 
 def learner(folder: Path, **policy: object) -> Learner:
@@ -87,30 +86,3 @@ def test_a_half_there_directory_says_what_is_missing(tmp_path: Path) -> None:
         read_shape(folder)
     save_file({n: tensors[n] for n in names[5:]}, folder / "b.safetensors")
     assert {n for n, _ in learner(folder).export()} == set(names)  # several files are read as one
-
-
-SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e-6, False, False, True, 8, 2)
-
-
-@pytest.mark.parametrize(
-    ("layout", "world", "says"),
-    [
-        ({"tensor": 5}, 5, "layout.tensor is 5, which does not divide the 12 attention heads"),
-        ({"tensor": 4, "expert": 2}, 8, "layout.tensor is 4, which does not divide the 6 key/value heads"),
-        ({"expert": 3}, 3, "layout.expert is 3, which does not divide the 8 experts"),
-        ({"expert": 2, "expert_tensor": 5}, 10, "layout.expert_tensor is 5, which does not divide the 24 units"),
-        ({"pipeline": 4}, 4, "layout.pipeline is 4, which does not divide the 6 layers"),
-        ({"tensor": 2}, 3, "is 2, which does not divide the 3 ranks"),
-        ({"expert": 4}, 2, "is 4, which does not divide the 2 ranks"),
-        ({"tensor": 2, "expert_tensor": 1}, 2, "expert 1 with expert_tensor 1 and tensor 2"),
-        ({"context": 2}, 2, "context parallelism is not supported"),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(layout: dict[str, int], world: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        parallel.check(parallel.resolve(LayoutConfig(**layout)), SHAPE, world)
-
-
-def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
-    assert parallel.resolve(LayoutConfig(tensor=2)).expert_tensor == 2
-    assert parallel.resolve(LayoutConfig(tensor=2, expert=2)).expert_tensor == 1

@@ -13,7 +13,9 @@ import pytest
 import torch
 from layouts_worker import run
 from megatron_models import save_model
+from safetensors.torch import load_file
 
+from marsrl.trainer.export import export
 from marsrl.trainer.megatron import parallel
 
 TWO = {
@@ -42,6 +44,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     # Written by this very test a moment ago; tensors and numbers only.
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
+    found["checkpoints"] = folder / "checkpoints"
     for kind, model in models.items():
         found[f"{kind}/one"] = run(model, {})
         parallel.stop(keep_world=True)
@@ -62,3 +65,28 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
         # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that.
         off = (two["weights"][n] - weight).abs() > 1e-4
         assert float(off.float().mean()) < 3e-3, n
+
+
+@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
+def test_a_rank_reads_what_it_holds_and_no_more(reports: dict[str, Any], name: str) -> None:
+    read, held = reports[name]["loaded"]
+    padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks cut 61 rows
+    assert held - padding <= read <= held
+
+
+CUT = [
+    f"{kind}/{name}"
+    for kind, each in TWO.items()
+    for name, sizes in each.items()
+    if {"tensor", "pipeline"} & set(sizes)
+]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_checkpoint_of_two_ranks_exports_the_weights_that_they_trained(
+    reports: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    export(reports["checkpoints"] / name, tmp_path / "out")
+    found, expected = load_file(tmp_path / "out" / "model.safetensors"), reports[name]["weights"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n]) for n in expected)

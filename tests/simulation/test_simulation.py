@@ -100,7 +100,7 @@ def test_segments_bound_a_stage_and_make_samples_older() -> None:
 
 
 def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
-    setting = replace(TINY, segments=4, steps=4, warmup=12)
+    setting = replace(TINY, segments=4, steps=4, warmup=8)
     apart, beside = (play(replace(setting, overlap=n), CONSTANTS, LENGTHS) for n in (0, 1))
     assert beside.idle_share < 0.05 < apart.idle_share
     assert beside.tokens_per_s > apart.tokens_per_s

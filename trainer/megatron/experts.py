@@ -40,10 +40,9 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias."""
-        counts = tokens_per_expert.tolist()
-        gate, up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts).chunk(2, dim=-1)
+        gate, up = grouped_linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert).chunk(2, dim=-1)
         inner = (silu(gate) * up * weights.unsqueeze(-1)).to(rows.dtype)
-        return grouped_linear(inner, self.down, counts), None
+        return grouped_linear(inner, self.down, tokens_per_expert), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

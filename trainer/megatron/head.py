@@ -150,11 +150,8 @@ class PolicyModel(GPTModel):
         return HeadResult(policy, gate)
 
     def _main_grad(self, weight: Tensor) -> Tensor | None:
-        """DDP's float32 gradient buffer of the head, which the kernel adds to; None where its gradient is autograd's.
-
-        On CUDA it is autograd's until a CUDA implementation of linear_policy_loss takes main_grad.
-        """
-        if not torch.is_grad_enabled() or weight.is_cuda:
+        """DDP's float32 gradient buffer of the head, which the kernel adds to; None where no gradient is formed."""
+        if not torch.is_grad_enabled():
             return None
         buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
         return buffer

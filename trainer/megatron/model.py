@@ -20,18 +20,14 @@ from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
 from marsrl.trainer.megatron.experts import GroupedExperts
 from marsrl.trainer.megatron.head import PolicyModel
-from marsrl.trainer.megatron.parallel import Layout
+from marsrl.trainer.megatron.layout import Layout
+from marsrl.trainer.megatron.mapping import padded_rows
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-
-def padded_vocab_size(shape: ModelShape, layout: Layout) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
-    return -(-shape.vocab_size // layout.tensor) * layout.tensor
 
 
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
@@ -106,15 +102,12 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
-def build_model(
-    shape: ModelShape, layout: Layout, policy: PolicyConfig
-) -> tuple[PolicyModel, DistributedDataParallel, TransformerConfig]:
-    """The bare model (parameters uninitialised), the same wrapped for training, and megatron's config of both."""
-    config = transformer_config(shape, layout, policy)
-    model = PolicyModel(
+def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> PolicyModel:
+    """This rank's part of the model, parameters uninitialised, on the current device."""
+    return PolicyModel(
         config=config,
         transformer_layer_spec=layer_spec(config),
-        vocab_size=padded_vocab_size(shape, layout),
+        vocab_size=padded_rows(shape.vocab_size, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -124,6 +117,14 @@ def build_model(
         rotary_base=shape.rope_theta,
         real_vocab_size=shape.vocab_size,
     )
+
+
+def build_model(
+    shape: ModelShape, layout: Layout, policy: PolicyConfig
+) -> tuple[PolicyModel, DistributedDataParallel, TransformerConfig]:
+    """The bare model, the same wrapped for training, and megatron's config of both."""
+    config = transformer_config(shape, layout, policy)
+    model = bare_model(shape, layout, config)
     wrapped = Float16Module(config, model) if config.bf16 else model
     ddp = DistributedDataParallel(
         config,

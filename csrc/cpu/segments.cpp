@@ -1,0 +1,89 @@
+// Sums over sets of samples and over sequences of tokens, in double and in the order of the index: the same sums, to
+// the bit, as PyTorch's index_add, which the references use. Compiled without FMA contraction for the same reason.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "clones.h"
+
+namespace {
+
+struct Set {
+  double count = 0, total = 0, squares = 0;
+  double lowest = std::numeric_limits<double>::infinity(), highest = -std::numeric_limits<double>::infinity();
+
+  double mean() const { return total / std::max(count, 1.0); }
+  double std(bool is_unbiased) const { return std::sqrt(squares / std::max(is_unbiased ? count - 1 : count, 1.0)); }
+  bool is_single() const { return count < 2; }
+  // By the ends, not by std == 0: the mean of eight times 0.1 is not 0.1 to the last bit.
+  bool is_flat() const { return !is_single() && lowest == highest; }
+};
+
+std::vector<Set> sets_of(const double* rewards, const int64_t* set_of, int64_t num_samples) {
+  std::vector<Set> sets(num_samples);
+  for (int64_t i = 0; i < num_samples; i++) {
+    if (std::isnan(rewards[i])) continue;
+    Set& set = sets[set_of[i]];
+    set.count += 1;
+    set.total += rewards[i];
+    set.lowest = std::min(set.lowest, rewards[i]);
+    set.highest = std::max(set.highest, rewards[i]);
+  }
+  for (int64_t i = 0; i < num_samples; i++) {
+    if (std::isnan(rewards[i])) continue;
+    Set& set = sets[set_of[i]];
+    const double distance = rewards[i] - set.mean();
+    set.squares += distance * distance;
+  }
+  return sets;
+}
+
+template <class Float>
+void add_masked(const Float* values, const uint8_t* mask, int64_t begin, int64_t end, double* total, double* count) {
+  for (int64_t t = begin; t < end; t++)
+    if (!mask || mask[t]) {
+      *total += static_cast<double>(values[t]);
+      *count += 1;
+    }
+}
+
+}  // namespace
+
+// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A NaN reward is
+// missing and gets 0; so does a flat set, and a set with one reward unless keeps_single (mean 0, std 1).
+MARSRL_API void marsrl_group_advantage(const double* rewards, const int64_t* mean_set_of, const int64_t* std_set_of,
+                                       int64_t num_samples, int is_unbiased, int keeps_single, double eps,
+                                       double* advantage) {
+  const std::vector<Set> mean_sets = sets_of(rewards, mean_set_of, num_samples);
+  const std::vector<Set> other_sets =
+      std_set_of == mean_set_of ? std::vector<Set>() : sets_of(rewards, std_set_of, num_samples);
+  const std::vector<Set>& std_sets = std_set_of == mean_set_of ? mean_sets : other_sets;
+  for (int64_t i = 0; i < num_samples; i++) {
+    const Set &of_mean = mean_sets[mean_set_of[i]], &of_std = std_sets[std_set_of[i]];
+    const bool is_single = of_mean.is_single() || of_std.is_single();
+    if (std::isnan(rewards[i]) || of_mean.is_flat() || of_std.is_flat() || (is_single && !keeps_single)) {
+      advantage[i] = 0.0;
+      continue;
+    }
+    const double mean = of_mean.is_single() ? 0.0 : of_mean.mean();
+    const double std = of_std.is_single() ? 1.0 : of_std.std(is_unbiased);
+    advantage[i] = (rewards[i] - mean) / (std + eps);
+  }
+}
+
+// sums [2, S] = the values of a sequence's tokens added up, and how many these are. values [T] is float32, or float64
+// where is_float64; it is not read where mask [T] is 0, null: all are read.
+MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const int64_t* cu_seqlens,
+                                     int64_t num_sequences, double* sums) {
+  for (int64_t s = 0; s < num_sequences; s++) {
+    double total = 0, count = 0;
+    if (is_float64)
+      add_masked(static_cast<const double*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
+    else
+      add_masked(static_cast<const float*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
+    sums[s] = total;
+    sums[num_sequences + s] = count;
+  }
+}

@@ -1,0 +1,78 @@
+"""attention_decode: the attention of one new token a sequence over its key-value cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import FLOATS, INTEGERS, check
+from ..dispatch import Implementation, Op
+from ..library import why_no_cpu_library
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from .cpu import attention_decode_cpu, why_not_cpu
+from .reference import attention_decode_reference
+from .torch_impl import attention_decode_torch
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q k^T) v over the first lengths[s] keys of each sequence, [S, N, D] in the dtype of q.
+
+    Args:
+        q: [S, N, D] float, the query of each sequence's newest token.
+        k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; the newest token's are already in.
+            Any strides: a cache that lies head by head is given as a transposed view. Behind lengths[s] anything
+            finite may stand (a masked NaN would still poison a product).
+        lengths: [S] int, 1..L; on a GPU its values are not read by the host.
+        scale: None = 1 / sqrt(D).
+
+    There is no gradient. On a GPU a row's bits depend neither on the other rows nor on L.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("attention_decode", "q", q, (None, None, None), FLOATS)
+    num_sequences, num_heads, head_size = q.shape
+    check("attention_decode", "k_cache", k_cache, (num_sequences, None, None, head_size), (q.dtype,), q.device)
+    check("attention_decode", "v_cache", v_cache, tuple(k_cache.shape), (q.dtype,), q.device)
+    check("attention_decode", "lengths", lengths, (num_sequences,), INTEGERS, q.device)
+    if k_cache.shape[2] == 0 or num_heads % k_cache.shape[2]:
+        raise ValueError(
+            f"attention_decode: k_cache has {k_cache.shape[2]} heads, expected a divisor of q's {num_heads}"
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise ValueError("attention_decode: an input requires a gradient, expected a call under torch.no_grad()")
+    if lengths.device.type == "cpu" and num_sequences:
+        shortest, longest = (int(bound) for bound in lengths.aminmax())
+        if shortest < 1 or longest > k_cache.shape[1]:
+            raise ValueError(
+                f"attention_decode: lengths lie in {shortest}..{longest}, expected 1..{k_cache.shape[1]} (k_cache's L)"
+            )
+    return _OP(q, k_cache, v_cache, lengths, head_size**-0.5 if scale is None else scale)
+
+
+def _why_not_triton(q: Tensor, *_: object) -> str | None:
+    head_size = q.shape[2]
+    if q.dtype == torch.float64:
+        return "float64 input, the kernels add in float32"
+    if head_size & (head_size - 1) or not 16 <= head_size <= 256:
+        return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
+    return why_not_triton("q", q)
+
+
+def _triton(*args: Any) -> Tensor:
+    from .triton_impl import attention_decode_triton
+
+    return attention_decode_triton(*args)
+
+
+_OP = Op(
+    "attention_decode",
+    (
+        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
+        Implementation("cpu", attention_decode_cpu, why_not_cpu, why_no_cpu_library),
+        Implementation("torch", attention_decode_torch),
+        Implementation("reference", attention_decode_reference),
+    ),
+)

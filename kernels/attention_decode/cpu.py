@@ -1,0 +1,50 @@
+"""Decoding attention on the CPU by csrc/cpu/decode.cpp, which reads a key head once for all of its query heads.
+
+One thread, lengths L/4 to L: 1.2 to 1.6 times as fast as torch_impl.py in float32, 1 to 2.8 times in bfloat16.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .. import library
+
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # enum Element of decode.cpp
+# Below this many numbers of the cache a parallel region costs more than it saves.
+_PARALLEL_NUMBERS = 1 << 16
+
+
+def why_not_cpu(q: Tensor, *_: object) -> str | None:
+    """None where csrc/cpu can serve these tensors, else the reason."""
+    if q.device.type != "cpu":
+        return f"q is on {q.device}, this one is for the CPU"
+    if q.dtype not in _ELEMENTS:
+        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, csrc/cpu takes float32 and bfloat16"
+    return None
+
+
+def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """[S, N, D] as the reference defines it; what lies behind a length is never read."""
+    q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))
+    lengths = lengths.long().contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    library.cpu_library().marsrl_attention_decode(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        lengths.data_ptr(),
+        *q.shape[:2],
+        k_cache.shape[2],
+        q.shape[2],
+        *(_strides(x) for x in (q, k_cache, v_cache)),
+        scale,
+        _ELEMENTS[q.dtype],
+        torch.get_num_threads() if k_cache.numel() >= _PARALLEL_NUMBERS else 1,
+    )
+    return out
+
+
+def _strides(x: Tensor) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * (x.dim() - 1))(*x.stride()[:-1])

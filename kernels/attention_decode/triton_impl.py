@@ -1,0 +1,46 @@
+"""Decoding attention on a GPU: the launches. Nothing waits for the device."""
+
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from ..triton_machine import on_device_of
+from .triton_kernels import decode_split, decode_sum
+
+LOG2_E = log2(e)
+# Keys of a split: enough work for a program, and S x N_kv x L / 512 programs fill a GPU from 2k keys on at S = 8.
+SPLIT = 512
+
+
+def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """[S, N, D] as the reference defines it."""
+    q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))
+    num_sequences, num_heads, head_size = q.shape
+    capacity, num_key_heads = k_cache.shape[1:3]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_sequences == 0:
+        return out
+    num_splits = -(-capacity // SPLIT)
+    partial = torch.empty(num_sequences, num_heads, num_splits, head_size, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    group = num_heads // num_key_heads
+    lengths = lengths.contiguous()
+    with on_device_of(q):
+        decode_split[(num_sequences * num_key_heads, num_splits)](
+            q, k_cache, v_cache, partial, lse, lengths,
+            num_splits, num_key_heads, scale * LOG2_E,
+            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+            GROUP=group,
+            BLOCK_G=max(16, 1 << (group - 1).bit_length()),
+            HEAD_SIZE=head_size,
+            BLOCK_N=32 if head_size > 128 or q.dtype == torch.float32 else 64,
+            SPLIT=SPLIT,
+            PRECISION="ieee",
+            num_warps=4,
+            num_stages=2,
+        )  # fmt: skip
+        decode_sum[(num_sequences * num_heads,)](
+            partial, lse, lengths, out, num_splits, num_heads, HEAD_SIZE=head_size, SPLIT=SPLIT, num_warps=1
+        )
+    return out

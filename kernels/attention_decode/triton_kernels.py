@@ -1,0 +1,107 @@
+"""Decoding attention as two Triton kernels: each sequence's keys in splits of fixed size, then their sum in order.
+
+The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits one
+after the other: the same bits for a sequence, whatever it is decoded with. Exponents are to base 2.
+"""
+# mypy: disallow-untyped-defs=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_split(
+    q,
+    k,
+    v,
+    partial,
+    lse,
+    lengths,
+    num_splits,
+    num_key_heads,
+    scale2,
+    stride_q,
+    stride_q_head,
+    stride_k,
+    stride_k_token,
+    stride_k_head,
+    stride_v,
+    stride_v_token,
+    stride_v_head,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, filled up to a size that tl.dot takes
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The heads of one key head over one split: partial [S, N, splits, D] float32, lse [S, N, splits] float32."""
+    sequence = (tl.program_id(0) // num_key_heads).to(tl.int64)
+    key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
+    split = tl.program_id(1)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    first = split * SPLIT
+    if first >= length:
+        return
+    end = tl.minimum(first + SPLIT, length)
+
+    members = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, HEAD_SIZE)
+    columns = tl.arange(0, BLOCK_N)
+    is_head = members < GROUP
+    heads = key_head * GROUP + members
+    q_at = q + sequence * stride_q + heads[:, None] * stride_q_head + dims[None, :]
+    q_tile = tl.load(q_at, mask=is_head[:, None], other=0.0)
+    k += sequence * stride_k + key_head * stride_k_head
+    v += sequence * stride_v + key_head * stride_v_head
+
+    output = tl.zeros([BLOCK_G, HEAD_SIZE], tl.float32)
+    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(first, end, BLOCK_N):
+        keys = (start + columns).to(tl.int64)
+        is_known = keys < end
+        k_tile = tl.load(k + keys[:, None] * stride_k_token + dims[None, :], mask=is_known[:, None], other=0.0)
+        v_tile = tl.load(v + keys[:, None] * stride_v_token + dims[None, :], mask=is_known[:, None], other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale2
+        scores = tl.where(is_known[None, :], scores, float("-inf"))
+        risen = tl.maximum(maximum, tl.max(scores, 1))
+        shrink = tl.exp2(maximum - risen)
+        p = tl.exp2(scores - risen[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+        maximum = risen
+
+    at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # of [S, N, splits]
+    tl.store(partial + at[:, None] * HEAD_SIZE + dims[None, :], output / total[:, None], mask=is_head[:, None])
+    tl.store(lse + at, maximum + tl.log2(total), mask=is_head)
+
+
+@triton.jit
+def decode_sum(
+    partial,
+    lse,
+    lengths,
+    out,
+    num_splits,
+    num_heads,
+    HEAD_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One head of one sequence: the splits that hold keys, weighted by their share of the softmax."""
+    row = tl.program_id(0).to(tl.int64)  # of [S, N]
+    length = tl.load(lengths + row // num_heads).to(tl.int32)
+    dims = tl.arange(0, HEAD_SIZE)
+    output = tl.zeros([HEAD_SIZE], tl.float32)
+    maximum = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for split in range(0, tl.cdiv(length, SPLIT)):
+        at = row * num_splits + split
+        share = tl.load(lse + at)
+        risen = tl.maximum(maximum, share)
+        shrink = tl.exp2(maximum - risen)
+        weight = tl.exp2(share - risen)
+        output = output * shrink + weight * tl.load(partial + at * HEAD_SIZE + dims)
+        total = total * shrink + weight
+        maximum = risen
+    tl.store(out + row * HEAD_SIZE + dims, (output / total).to(out.dtype.element_ty))

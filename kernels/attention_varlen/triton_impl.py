@@ -1,0 +1,146 @@
+"""Packed attention on a GPU by our Triton kernels: launches, tile sizes, autograd. Nothing waits for the device."""
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..triton_machine import on_device_of
+from .triton_kernels import attention_forward, attention_key_gradients, attention_query_gradient
+
+LOG2_E = log2(e)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries (m) by keys (n) of a tile, and how it is run."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    forward: Tiles
+    of_q: Tiles
+    of_k: Tiles
+
+
+def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
+    """Sizes that fit the registers of sm_80 and sm_90: tests/kernels/test_attention_triton.py reads what compiles."""
+    if dtype == torch.float32:  # no tensor cores: exact float32 products
+        size = 32 if head_size <= 64 else 16
+        return TilePlan(*(Tiles(32, size, 8, 1),) * 2, Tiles(size, 32, 8, 1))
+    if head_size <= 64:
+        return TilePlan(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2))
+    if head_size <= 128:
+        return TilePlan(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2))
+    return TilePlan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2))
+
+
+class AttentionVarlen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        scale: float,
+        causal: bool,
+        plan: TilePlan,
+    ) -> Tensor:
+        q, k, v = (_rows_contiguous(x) for x in (q, k, v))
+        num_tokens, num_heads, _ = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.scale, ctx.causal, ctx.plan = scale, causal, plan
+        tiles = plan.forward
+        if num_tokens:
+            with on_device_of(q):
+                attention_forward[(_num_tiles(q, cu_seqlens_q, tiles.m) * num_heads,)](
+                    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+                    cu_seqlens_q.numel() - 1, num_tokens, num_heads, scale * LOG2_E,
+                    *_strides(q), *_strides(k), *_strides(v),
+                    **_constants(q, k, causal, tiles),
+                )  # fmt: skip
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        grad_out = _rows_contiguous(grad_out)
+        num_tokens, num_heads, _ = q.shape
+        num_key_heads = k.shape[1]
+        delta = torch.empty_like(lse)
+        of_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        sizes = (cu_seqlens_q.numel() - 1, num_tokens)
+        scales = (ctx.scale, ctx.scale * LOG2_E)
+        strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad_out))
+        plan: TilePlan = ctx.plan
+        with on_device_of(q):
+            if num_tokens:
+                attention_query_gradient[(_num_tiles(q, cu_seqlens_q, plan.of_q.m) * num_heads,)](
+                    q, k, v, out, grad_out, lse, delta, of_q, cu_seqlens_q, cu_seqlens_k,
+                    *sizes, num_heads, *scales, *strides,
+                    **_constants(q, k, ctx.causal, plan.of_q),
+                )  # fmt: skip
+            if k.shape[0]:
+                attention_key_gradients[(_num_tiles(k, cu_seqlens_k, plan.of_k.n) * num_key_heads,)](
+                    q, k, v, grad_out, lse, delta, of_k, of_v, cu_seqlens_q, cu_seqlens_k,
+                    *sizes, num_key_heads, *scales, *strides,
+                    **_constants(q, k, ctx.causal, plan.of_k),
+                )  # fmt: skip
+        return of_q, of_k, of_v, None, None, None, None, None
+
+
+def attention_varlen_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+    max_seqlen: int | None = None,  # the grid does not need it
+    plan: TilePlan | None = None,
+) -> Tensor:
+    """[T, N, D] as the reference defines it."""
+    plan = plan or plan_tiles(q.shape[-1], q.dtype)
+    return AttentionVarlen.apply(q, k, v, cu_seqlens.contiguous(), cu_seqlens_k.contiguous(), scale, causal, plan)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """A view of a fused qkv projection is read in place; only the head dimension must be dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    return x.stride(0), x.stride(1)
+
+
+def _num_tiles(x: Tensor, cu_seqlens: Tensor, size: int) -> int:
+    """An upper bound that the host knows; see triton_kernels.py."""
+    return x.shape[0] // size + cu_seqlens.numel() - 1
+
+
+def _constants(q: Tensor, k: Tensor, causal: bool, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEAD_SIZE": q.shape[2],
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "IS_CAUSAL": causal,
+        "PRECISION": "ieee",
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }

@@ -1,0 +1,76 @@
+"""The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Rows of a weight in a narrower dtype that are converted to float32 at a time.
+TILE_ROWS = 4096
+
+
+class HeadGemms:
+    """Products with one weight [V, H] for hidden states of one dtype.
+
+    On CUDA bfloat16 pairs are multiplied as they are, with float32 accumulators and results. All else is multiplied in
+    float32: the CPU's bfloat16 GEMM rounds its result, float16 gradients underflow, and mixed pairs have no GEMM.
+    """
+
+    def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
+        self.weight = weight
+        self._is_narrow = weight.dtype == hidden_dtype == torch.bfloat16
+        self._multiplies_narrow = self._is_narrow and weight.is_cuda
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of dz where it is not formed in place: what the backward GEMMs of a device multiply."""
+        return torch.bfloat16 if self._is_narrow else torch.float32
+
+    @cached_property
+    def _tile(self) -> Tensor:
+        rows, size = self.weight.shape
+        return torch.empty(min(TILE_ROWS, rows), size, device=self.weight.device)
+
+    def _tiles(self) -> list[slice]:
+        rows = self.weight.shape[0]
+        if self.weight.dtype == torch.float32:
+            return [slice(0, rows)]
+        return [slice(begin, min(begin + TILE_ROWS, rows)) for begin in range(0, rows, TILE_ROWS)]
+
+    def _weight(self, tile: slice) -> Tensor:
+        weight = self.weight[tile]
+        return weight if weight.dtype == torch.float32 else self._tile[: weight.shape[0]].copy_(weight)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """out [R, V] float32 = hidden [R, H] @ weight.T, before the temperature. Untouched by autocast: out= is."""
+        if self._multiplies_narrow:
+            torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
+            return
+        hidden = hidden.float()
+        for tile in self._tiles():
+            torch.mm(hidden, self._weight(tile).t(), out=out[:, tile])
+
+    def hidden_gradient(self, dz: Tensor) -> Tensor:
+        """[n, H] float32 = dz [n, V] @ weight."""
+        gradient = torch.empty(dz.shape[0], self.weight.shape[1], device=dz.device)
+        if self._multiplies_narrow:
+            return torch.mm(dz, self.weight, out_dtype=torch.float32, out=gradient)
+        dz = dz.float()
+        for tile in self._tiles():
+            if tile.start == 0:
+                torch.mm(dz[:, tile], self._weight(tile), out=gradient)
+            else:
+                gradient.addmm_(dz[:, tile], self._weight(tile))
+        return gradient
+
+    def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor) -> Tensor:
+        """total [V, H] float32 += dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None."""
+        if self._multiplies_narrow:
+            if total is None:
+                total = torch.empty(self.weight.shape, device=dz.device)
+                return torch.mm(dz.t(), hidden, out_dtype=torch.float32, out=total)
+            return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, out=total)
+        dz, hidden = dz.float(), hidden.float()
+        if total is None:
+            return torch.mm(dz.t(), hidden, out=torch.empty(self.weight.shape, device=dz.device))
+        return total.addmm_(dz.t(), hidden)

@@ -1,0 +1,113 @@
+"""Grouped GEMMs as Triton kernels: each expert's rows times its own matrix, the counts known to the device alone.
+
+As in attention_varlen, the grid follows from shapes: expert e, whose rows begin at ends[e-1], owns the row tiles from
+begin // BLOCK + e on, and a program finds its expert by bisection. Sums are float32, in one order, without atomics.
+"""
+# mypy: disallow-untyped-defs=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expert_of_tile(ends, tile, num_experts, BLOCK: tl.constexpr):
+    """The last expert whose first tile is not behind this one; ends [E]: the row behind each expert's last."""
+    low = tl.zeros((), tl.int32)
+    high = low + num_experts - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_not_behind = (tl.load(ends + middle - 1) // BLOCK).to(tl.int32) + middle <= tile  # middle >= 1
+        low = tl.where(is_not_behind, middle, low)
+        high = tl.where(is_not_behind, high, middle - 1)
+    return low
+
+
+@triton.jit
+def rows_of(ends, expert):
+    """(first row, row behind the last), int64."""
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    return begin, tl.load(ends + expert).to(tl.int64)
+
+
+@triton.jit
+def rows_times_matrices(
+    x,
+    matrices,
+    out,
+    ends,
+    num_experts,
+    num_in,
+    num_out,
+    stride_x,
+    stride_expert,
+    stride_out_column,
+    stride_in_column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [T, num_out] = x [T, num_in] @ matrix_e.T, matrix_e [num_out, num_in] by its strides: weights or transposed."""
+    num_column_tiles = tl.cdiv(num_out, BLOCK_N)
+    column = tl.program_id(0) % num_column_tiles  # neighbours share rows
+    tile = tl.program_id(0) // num_column_tiles
+    expert = expert_of_tile(ends, tile, num_experts, BLOCK_M)
+    begin, end = rows_of(ends, expert)
+    first = begin + (tile - expert - begin // BLOCK_M) * BLOCK_M
+    if first >= end:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    is_row = first + rows < end
+    outs = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x + first * stride_x + rows[:, None] * stride_x + depth[None, :]
+    matrix_at = matrices + expert.to(tl.int64) * stride_expert
+    matrix_at += outs[:, None] * stride_out_column + depth[None, :] * stride_in_column
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, num_in, BLOCK_K):
+        is_in = start + depth < num_in
+        x_tile = tl.load(x_at, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        matrix_tile = tl.load(matrix_at, mask=(outs[:, None] < num_out) & is_in[None, :], other=0.0)
+        total = tl.dot(x_tile, tl.trans(matrix_tile), total, input_precision=PRECISION)
+        x_at += BLOCK_K
+        matrix_at += BLOCK_K * stride_in_column
+    out_at = out + first * num_out + rows[:, None] * num_out + outs[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (outs[None, :] < num_out))
+
+
+@triton.jit
+def matrix_gradients(
+    x,
+    grad_out,
+    out,
+    ends,
+    num_in,
+    num_out,
+    stride_x,
+    stride_grad,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows."""
+    num_in_tiles = tl.cdiv(num_in, BLOCK_N)
+    num_tiles = tl.cdiv(num_out, BLOCK_M) * num_in_tiles
+    expert = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
+    begin, end = rows_of(ends, expert)
+    outs = tile // num_in_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    ins = tile % num_in_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    num_rows = (end - begin).to(tl.int32)
+    for start in range(0, num_rows, BLOCK_K):
+        is_row = start + depth < num_rows
+        first = begin + start  # int64
+        grad_at = grad_out + first * stride_grad + depth[:, None] * stride_grad + outs[None, :]
+        x_at = x + first * stride_x + depth[:, None] * stride_x + ins[None, :]
+        grad_tile = tl.load(grad_at, mask=is_row[:, None] & (outs[None, :] < num_out), other=0.0)
+        x_tile = tl.load(x_at, mask=is_row[:, None] & (ins[None, :] < num_in), other=0.0)
+        total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision=PRECISION)
+    out_at = out + (expert.to(tl.int64) * num_out + outs[:, None]) * num_in + ins[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(outs[:, None] < num_out) & (ins[None, :] < num_in))

@@ -1,0 +1,47 @@
+"""The sums behind the entropy gate in Triton: one program a sequence, blocks of tokens in order."""
+# mypy: disallow-untyped-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..triton_machine import on_device_of
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.constexpr):
+    """sums [2, S] float64: of each sequence the values at the tokens of the mask, and how many these are."""
+    sequence = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(cu_seqlens + sequence).to(tl.int64), tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    total = tl.zeros((), tl.float64)
+    count = tl.zeros((), tl.float64)
+    for first in range(begin, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        is_kept = tl.load(mask + token, mask=token < end, other=0) != 0
+        value = tl.load(values + token, mask=is_kept, other=0.0)
+        if value.dtype != tl.float64:
+            value = value.to(tl.float32)
+        total += tl.sum(value.to(tl.float64))
+        count += tl.sum(is_kept.to(tl.float64))
+    tl.store(sums + sequence, total)
+    tl.store(sums + num_sequences + sequence, count)
+
+
+def sequence_sums_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[2, S] float64: of each sequence the entropy of its trained tokens added up, and how many these are."""
+    num_sequences = cu_seqlens.numel() - 1
+    sums = torch.empty(2, num_sequences, dtype=torch.float64, device=entropy.device)
+    if num_sequences:
+        with on_device_of(entropy):
+            _sequence_sums[(num_sequences,)](
+                entropy.contiguous(),
+                mask.contiguous().view(torch.uint8),
+                cu_seqlens.contiguous(),
+                sums,
+                num_sequences,
+                BLOCK=_BLOCK,
+            )
+    return sums

@@ -1,0 +1,78 @@
+"""From the arguments of a policy loss to the inputs of its row kernel."""
+
+import torch
+from torch import Tensor
+
+from ..objective import METRICS, PolicyObjective, PolicyTokens
+from ..rows.protocol import PolicyTerms, RowKernels, TermInputs
+
+
+def needs_whole_sequences(objective: PolicyObjective, tokens: PolicyTokens) -> bool:
+    """True where a token's coefficient depends on current log-probs of other tokens of its sequence."""
+    if tokens.old_logprobs is None:
+        return objective.correction == "sequence_mask"
+    return objective.ratio == "sequence"
+
+
+def policy_terms(
+    kernels: RowKernels, objective: PolicyObjective, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor
+) -> PolicyTerms:
+    """An evaluator of the objective.
+
+    logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. Where needs_whole_sequences holds
+    they must be complete before this is called.
+    """
+    log_ratio, dropped = _of_whole_sequences(kernels, objective, tokens, logprobs)
+    return kernels.policy_terms(
+        TermInputs(
+            objective=objective,
+            num_agents=tokens.num_agents,
+            advantages=_float32(tokens.advantages),
+            log_ratio=log_ratio,
+            old_logprobs=_float32_or_none(tokens.old_logprobs),
+            rollout_logprobs=_float32_or_none(tokens.rollout_logprobs),
+            reference_logprobs=_float32_or_none(tokens.reference_logprobs),
+            gate=None if tokens.gate is None else tokens.gate.contiguous(),
+            dropped=dropped,
+            mask=None if tokens.mask is None else tokens.mask.contiguous(),
+            agent_of=None if tokens.agent_of is None else tokens.agent_of.long().contiguous(),
+            logprobs=logprobs,
+            entropy=entropy,
+            normaliser=tokens.normaliser,
+        )
+    )
+
+
+def agent_sums(sums: Tensor) -> dict[str, Tensor]:
+    """{metric: [A] float32} of PolicyTerms.sums [A, 6]."""
+    return dict(zip(METRICS, sums.t().float()))
+
+
+def total_loss(sums: Tensor) -> Tensor:
+    """[] float32: the loss of all agents together, from PolicyTerms.sums [A, 6]."""
+    return sums[:, 0].sum().float()
+
+
+def _float32(values: Tensor) -> Tensor:
+    return values.detach().float().contiguous()
+
+
+def _float32_or_none(values: Tensor | None) -> Tensor | None:
+    return None if values is None else _float32(values)
+
+
+def _of_whole_sequences(
+    kernels: RowKernels, objective: PolicyObjective, tokens: PolicyTokens, logprobs: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """(log_ratio [T] float32 | None, dropped [T] bool | None): what depends on a sequence as a whole."""
+    log_ratio = dropped = None
+    if objective.ratio == "sequence" and tokens.old_logprobs is not None:
+        mean = kernels.sequence_means(_float32(logprobs - tokens.old_logprobs), tokens)
+        log_ratio = mean.float()[tokens.sequence_of]
+    if objective.correction == "sequence_mask":
+        assert tokens.rollout_logprobs is not None
+        trainer = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+        drift = kernels.sequence_means(_float32(trainer - tokens.rollout_logprobs), tokens).float().exp()
+        keeps = (drift >= objective.correction_low) & (drift <= objective.correction_high)
+        dropped = torch.logical_not(keeps)[tokens.sequence_of]
+    return log_ratio, dropped

@@ -1,0 +1,67 @@
+"""The implementations of the row kernels in order of preference, and why one cannot serve."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..cuda_library import machine_lacks_cuda, why_not_cuda
+from ..triton_machine import machine_lacks_triton, why_not_triton
+from .protocol import RowKernels
+
+
+@dataclass(frozen=True)
+class RowProvider:
+    """An implementation that is loaded when it is first used.
+
+    machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
+    its name and a tensor.
+    """
+
+    name: str
+    load: Callable[[], RowKernels]
+    machine_lacks: Callable[[], str | None]
+    why_not_tensor: Callable[[str, Tensor], str | None]
+
+    def why_not(self, **tensors: Tensor) -> str | None:
+        """None where these arguments, named as the caller knows them, can be served; else the reason."""
+        for name, tensor in tensors.items():
+            reason = self.why_not_tensor(name, tensor)
+            if reason is not None:
+                return reason
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float64:
+                return f"float64 input ({name}), the row kernels compute in float32"
+        return None
+
+
+def _load_cpu() -> RowKernels:
+    from .cpu import CpuRowKernels
+
+    return CpuRowKernels()
+
+
+def _load_triton() -> RowKernels:
+    from .triton_impl import TritonRowKernels
+
+    return TritonRowKernels()
+
+
+def _load_cuda() -> RowKernels:
+    from .cuda import CudaRowKernels
+
+    return CudaRowKernels()
+
+
+def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
+    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
+
+
+# On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
+ROW_PROVIDERS = (
+    RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
+    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda),
+    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
+)

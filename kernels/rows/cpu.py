@@ -1,0 +1,162 @@
+"""The row kernels of csrc/cpu: float32, in place, threads over rows."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..library import address
+from ..objective import METRICS, PolicyObjective, PolicyTokens
+from ..policy_loss.reference import sequence_means
+from ..vocabulary import Head
+from .protocol import PolicyTerms, Statistics, TermInputs
+from .selection import LateCount, Rows
+
+KINDS = {"clip": 0, "cispo": 1}
+CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 0}  # sequence_mask arrives as `dropped`
+KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
+
+
+class CpuRowKernels:
+    """RowKernels through ctypes; every call is complete when it returns."""
+
+    is_host = True
+
+    def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+        bad = library.cpu_library().marsrl_row_logprobs(
+            logits.data_ptr(),
+            head.width,
+            rows.count,
+            head.num_columns,
+            address(rows.ids),
+            rows.first,
+            head.targets.data_ptr(),
+            address(head.inverse_temperature),
+            head.inverse_temperature_of_all,
+            out.logprobs.data_ptr(),
+            out.entropy.data_ptr(),
+            out.maximum.data_ptr(),
+            out.log_sum.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert bad < 0, f"target of token {bad} is out of range, and no check saw it"
+
+    def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
+        local = rows.take(head.targets) - head.first_column
+        inverse = head.inverse_temperature_at(rows)
+        partials = torch.empty(4, rows.count, dtype=torch.float64)
+        library.cpu_library().marsrl_row_partials(
+            logits.data_ptr(),
+            head.width,
+            rows.count,
+            head.num_columns,
+            local.data_ptr(),
+            inverse.data_ptr(),
+            partials.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return partials
+
+    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
+        sequence_of = tokens.sequence_of
+        if tokens.mask is not None:
+            values, sequence_of = values[tokens.mask], sequence_of[tokens.mask]
+        return sequence_means(values.double(), sequence_of, tokens.num_sequences)
+
+    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
+        return CpuPolicyTerms(inputs)
+
+    def gradients(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        head: Head,
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+        active: Tensor,
+    ) -> LateCount:
+        assert out.data_ptr() == logits.data_ptr(), "csrc/cpu turns logits into gradients in place"
+        kept = library.cpu_library().marsrl_row_gradients(
+            logits.data_ptr(),
+            head.width,
+            rows.count,
+            head.num_columns,
+            address(rows.ids),
+            rows.first,
+            head.targets.data_ptr(),
+            head.first_column,
+            address(head.inverse_temperature),
+            head.inverse_temperature_of_all,
+            statistics.logprobs.data_ptr(),
+            statistics.entropy.data_ptr(),
+            statistics.maximum.data_ptr(),
+            statistics.log_sum.data_ptr(),
+            coefficient.data_ptr(),
+            entropy_coefficient.data_ptr(),
+            active.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return LateCount(kept)
+
+
+class CpuPolicyTerms:
+    """PolicyTerms in one pass over the tokens listed, sums in double."""
+
+    def __init__(self, inputs: TermInputs):
+        num_tokens = inputs.logprobs.numel()
+        self.coefficient = torch.zeros(num_tokens)
+        self.entropy_coefficient = torch.zeros(num_tokens)
+        self._sums = torch.zeros(inputs.num_agents, len(METRICS), dtype=torch.float64)
+        self._inputs = inputs  # the structures hold addresses only
+        self._tokens = c_tokens(inputs, self.coefficient, self.entropy_coefficient, self._sums)
+        self._objective = c_objective(inputs.objective, 1.0 / float(inputs.normaliser))
+        self._evaluate = library.cpu_library().marsrl_policy_terms
+
+    def evaluate(self, rows: Rows) -> None:
+        self._evaluate(
+            ctypes.byref(self._objective), ctypes.byref(self._tokens), address(rows.ids), rows.first, rows.count
+        )
+
+    def sums(self) -> Tensor:
+        return self._sums
+
+
+def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:
+    """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
+    arrays = {
+        "advantage": inputs.advantages,
+        "log_ratio": inputs.log_ratio,
+        "old_logprobs": inputs.old_logprobs,
+        "rollout_logprobs": inputs.rollout_logprobs,
+        "reference_logprobs": inputs.reference_logprobs,
+        "gate": inputs.gate,
+        "dropped": inputs.dropped,
+        "agent": inputs.agent_of,
+        "logprobs": inputs.logprobs,
+        "entropy": inputs.entropy,
+        "coefficient": coefficient,
+        "entropy_coefficient": entropy_coefficient,
+        "sums": sums,
+    }
+    return library.Tokens(**{name: address(array) for name, array in arrays.items()})
+
+
+def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
+    """The options as csrc reads them."""
+    return library.Objective(
+        objective.clip_low,
+        objective.clip_high,
+        objective.dual_clip or 0.0,
+        objective.correction_low,
+        objective.correction_high,
+        objective.kl_coef,
+        objective.entropy_coef,
+        2.0 if objective.mpt_probability is None else objective.mpt_probability,
+        inverse_normaliser,
+        KINDS[objective.kind],
+        CORRECTIONS[objective.correction],
+        KLS[objective.kl],
+    )

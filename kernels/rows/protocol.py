@@ -1,0 +1,127 @@
+"""What an implementation does to rows of logits. The sweeps, routes, GEMMs and autograd around it are shared.
+
+    for each chunk of tokens                                      who
+        logits [R, V] float32 = hidden @ weight.T                 gemms.py
+        statistics (or partials and two all-reduces)              RowKernels
+        terms.evaluate: coefficients and sums of the loss         RowKernels
+        gradients: rows with a coefficient to dz, side by side    RowKernels
+        dX, dW from dz when enough rows are together              gemms.py, sweep.py
+
+Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..objective import PolicyObjective, PolicyTokens
+from .selection import LateCount, Rows
+
+if TYPE_CHECKING:
+    from ..vocabulary import Head
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Per token [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum of exp.
+
+    With d = (z - maximum) / tau:  log_sum = log sum e^d,  log p_y = d_y - log_sum,  H = log_sum - sum d e^d / sum e^d.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+
+    @staticmethod
+    def zeros(num_tokens: int, device: torch.device) -> "Statistics":
+        return Statistics(*torch.zeros(4, num_tokens, device=device).unbind())
+
+
+@dataclass(frozen=True)
+class TermInputs:
+    """What a token's loss term is computed from: packed arrays [T], contiguous, None where not given.
+
+    advantages, old_logprobs, rollout_logprobs, reference_logprobs: float32. log_ratio float32: of the sequence, in
+    place of logprobs - old_logprobs. gate, mask: bool. dropped bool: the token loses every term (sequence_mask).
+    agent_of int64. logprobs, entropy float32: complete at a token when it is evaluated. normaliser: number, or one
+    element on the device.
+    """
+
+    objective: PolicyObjective
+    num_agents: int
+    advantages: Tensor
+    log_ratio: Tensor | None
+    old_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    gate: Tensor | None
+    dropped: Tensor | None
+    mask: Tensor | None
+    agent_of: Tensor | None
+    logprobs: Tensor
+    entropy: Tensor
+    normaliser: float | Tensor
+
+
+class PolicyTerms(Protocol):
+    """The objective evaluated at tokens as they come. coefficient, entropy_coefficient: [T] float32, dL/dlogp, dL/dH,
+    0 where nothing was evaluated."""
+
+    coefficient: Tensor
+    entropy_coefficient: Tensor
+
+    def evaluate(self, rows: Rows) -> None:
+        """Evaluate these tokens, each token once. Those outside inputs.mask may be listed unless is_host."""
+
+    def sums(self) -> Tensor:
+        """[A, 6] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
+        every run."""
+
+
+class RowKernels(Protocol):
+    """One implementation.
+
+    is_host: results are complete when a call returns, and `gradients` works in place; else calls queue work on the
+    current stream, never wait for it, and `gradients` writes to a second buffer.
+    """
+
+    is_host: bool
+
+    def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
+        """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
+
+        Columns from head.num_columns on are padding and never read. A target outside the vocabulary gives NaN where
+        not is_host; the sweep reports it.
+        """
+
+    def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:
+        """[4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target (0 where
+        another shard owns it); d relative to the shard's own maximum, which is -inf without real columns."""
+
+    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
+        """[S] float64: of each sequence the mean of values [T] float32 over its tokens of the mask; 0 without any."""
+
+    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
+        """An evaluator for one call."""
+
+    def gradients(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        head: "Head",
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+        active: Tensor,
+    ) -> LateCount:
+        """The n rows whose coefficient or entropy_coefficient [T] is not 0, as dz to out[:n], their tokens to active[:n].
+
+            dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
+
+        and 0 in padding. 1 - p of the target through expm1. out [>= R, V] is `logits` itself where is_host, else a
+        buffer of the GEMM's dtype (bfloat16 or float32). active: [>= R] int64. Returns n.
+        """

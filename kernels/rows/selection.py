@@ -1,0 +1,114 @@
+"""Which packed tokens a sweep visits, and numbers that a device computes and the host needs a little later."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+
+class LateCount:
+    """An integer on a device that the host reads without draining the stream.
+
+    The copy to pinned memory is queued at once; the host waits for it only where it calls `wait`, which it does after
+    it has queued more work. On the CPU there is nothing to wait for.
+    """
+
+    def __init__(self, value: Tensor | int):
+        """value: known, or a [] or [1] integer tensor that is complete once the work queued so far is."""
+        self._event: torch.cuda.Event | None = None
+        self._value = value
+        if isinstance(value, Tensor) and value.is_cuda:
+            self._value = torch.empty(1, dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value.reshape(1), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def wait(self) -> int:
+        """The value; blocks the host until the device has computed it."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return int(self._value)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some of the packed tokens: `ids` [R] int64 ascending, or first, first + 1, ... where ids is None.
+
+    Where `late` is set the first late.wait() tokens are meant, and count is an upper bound: `settled` drops the others.
+    """
+
+    ids: Tensor | None
+    first: int
+    count: int
+    late: LateCount | None = None
+
+    @staticmethod
+    def of(mask: Tensor | None, num_tokens: int, is_late: bool = False) -> "Rows":
+        """The tokens of a [T] bool mask; None: all. is_late: without a wait for the device that computes the mask."""
+        if mask is None or num_tokens == 0:
+            return Rows(None, 0, num_tokens)
+        if is_late:
+            kept_first, ids = _partition(mask)
+            return Rows(ids, 0, num_tokens, LateCount(kept_first))
+        ids = mask.nonzero()[:, 0]
+        return Rows(None, 0, num_tokens) if ids.numel() == num_tokens else Rows(ids, 0, ids.numel())
+
+    def settled(self) -> "Rows":
+        """The same rows with their true count; waits for the device where that was late."""
+        if self.late is None:
+            return self
+        count = min(self.count, self.late.wait())
+        return Rows(None if self.ids is None else self.ids[:count], self.first, count)
+
+    def chunks(self, at_most: int, equal: bool = True) -> "Iterator[Rows]":
+        """These rows in order, cut into chunks.
+
+        equal: of nearly the same size, since a GEMM of few rows reads the weight as long; else of at_most rows and a
+        rest, so that a row's result does not depend on how many there are. Where the count is late the first chunk is
+        an upper bound to be settled, and the others are cut when they are asked for.
+        """
+        rows = self
+        if self.late is not None:
+            assert self.ids is not None
+            head = min(at_most, self.count)
+            yield Rows(self.ids[:head], 0, head, self.late)
+            rows = self.settled()
+            assert rows.ids is not None
+            if rows.count > head:
+                yield from Rows(rows.ids[head:], 0, rows.count - head).chunks(at_most, equal)
+            return
+        if rows.count == 0:
+            return
+        size = ceil(rows.count / ceil(rows.count / at_most)) if equal else at_most
+        for begin in range(0, rows.count, size):
+            count = min(size, rows.count - begin)
+            if rows.ids is None:
+                yield Rows(None, rows.first + begin, count)
+            else:
+                yield Rows(rows.ids[begin : begin + count], 0, count)
+
+    def take(self, values: Tensor) -> Tensor:
+        """values [T, ...] at these tokens; a view where they are contiguous."""
+        return values[self.first : self.first + self.count] if self.ids is None else values.index_select(0, self.ids)
+
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """Write values [R, ...] to these tokens of target [T, ...]."""
+        if self.ids is None:
+            target[self.first : self.first + self.count] = values
+        else:
+            target.index_copy_(0, self.ids, values)
+
+
+def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
+
+    The others follow so that a chunk longer than the mask can be gathered before its true length is known.
+    """
+    before = mask.long().cumsum(0)
+    number = before[-1]
+    index = torch.arange(mask.numel(), device=mask.device)
+    place = torch.where(mask, before - 1, number + index - before)
+    return number, torch.empty_like(index).scatter_(0, place, index)

@@ -1,0 +1,406 @@
+"""Triton kernels for rows of float32 logits: softmax statistics, the policy objective, gradients side by side.
+
+    row_partials      maximum, sum e^d, sum d e^d, target logit of a piece of a row: one read of the logits
+    finish_rows       pieces to log-prob, entropy, maximum, log_sum of a row; join_pieces to a shard's part
+    policy_terms      coefficients of tokens, and sums per agent of a block of tokens (added in fixed order later)
+    list_active       which rows have a coefficient, and their place in the gradient buffer
+    row_gradients     dz of these rows to their place: the second read of the logits, the only write
+
+The pieces of a row are cut by its length alone, so a row's result does not depend on how many rows there are, and no
+sum uses atomics: the same bits in every run. Exponents of a few numbers a row are taken in float64: they cost nothing,
+and log p and 1 - p keep their last digits.
+"""
+
+import triton
+import triton.language as tl
+
+VARYING = ("num_rows", "first")  # differ from chunk to chunk: no kernel is compiled again for them
+LOWEST = tl.constexpr(-3.4e38)  # stands for "no element yet": minus infinity would make NaN of differences
+NOTHING = tl.constexpr(-1e4)  # an exponent whose exp is 0 and which stays finite when it is multiplied
+
+
+@triton.jit
+def token_of(ids, first, rows):
+    """The token that a row belongs to: ids[row], or first + row where the rows are neighbours."""
+    tokens = first + rows
+    if ids is not None:
+        tokens = tl.load(ids + rows)
+    return tokens
+
+
+@triton.jit
+def exact_exp(x):
+    return tl.exp(x.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def exact_expm1(x):
+    """e^x - 1 to the last digits of float32; near 0 by the first two terms (error below x^2 / 6)."""
+    return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def row_partials(
+    logits,  # [num_rows, stride] float32
+    stride,
+    num_rows,
+    columns,  # real ones: what lies behind is never read
+    ids,
+    first,
+    targets,
+    first_column,
+    inverse_temperature,  # [T] or None
+    inverse_of_all,
+    partials,  # [4, pieces, num_rows] float32
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (num_rows, pieces)."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    token = token_of(ids, first, row)
+    inverse = inverse_of_all
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + token)
+    begin = piece * PIECE
+    end = tl.minimum(begin + PIECE, columns)
+    x_row = logits + row * stride
+    lanes = tl.arange(0, BLOCK)
+    maximum = tl.full((), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for offset in range(begin, end, BLOCK):
+        column = offset + lanes
+        x = tl.load(x_row + column, mask=column < end, other=float("-inf"))
+        larger = tl.maximum(maximum, tl.max(x, axis=0))
+        # what was summed relative to the old maximum: d grows by shift, e^d by a factor
+        shift = tl.maximum((maximum - larger) * inverse, NOTHING)
+        factor = tl.exp(shift)
+        d = (x - larger) * inverse  # centred first: exactly 0 at the maximum
+        e = tl.exp(d)
+        weighted = (weighted + shift * total) * factor + tl.where(d < -87.0, 0.0, d * e)
+        total = total * factor + e
+        maximum = larger
+    target = tl.load(targets + token) - first_column
+    is_here = (target >= begin) & (target < end)
+    logit = tl.load(x_row + target, mask=is_here, other=0.0)
+    pieces = tl.num_programs(1)
+    at = partials + piece * num_rows + row
+    tl.store(at, maximum)
+    tl.store(at + pieces * num_rows, tl.sum(total, axis=0))
+    tl.store(at + 2 * pieces * num_rows, tl.sum(weighted, axis=0))
+    tl.store(at + 3 * pieces * num_rows, logit)
+
+
+@triton.jit
+def joined(partials, pieces, num_rows, rows, is_row, inverse):
+    """(maximum float32; sum e^d, sum d e^d float64 relative to it; target logit float32) of whole rows."""
+    maximum = tl.full(rows.shape, LOWEST, tl.float32)
+    for piece in range(pieces):
+        maximum = tl.maximum(maximum, tl.load(partials + piece * num_rows + rows, mask=is_row, other=LOWEST))
+    total = tl.zeros(rows.shape, tl.float64)
+    weighted = tl.zeros(rows.shape, tl.float64)
+    logit = tl.zeros(rows.shape, tl.float32)
+    for piece in range(pieces):
+        at = partials + piece * num_rows + rows
+        own = tl.load(at, mask=is_row, other=LOWEST)
+        own_total = tl.load(at + pieces * num_rows, mask=is_row, other=0.0).to(tl.float64)
+        own_weighted = tl.load(at + 2 * pieces * num_rows, mask=is_row, other=0.0).to(tl.float64)
+        shift = tl.maximum((own.to(tl.float64) - maximum) * inverse, NOTHING)
+        factor = tl.exp(shift)
+        total += own_total * factor
+        weighted += (own_weighted + shift * own_total) * factor
+        logit += tl.load(at + 3 * pieces * num_rows, mask=is_row, other=0.0)
+    return maximum, total, weighted, logit
+
+
+@triton.jit
+def inverse_at(inverse_temperature, inverse_of_all, tokens, is_row):
+    inverse = tl.full(tokens.shape, 0.0, tl.float32) + inverse_of_all
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + tokens, mask=is_row, other=1.0)
+    return inverse.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def finish_rows(
+    partials,
+    pieces,
+    num_rows,
+    columns,
+    ids,
+    first,
+    targets,
+    inverse_temperature,
+    inverse_of_all,
+    logprobs,
+    entropy,
+    maximum_of,
+    log_sum_of,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of rows). A target outside the vocabulary gives log p = NaN."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    tokens = token_of(ids, first, tl.where(is_row, rows, 0))
+    inverse = inverse_at(inverse_temperature, inverse_of_all, tokens, is_row)
+    maximum, total, weighted, logit = joined(partials, pieces, num_rows, rows, is_row, inverse)
+    total = tl.where(is_row, total, 1.0)
+    log_sum = tl.log(total)
+    target = tl.load(targets + tokens, mask=is_row, other=0)
+    logp = (logit.to(tl.float64) - maximum) * inverse - log_sum
+    logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
+    tl.store(logprobs + tokens, logp.to(tl.float32), mask=is_row)
+    tl.store(entropy + tokens, (log_sum - weighted / total).to(tl.float32), mask=is_row)
+    tl.store(maximum_of + tokens, maximum, mask=is_row)
+    tl.store(log_sum_of + tokens, log_sum.to(tl.float32), mask=is_row)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def join_pieces(
+    partials,
+    pieces,
+    num_rows,
+    ids,
+    first,
+    inverse_temperature,
+    inverse_of_all,
+    out,  # [4, num_rows] float64
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of rows)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    tokens = token_of(ids, first, tl.where(is_row, rows, 0))
+    inverse = inverse_at(inverse_temperature, inverse_of_all, tokens, is_row)
+    maximum, total, weighted, logit = joined(partials, pieces, num_rows, rows, is_row, inverse)
+    maximum = tl.where(maximum <= LOWEST, float("-inf"), maximum)  # a shard of nothing but padding
+    tl.store(out + rows, maximum.to(tl.float64), mask=is_row)
+    tl.store(out + num_rows + rows, total, mask=is_row)
+    tl.store(out + 2 * num_rows + rows, weighted, mask=is_row)
+    tl.store(out + 3 * num_rows + rows, logit.to(tl.float64), mask=is_row)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def policy_terms(
+    num_rows,
+    ids,
+    first,
+    # packed arrays [T], None where not given
+    advantages,
+    log_ratio,
+    old_logprobs,
+    rollout_logprobs,
+    reference_logprobs,
+    gate,
+    dropped,
+    mask,
+    agent_of,
+    logprobs,
+    entropy,
+    inverse_normaliser,  # [1] float32
+    coefficient,
+    entropy_coefficient,
+    sums,  # [programs, num_agents, 6] float64
+    num_agents,
+    clip_low,
+    clip_high,
+    dual_clip,
+    correction_low,
+    correction_high,
+    kl_coef,
+    entropy_coef,
+    mpt_probability,
+    KIND: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    KL: tl.constexpr,
+    HAS_DUAL_CLIP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of rows): policy_term of csrc/include/policy_objective.h, for a block of tokens at a time."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_kept = rows < num_rows
+    tokens = token_of(ids, first, tl.where(is_kept, rows, 0))
+    if mask is not None:
+        is_kept = is_kept & (tl.load(mask + tokens, mask=is_kept, other=0) != 0)
+    logp = tl.load(logprobs + tokens, mask=is_kept, other=0.0)
+    ent = tl.load(entropy + tokens, mask=is_kept, other=0.0)
+    advantage = tl.load(advantages + tokens, mask=is_kept, other=0.0)
+    scale = tl.load(inverse_normaliser)
+    old = logp
+    if old_logprobs is not None:
+        old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)
+
+    kl = tl.zeros_like(logp)
+    kl_slope = tl.zeros_like(logp)
+    if KL != "none":
+        x = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
+        if KL == "k1":
+            kl = x
+            kl_slope = tl.full(logp.shape, 1.0, tl.float32)
+        elif KL == "k2":
+            kl = 0.5 * x * x
+            kl_slope = x
+        else:
+            m = exact_expm1(-x)  # e^-x + x - 1 without cancellation near 0
+            kl = m + x
+            kl_slope = -m
+
+    is_masked = tl.zeros(logp.shape, tl.int1)
+    if dropped is not None:
+        is_masked = tl.load(dropped + tokens, mask=is_kept, other=0) != 0
+    if gate is not None:
+        is_gated = tl.load(gate + tokens, mask=is_kept, other=0) != 0
+        is_masked = is_masked | (is_gated & (exact_exp(logp) >= mpt_probability))
+    weight = tl.full(logp.shape, 1.0, tl.float32)
+    if (CORRECTION == "tis") | (CORRECTION == "icepop"):
+        drift = exact_exp(old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0))
+        if CORRECTION == "tis":
+            weight = tl.where(drift < correction_high, drift, correction_high)
+        else:
+            is_masked = is_masked | ~((drift >= correction_low) & (drift <= correction_high))
+
+    ratio = tl.full(logp.shape, 1.0, tl.float32)
+    if log_ratio is not None:
+        ratio = exact_exp(tl.load(log_ratio + tokens, mask=is_kept, other=0.0))
+    elif old_logprobs is not None:
+        ratio = exact_exp(logp - old)
+    low = 1.0 - clip_low
+    high = 1.0 + clip_high
+    clipped_ratio = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+    if KIND == "cispo":
+        is_clipped = (ratio < low) | (ratio > high)
+        slope = clipped_ratio * advantage
+        surrogate = slope.to(tl.float64) * logp
+    else:
+        is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        surrogate = tl.where(is_clipped, clipped_ratio, ratio).to(tl.float64) * advantage
+        if HAS_DUAL_CLIP:
+            is_beyond = (advantage < 0) & (ratio > dual_clip)
+            is_clipped = is_clipped | is_beyond
+            surrogate = tl.where(is_beyond, (dual_clip * advantage).to(tl.float64), surrogate)
+        slope = tl.where(is_clipped, 0.0, ratio * advantage)
+
+    loss = (-weight * surrogate + (kl_coef * kl).to(tl.float64) - (entropy_coef * ent).to(tl.float64)) * scale
+    loss = tl.where(is_masked, 0.0, loss)
+    c = tl.where(is_masked, 0.0, (-weight * slope + kl_coef * kl_slope) * scale)
+    tl.store(coefficient + tokens, c, mask=is_kept)
+    if HAS_ENTROPY:
+        e = tl.where(is_masked, 0.0, tl.zeros_like(logp) - entropy_coef * scale)
+        tl.store(entropy_coefficient + tokens, e, mask=is_kept)
+
+    agent = tl.zeros_like(tokens)
+    if agent_of is not None:
+        agent = tl.load(agent_of + tokens, mask=is_kept, other=0)
+    at = sums + tl.program_id(0).to(tl.int64) * num_agents * 6
+    for a in range(num_agents):
+        is_mine = is_kept & (agent == a)
+        tl.store(at + 6 * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
+        tl.store(at + 6 * a + 1, tl.sum((is_mine & is_clipped & ~is_masked).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 2, tl.sum((is_mine & is_masked).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 3, tl.sum(tl.where(is_mine, ent, 0.0).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 4, tl.sum(tl.where(is_mine, kl, 0.0).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 5, tl.sum(is_mine.to(tl.float64), axis=0))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def list_active(
+    num_rows,
+    ids,
+    first,
+    coefficient,
+    entropy_coefficient,
+    place_of,  # [num_rows] int32: the row's place, -1 = it has no coefficient
+    active,  # receives the tokens in order
+    count,  # [1] int32
+    BLOCK: tl.constexpr,
+):
+    """Grid (1,): a chunk has few rows, and one program needs no second pass."""
+    base = tl.zeros((), tl.int32)
+    for begin in range(0, num_rows, BLOCK):
+        rows = begin + tl.arange(0, BLOCK)
+        is_row = rows < num_rows
+        tokens = token_of(ids, first, tl.where(is_row, rows, 0).to(tl.int64))
+        c = tl.load(coefficient + tokens, mask=is_row, other=0.0)
+        e = tl.load(entropy_coefficient + tokens, mask=is_row, other=0.0)
+        is_active = (c != 0.0) | (e != 0.0)
+        place = base + tl.cumsum(is_active.to(tl.int32), axis=0) - 1
+        tl.store(place_of + rows, tl.where(is_active, place, -1), mask=is_row)
+        tl.store(active + place, tokens, mask=is_active)
+        base += tl.sum(is_active.to(tl.int32), axis=0)
+    tl.store(count, base)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def row_gradients(
+    logits,
+    stride,
+    width,
+    columns,
+    ids,
+    first,
+    targets,
+    first_column,
+    inverse_temperature,
+    inverse_of_all,
+    logprobs,
+    entropy,
+    maximum_of,
+    log_sum_of,
+    coefficient,
+    entropy_coefficient,
+    place_of,
+    out,  # [.., width] of the GEMM's dtype
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (num_rows, pieces)."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_of + row).to(tl.int64)
+    if place >= 0:
+        token = token_of(ids, first, row)
+        inverse = inverse_of_all
+        if inverse_temperature is not None:
+            inverse = tl.load(inverse_temperature + token)
+        c = tl.load(coefficient + token)
+        e = tl.load(entropy_coefficient + token)
+        maximum = tl.load(maximum_of + token)
+        log_sum = tl.load(log_sum_of + token)
+        ent = tl.load(entropy + token)
+        logp_target = tl.load(logprobs + token)
+        target = tl.load(targets + token) - first_column
+        # 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
+        at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (logp_target + ent)) * inverse
+        begin = tl.program_id(1) * PIECE
+        end = tl.minimum(begin + PIECE, width)
+        lanes = tl.arange(0, BLOCK)
+        for offset in range(begin, end, BLOCK):
+            column = offset + lanes
+            is_real = column < tl.minimum(end, columns)
+            x = tl.load(logits + row * stride + column, mask=is_real, other=0.0)
+            logp = (x - maximum) * inverse - log_sum
+            logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
+            dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
+            dz = tl.where(column == target, at_target, dz)
+            dz = tl.where(is_real, dz, 0.0)
+            tl.store(out + place * width + column, dz.to(out.dtype.element_ty), mask=column < end)
+
+
+@triton.jit
+def mean_of_sequences(values, mask, cu_seqlens, num_sequences, means, BLOCK: tl.constexpr):
+    """Grid (programs): each takes every so many-th sequence; means [S] float64."""
+    for sequence in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
+        begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+        end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+        total = tl.zeros((BLOCK,), tl.float64)
+        number = tl.zeros((BLOCK,), tl.float64)
+        for offset in range(begin, end, BLOCK):
+            tokens = offset + tl.arange(0, BLOCK)
+            is_kept = tokens < end
+            if mask is not None:
+                is_kept = is_kept & (tl.load(mask + tokens, mask=is_kept, other=0) != 0)
+            total += tl.load(values + tokens, mask=is_kept, other=0.0).to(tl.float64)
+            number += is_kept.to(tl.float64)
+        sum_of_all = tl.sum(number, axis=0)
+        tl.store(means + sequence, tl.sum(total, axis=0) / tl.where(sum_of_all > 0, sum_of_all, 1.0))

@@ -1,0 +1,39 @@
+"""Where Triton kernels can run: on a CUDA device, or on the CPU where TRITON_INTERPRET=1 was set before the start.
+
+No Triton is imported here: an op imports its kernels when it first runs them.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+@cache  # Triton reads the variable when a kernel is defined: a later change has no effect
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels as NumPy on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def machine_lacks_triton() -> str | None:
+    """None where this machine can run Triton kernels, else the reason; for Implementation.machine_lacks."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not is_interpreted() and not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device (TRITON_INTERPRET=1 runs Triton kernels on the CPU, for tests)"
+    return None
+
+
+def why_not_triton(name: str, tensor: Tensor) -> str | None:
+    """None where Triton kernels can read this tensor, else the reason."""
+    if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and is_interpreted()):
+        return None
+    return f"{name} is on {tensor.device}, Triton kernels read CUDA memory"
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

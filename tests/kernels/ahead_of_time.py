@@ -1,0 +1,158 @@
+"""Compile Triton kernels for GPUs that this machine does not have, and read what the compiler made of them.
+
+with compiled_launches(90) as reports:          # what an op would launch, with its true specialisation
+    attention_varlen_triton(q, ...)             # q etc. on device="meta": any size, no memory, nothing runs
+report = compile_kernel(kernel, 90, {"x": "*bf16", "n": "i32"}, {"BLOCK": 128}, num_warps=4)
+assert_compiled_well(report, dots=True)
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+TARGETS = (80, 90)  # A100, H100
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may use (CUDA C++ guide, compute capabilities)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled kernel. spill_bytes: local memory a thread needs, which is what did not fit its registers."""
+
+    kernel: str
+    target: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_hmma: int  # tensor-core instructions of sm_80, and of sm_90 where a tile is small or float32
+    num_hgmma: int  # warpgroup tensor-core instructions of sm_90
+    num_setmaxnreg: int  # > 0: warps are specialised
+
+
+def compile_kernel(
+    kernel: Any,
+    target: int,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+    divisible_by_16: tuple[str, ...] | None = None,
+) -> Report:
+    """Compile one @triton.jit function.
+
+    signature: argument -> Triton type ("*bf16", "i32", "fp32"), for the arguments that are not constants.
+    divisible_by_16: the arguments known to be so at the launch; None: the pointers, as PyTorch aligns them.
+    """
+    _refuse_interpreter(kernel)
+    names = kernel.arg_names
+    aligned = divisible_by_16
+    if aligned is None:
+        aligned = tuple(name for name, kind in signature.items() if kind.startswith("*"))
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
+    return read_report(triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), target)
+
+
+@contextmanager
+def compiled_launches(target: int) -> Iterator[list[Report]]:
+    """In here a launch compiles for the target instead of running; the list has a report for each launch so far."""
+    reports: list[Report] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        reports.append(read_report(compiled, target))
+        return compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _AbsentDevice(target))
+        patch.setattr(JITFunction, "run", compile_only)
+        yield reports
+
+
+def read_report(compiled: CompiledKernel, target: int) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        resources = _output_of("cuobjdump", "-res-usage", path)
+        assembly = _output_of("nvdisasm", "-c", path)
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
+    metadata = compiled.metadata
+    return Report(
+        kernel=metadata.name,
+        target=target,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=used["REG"],
+        spill_bytes=used["STACK"] + used["LOCAL"],
+        shared_bytes=metadata.shared,
+        num_hmma=len(re.findall(r"\bHMMA", assembly)),
+        num_hgmma=len(re.findall(r"\bHGMMA", assembly)),
+        num_setmaxnreg=len(re.findall(r"\bUSETMAXREG", assembly)),
+    )
+
+
+def assert_compiled_well(
+    report: Report, *, dots: bool, spill_allowance_bytes: int = 0, warpgroup_dots: bool | None = None
+) -> None:
+    """Fail unless the kernel fits the GPU and uses its tensor cores where it should.
+
+    dots: the kernel multiplies 16-bit (or tf32) tiles, so that tensor-core instructions must be there; False: none may.
+    warpgroup_dots: on sm_90 these are HGMMA; None: as dots. False where tiles have fewer than 64 rows.
+    spill_allowance_bytes: give the reason where it is used.
+    """
+    assert report.spill_bytes <= spill_allowance_bytes, f"spills {report.spill_bytes} bytes a thread: {report}"
+    assert report.shared_bytes <= SHARED_BYTES[report.target], f"too much shared memory: {report}"
+    assert (report.num_hmma + report.num_hgmma > 0) == dots, f"tensor cores: {report}"
+    if report.target >= 90 and (dots if warpgroup_dots is None else warpgroup_dots):
+        assert report.num_hgmma > 0, f"no warpgroup instruction: {report}"
+
+
+def _output_of(tool: str, *arguments: Any) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _refuse_interpreter(kernel: Any) -> None:
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(f"{kernel!r} is a {type(kernel).__name__}, expected a JITFunction: unset TRITON_INTERPRET")
+
+
+class _AbsentDevice:
+    """As much of a driver as a launch asks for before it runs. It counts as device `target`, so caches stay apart."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self) -> int:
+        return self.target
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")

@@ -1,0 +1,62 @@
+"""Value and gradients of packed attention against a masked softmax per segment, for any implementation and device."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels import attention_varlen
+from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
+from marsrl.kernels.testing import assert_accurate
+
+Attention = Callable[..., Tensor]
+
+
+def run(
+    function: Attention, tensors: Sequence[Tensor], upstream: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, gradients of q, k and v) of function(q, k, v) at this dtype."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors)
+    output = function(q, k, v)
+    (output * upstream.to(output.dtype)).sum().backward()
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return output.detach(), q.grad, k.grad, v.grad
+
+
+def compare(
+    lengths: Sequence[int],
+    lengths_k: Sequence[int] | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 8,
+    scale: float | None = None,
+    device: str = "cpu",
+    attention: Attention = attention_varlen,
+) -> None:
+    """attention takes what attention_varlen takes. q, k and v are views of one tensor where their lengths agree."""
+    cu_seqlens, cu_seqlens_k = (
+        torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        for x in (lengths, lengths_k or lengths)
+    )
+    num_heads, num_key_heads = heads
+    q = torch.randn(sum(lengths), num_heads, head_size, device=device).to(dtype)
+    k, v = (torch.randn(sum(lengths_k or lengths), num_key_heads, head_size, device=device).to(dtype) for _ in range(2))
+    if lengths_k is None:
+        q, k, v = torch.cat((q, k, v), dim=1).split([num_heads, num_key_heads, num_key_heads], dim=1)
+    upstream = torch.randn(q.shape, dtype=torch.float64, device=device)
+    given_k = None if lengths_k is None else cu_seqlens_k
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, cu_seqlens, cu_seqlens_k=given_k, causal=causal, scale=scale)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        exact_scale = head_size**-0.5 if scale is None else scale
+        return attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens_k, exact_scale, causal)
+
+    found = run(ours, (q, k, v), upstream, dtype)
+    exact, plain = (run(reference, (q, k, v), upstream, d) for d in (torch.float64, dtype))
+    for name, *values in zip(("output", "q.grad", "k.grad", "v.grad"), found, exact, plain):
+        assert_accurate(name, *values)
+    for name, one, other in zip(("output", "q.grad", "k.grad", "v.grad"), found, run(ours, (q, k, v), upstream, dtype)):
+        assert torch.equal(one, other), f"{name} differs between two runs"

@@ -1,0 +1,205 @@
+"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged.
+
+The same bodies run csrc/cpu (test_linear_*.py), Triton in the interpreter (interpreter/test_fused_head.py) and whatever
+runs on a GPU (test_fused_head_on_gpu.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss
+from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
+from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+
+Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], weight [V, H], targets [T]
+Arguments = dict[str, Any]
+
+
+@contextmanager
+def forced(implementation: str | None) -> Iterator[None]:
+    """MARSRL_KERNELS in here; None leaves it as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        if implementation is not None:
+            patch.setenv("MARSRL_KERNELS", implementation)
+        yield
+
+
+def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
+    """Logits of a few units whatever the size; a third of the rows are sure of their target, one in the last column."""
+    hidden = torch.randn(num_tokens, size, device=device)
+    weight = torch.randn(vocab, size, device=device) * (0.5 * (16 / size) ** 0.5)
+    targets = torch.randint(0, vocab, (num_tokens,), device=device)
+    targets[num_tokens // 2 // 3 * 3 :][:1] = vocab - 1
+    hidden[::3] += 20 * torch.nn.functional.normalize(weight[targets[::3]], dim=1)
+    return hidden, weight, targets
+
+
+def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
+    """policy_case around the true log-probs of the head, so that ratios lie around 1; on the CPU."""
+    objective, is_off_policy = OBJECTIVES[name]
+    hidden, weight, targets = case
+    arguments, _ = policy_case(hidden.shape[0])
+    logits = hidden.double() @ weight.double().t()
+    true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float().cpu()
+    for key in ("old_logprobs", "rollout_logprobs", "reference_logprobs"):
+        arguments[key] = true + 0.2 * torch.randn(hidden.shape[0])
+    if not is_off_policy:
+        arguments["old_logprobs"] = None
+    return {**arguments, "objective": objective, **changes}
+
+
+def to_device(arguments: Arguments, device: str) -> Arguments:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def in_double(arguments: Arguments) -> Arguments:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def run_policy_loss(
+    case: Head, arguments: Arguments, dtype: torch.dtype, factor: float = 3.0
+) -> tuple[PolicyLoss, Tensor, Tensor]:
+    """(result, gradient of hidden, of weight) of factor * loss."""
+    hidden, weight, targets = case
+    hidden, weight = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+    if dtype == torch.float64:
+        arguments = in_double(arguments)
+    result = linear_policy_loss(hidden, weight, targets, **arguments)
+    (factor * result.loss).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return result, hidden.grad, weight.grad
+
+
+def assert_policy_losses_close(found: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss) -> None:
+    for field in ("logprobs", "entropy", "coefficient"):
+        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
+    if exact.coefficient.numel() == 0:
+        return
+    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
+    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
+    # kl comes from log-probs, and these from a sum of exponentials that is 1 or more: rounded like a number of that size
+    scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
+    for metric in exact.agent_sums:
+        scale = scales.get(metric, 0.0)
+        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
+
+
+def compare_policy_loss(
+    case: Head,
+    arguments: Arguments,
+    dtype: torch.dtype = torch.float32,
+    implementation: str | None = None,
+    device: str = "cpu",
+) -> PolicyLoss:
+    """linear_policy_loss with poison in all that is masked, against the definition without."""
+    hidden, weight, targets = (tensor.to(device) for tensor in case)
+    arguments = to_device(arguments, device)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    mask = arguments["mask"]
+    with forced("reference"):
+        exact, *exact_grads = run_policy_loss((hidden, weight, targets), arguments, torch.float64)
+        plain, *plain_grads = run_policy_loss((hidden, weight, targets), arguments, dtype)
+    poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
+    with forced(implementation):
+        found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
+    assert_policy_losses_close(found, exact, plain)
+    for field, *values in zip(("hidden.grad", "weight.grad"), grads, exact_grads, plain_grads):
+        assert_accurate(field, *values)
+    assert not grads[0][~mask].any() and (found.logprobs <= 0).all()
+    return found
+
+
+def plain_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, columns: int
+) -> tuple[Tensor, Tensor]:
+    """What one writes without a kernel: logits at the input's dtype, then float32 statistics."""
+    logits = (hidden @ weight[:columns].t()).float()
+    logits = logits / (temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature)
+    logp = torch.log_softmax(logits, -1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def run_logprob(function: Any, hidden: Tensor, weight: Tensor, upstream: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    hidden = hidden.detach().to(dtype).requires_grad_()
+    weight = weight.detach().to(dtype).requires_grad_()
+    logprobs, entropy = function(hidden, weight)
+    ((logprobs * upstream[0].to(logprobs.dtype)).sum() + (entropy * upstream[1].to(entropy.dtype)).sum()).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad]
+
+
+def compare_logprob(
+    case: Head,
+    temperature: float | Tensor = 1.0,
+    real: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    implementation: str | None = None,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """linear_logprob against the definition: log-probs, entropy, and gradients of a random function of both."""
+    hidden, weight, targets = (tensor.to(device) for tensor in case)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(device)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    columns = weight.shape[0] if real is None else real
+    upstream = torch.randn(2, hidden.shape[0], dtype=torch.float64).to(device)
+
+    def ours(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real)
+        return out.logprobs, out.entropy
+
+    def definition(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_logprob_reference(h, w, targets, temperature, columns)
+
+    def without_kernel(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return plain_logprob(h, w, targets, temperature, columns)
+
+    with forced(implementation):
+        found = run_logprob(ours, hidden, weight, upstream, dtype)
+    exact = run_logprob(definition, hidden, weight, upstream, torch.float64)
+    plain = run_logprob(without_kernel, hidden, weight, upstream, dtype)
+    for name, *values in zip(("logprobs", "entropy", "hidden.grad", "weight.grad"), found, exact, plain):
+        assert_accurate(name, *values)
+    assert (found[0] <= 0).all()
+    return found
+
+
+def compare_policy_loss_of_logprobs(
+    name: str, num_tokens: int = 60, implementation: str | None = None, device: str = "cpu"
+) -> None:
+    """policy_loss with poison in all that is masked, against the definition without."""
+    objective, is_off_policy = OBJECTIVES[name]
+    arguments, logprobs = policy_case(num_tokens)
+    logprobs[5] = -1e-4  # p > 0.99
+    entropy = torch.rand(num_tokens)
+    arguments["objective"] = objective
+    if not is_off_policy:
+        arguments["old_logprobs"] = None
+    arguments, logprobs, entropy = to_device(arguments, device), logprobs.to(device), entropy.to(device)
+
+    def run(arguments: Arguments, dtype: torch.dtype) -> tuple[PolicyLoss, list[Tensor]]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (logprobs, entropy)]
+        if dtype == torch.float64:
+            arguments = in_double(arguments)
+        result = policy_loss(*leaves, **arguments)
+        (3.0 * result.loss).backward()
+        return result, [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+    with forced(implementation):
+        found, found_grads = run(poison_masked(arguments), torch.float32)
+    with forced("reference"):
+        exact, exact_grads = run(arguments, torch.float64)
+        plain, plain_grads = run(arguments, torch.float32)
+    assert_policy_losses_close(found, exact, plain)
+    for field, *grads in zip(("logprobs.grad", "entropy.grad"), found_grads, exact_grads, plain_grads):
+        assert_accurate(field, *grads)
+    assert not (found_grads[0] * ~arguments["mask"]).any() and not found.coefficient[~arguments["mask"]].any()
+    torch.testing.assert_close(found.agent_sums["loss"].sum(), found.loss.detach(), atol=1e-6, rtol=1e-6)

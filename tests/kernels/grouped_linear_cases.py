@@ -1,0 +1,48 @@
+"""Value and gradients of grouped_linear against autograd in float64, for any implementation and device."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels import grouped_linear
+from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
+from marsrl.kernels.testing import assert_accurate
+
+
+def run(
+    function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor, upstream: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, gradients of x and weights) of function(x, weights) at this dtype."""
+    x, weights = x.detach().to(dtype).requires_grad_(), weights.detach().to(dtype).requires_grad_()
+    output = function(x, weights)
+    (output * upstream.to(output.dtype)).sum().backward()
+    assert x.grad is not None and weights.grad is not None
+    return output.detach(), x.grad, weights.grad
+
+
+def compare(
+    counts: Sequence[int],
+    num_in: int,
+    num_out: int,
+    dtype: torch.dtype,
+    *,
+    given: Tensor | Sequence[int],
+    device: str = "cpu",
+    function: Callable[[Tensor, Tensor, Tensor | Sequence[int]], Tensor] = grouped_linear,
+) -> None:
+    """given: the counts as the function gets them."""
+    x = torch.randn(sum(counts), num_in, device=device).to(dtype)
+    weights = torch.randn(len(counts), num_out, num_in, device=device).to(dtype)
+    upstream = torch.randn(sum(counts), num_out, dtype=torch.float64, device=device)
+    found = run(lambda x, w: function(x, w, given), x, weights, upstream, dtype)
+    known = Counts(list(counts), None)
+    exact, plain = (
+        run(lambda x, w: grouped_linear_reference(x, w, known), x, weights, upstream, d) for d in (torch.float64, dtype)
+    )
+    for name, *values in zip(("output", "x.grad", "weights.grad"), found, exact, plain):
+        assert_accurate(name, *values)
+    again = run(lambda x, w: function(x, w, given), x, weights, upstream, dtype)
+    for name, one, other in zip(("output", "x.grad", "weights.grad"), found, again):
+        assert torch.equal(one, other), f"{name} differs between two runs"

@@ -1,0 +1,49 @@
+"""Triton kernels without a GPU: `TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter`, a process of its own.
+
+Triton reads the variable when a kernel is defined, so these tests cannot share a process with the others; there they
+are skipped. A program costs about 0.5 ms and a loop iteration 1.5 to 3 ms: at most 32 tokens, at most 4096 columns.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+sys.path.append(str(HERE))
+if IS_INTERPRETED:
+    import guarded_interpreter
+
+    guarded_interpreter.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for message in (
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # of Triton, about NumPy
+        "ignore::RuntimeWarning:triton",  # NaN and infinities in masked places, silent on a GPU
+    ):
+        config.addinivalue_line("filterwarnings", message)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not IS_INTERPRETED:
+        skip = pytest.mark.skip(
+            reason="a process of its own: TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
+        )
+        for item in items:
+            if item.path.is_relative_to(HERE):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _triton_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every op uses Triton. torch.empty is full of NaN: an output that a kernel does not write shows."""
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,16 @@
+"""Two gloo processes with a shard of the vocabulary each, on the interpreted Triton kernels."""
+
+import pytest
+from vocab_parallel import CASES, assert_shards_equal_the_whole, run_ranks
+
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    return run_ranks(2, TOKENS, tmp_path_factory.mktemp("ranks"), MARSRL_KERNELS="triton")
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}, {real}" for name, real in CASES])
+def test_shards_equal_the_whole(number, of_ranks):
+    assert_shards_equal_the_whole(number, TOKENS, of_ranks)

@@ -1,0 +1,99 @@
+"""The Triton kernels of the fused head, at production sizes and constants, for GPUs that are not here."""
+
+import pytest
+import torch
+from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
+
+from marsrl.kernels import PolicyObjective
+from marsrl.kernels.objective import PolicyTokens
+from marsrl.kernels.policy_loss.terms import policy_terms
+from marsrl.kernels.rows.protocol import Statistics
+from marsrl.kernels.rows.selection import Rows
+from marsrl.kernels.rows.triton_impl import TritonRowKernels
+from marsrl.kernels.testing import OBJECTIVES
+from marsrl.kernels.vocabulary import Head
+
+ROWS, TOKENS = 768, 65537
+META = torch.device("meta")
+
+
+def ids(count, device=META):
+    return torch.empty(count, dtype=torch.int64, device=device)
+
+
+def floats(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def head_of(width, columns, has_temperature):
+    return Head(
+        op="op",
+        weight=floats(width, 2048, dtype=torch.bfloat16),
+        targets=ids(TOKENS),
+        inverse_temperature=floats(TOKENS) if has_temperature else None,
+        inverse_temperature_of_all=1.0,
+        first_column=0,
+        num_columns=columns,
+        vocab_size=columns,
+        tp_group=None,
+    )
+
+
+# Qwen's vocabulary, listed rows and a temperature for each token; an odd one, neighbouring rows
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "width, columns, is_listed, dtype",
+    [(151936, 151669, True, torch.bfloat16), (152063, 152063, False, torch.float32)],
+)
+def test_statistics_and_gradients_of_a_chunk(target, width, columns, is_listed, dtype):
+    head, kernels = head_of(width, columns, is_listed), TritonRowKernels()
+    rows = Rows(ids(ROWS), 0, ROWS) if is_listed else Rows(None, 768, ROWS)
+    statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
+    logits = floats(ROWS, width)
+    with compiled_launches(target) as reports:
+        kernels.statistics(logits, rows, head, statistics)
+        kernels.partials(logits, rows, head)
+        kernels.gradients(
+            logits, rows, head, statistics, floats(TOKENS), floats(TOKENS), floats(ROWS, width, dtype=dtype), ids(ROWS)
+        )
+    names = [report.kernel for report in reports]
+    assert names == ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
+    for report in reports:
+        # ptxas lays one double of exact_exp on the stack, with 40 registers in use: not for lack of them.
+        assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "row_gradients" else 0)
+        # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
+        assert report.registers <= 128, report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["clip higher, dual clip", "sequence ratio", "k3, entropy bonus, tis"])
+def test_the_terms_of_a_chunk(target, name):
+    objective, is_off_policy = OBJECTIVES[name]
+    tokens = PolicyTokens(
+        advantages=floats(TOKENS),
+        mask=floats(TOKENS, dtype=torch.bool),
+        cu_seqlens=ids(41),
+        sequence_of=ids(TOKENS),
+        num_sequences=40,
+        agent_of=ids(TOKENS),
+        num_agents=5,
+        gate=floats(TOKENS, dtype=torch.bool),
+        old_logprobs=floats(TOKENS) if is_off_policy else None,
+        rollout_logprobs=floats(TOKENS) if objective.correction != "none" else None,
+        reference_logprobs=floats(TOKENS) if objective.kl != "none" else None,
+        normaliser=4096.0,
+    )
+    with compiled_launches(target) as reports:
+        terms = policy_terms(TritonRowKernels(), objective, tokens, floats(TOKENS), floats(TOKENS))
+        terms.evaluate(Rows(ids(ROWS), 0, ROWS))
+    assert [report.kernel for report in reports][-1] == "policy_terms"
+    for report in reports:
+        assert_compiled_well(report, dots=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_optional_compiles_too(target):
+    tokens = PolicyTokens(floats(9), None, ids(2), ids(9), 1, None, 1, None, None, None, None, floats())
+    with compiled_launches(target) as reports:
+        policy_terms(TritonRowKernels(), PolicyObjective(), tokens, floats(9), floats(9)).evaluate(Rows(None, 0, 9))
+    assert_compiled_well(reports[0], dots=False)

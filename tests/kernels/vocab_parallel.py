@@ -1,0 +1,121 @@
+"""The fused head with its vocabulary cut over gloo processes, and what one process makes of all of it.
+
+A script of its own: `python vocab_parallel.py RANK WORLD TOKENS FOLDER` is one rank.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+
+SIZE, VOCAB = 12, 80
+OBJECTIVES = {
+    "single pass": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
+    "recompute": PolicyObjective(ratio="sequence"),
+}
+# 71: padding in the last shard; 40: half of the shards are nothing but padding
+CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40)]
+
+
+def make_case(tokens: int, real_vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, SIZE, generator=generator)
+    weight = torch.randn(VOCAB, SIZE, generator=generator)
+    targets = torch.randint(0, real_vocab_size, (tokens,), generator=generator)
+    targets[0], targets[1] = 0, real_vocab_size - 1
+    arguments = {
+        "advantages": torch.randn(3, generator=generator),
+        "mask": torch.rand(tokens, generator=generator) < 0.7,
+        "cu_seqlens": torch.tensor([0, tokens // 3, tokens // 3, tokens]),
+        "old_logprobs": -3 + torch.rand(tokens, generator=generator),
+        "reference_logprobs": -3 + torch.rand(tokens, generator=generator),
+        "normaliser": 21.0,
+        "temperature": 0.5 + torch.rand(tokens, generator=generator),
+    }
+    return hidden, weight, targets, arguments
+
+
+def results(
+    hidden: Tensor, weight: Tensor, targets: Tensor, arguments: dict[str, Any], name: str, real: int, group: Any
+) -> list[Tensor]:
+    """log-probs, entropy, dX and dW of linear_logprob, then loss, coefficient, dX and dW of linear_policy_loss."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = linear_logprob(
+        hidden, weight, targets, temperature=arguments["temperature"], tp_group=group, real_vocab_size=real
+    )
+    (out.logprobs.sum() + 0.3 * out.entropy.square().sum()).backward()
+    first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    main_grad = torch.zeros_like(weight)
+    loss = linear_policy_loss(
+        hidden,
+        weight,
+        targets,
+        objective=OBJECTIVES[name],
+        tp_group=group,
+        real_vocab_size=real,
+        main_grad=main_grad,
+        **arguments,
+    )
+    loss.loss.backward()
+    return [*first, loss.loss.detach(), loss.coefficient, hidden.grad, main_grad]  # type: ignore[list-item]
+
+
+def run_rank(rank: int, world: int, tokens: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    group, width = dist.group.WORLD, VOCAB // world
+    found = []
+    for name, real in CASES:
+        hidden, weight, targets, arguments = make_case(tokens, real)
+        shard = weight[rank * width : (rank + 1) * width]
+        found.append(results(hidden, shard, targets, arguments, name, real, group))
+        for index in (2, 6):  # dX is this shard's part
+            dist.all_reduce(found[-1][index])
+    with pytest.raises(ValueError, match=r"targets\[0\] is 80, expected 0..79"):
+        linear_logprob(hidden, shard, targets * 0 + 80, tp_group=group)
+    gate = mpt_gate(
+        torch.full((2,), 0.1 + 0.15 * (rank % 2)),  # 0.1 and 0.25: together 0.175
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0, 2]),
+        torch.tensor([True]),
+        process_group=group,
+    )
+    torch.save((found, gate), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def run_ranks(world: int, tokens: int, folder: Path, **environment: str) -> list[tuple[list[list[Tensor]], Tensor]]:
+    """[(results of each case, gate)] of the ranks. Scripts, not mp.spawn: that cannot import a test's file by name."""
+    command = [sys.executable, __file__]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world), str(tokens), str(folder)], env={**os.environ, **environment})
+        for rank in range(world)
+    ]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
+    return [torch.load(folder / str(rank)) for rank in range(world)]
+
+
+def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[tuple[list[list[Tensor]], Tensor]]) -> None:
+    """Case `number` of the ranks against this process with all of the vocabulary; the ranks agree to the bit."""
+    name, real = CASES[number]
+    shards = [found[number] for found, _ in of_ranks]
+    for index, value in enumerate(results(*make_case(tokens, real), name, real, None)):
+        if index in (3, 7):  # dW
+            found = torch.cat([shard[index] for shard in shards])
+        else:
+            found = shards[0][index]
+            assert all(torch.equal(found, shard[index]) for shard in shards)
+        torch.testing.assert_close(found, value, atol=2e-6, rtol=2e-5)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,173 @@
+"""`marsrl export`: a checkpoint of any layout becomes the directory that it started from, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from megatron_models import save_model, sequences
+from safetensors.torch import load_file
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer import cli
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.export import export, hf_tensors
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import hf_files
+from marsrl.trainer.megatron.hf_files import HfReader, write_hf
+from marsrl.trainer.megatron.mapping import Unit, hf_shapes, part_shape, units
+from marsrl.trainer.packing import pack
+from marsrl.trainer.run_directory import RunDirectory
+
+
+def learner(folder: Path, **policy: object) -> Learner:
+    config = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-2), **policy})
+    return Learner(
+        config, folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=2, total_steps=4, seed=0
+    )
+
+
+def whole_run(folder: Path, *policies: Path) -> RunDirectory:
+    """A run directory with one checkpoint of these policies' folders (moved)."""
+    run = RunDirectory.create(folder, "run", "preset")
+    run.write_config({})
+    (run.checkpoint(3) / "policies").mkdir(parents=True)
+    for policy in policies:
+        policy.rename(run.checkpoint(3) / "policies" / policy.name)
+    run.mark_latest(3)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes"),
+    [
+        ("qwen3_moe", "float32", {}),
+        ("qwen3_moe", "bfloat16", {"tie_word_embeddings": True}),
+        ("qwen3", "bfloat16", {}),
+        ("qwen3", "float32", {"tie_word_embeddings": False}),
+        ("qwen2", "bfloat16", {}),
+    ],
+)
+def test_hf_to_checkpoint_to_hf_is_bit_exact(kind: str, dtype: str, changes: dict[str, object], tmp_path: Path) -> None:
+    source = save_model(kind, tmp_path / "in", **changes)
+    learner(source, dtype=dtype).save(tmp_path / "main")
+    run = whole_run(tmp_path, tmp_path / "main")
+    done = export(run.path, tmp_path / "out")
+    expected, found = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n].to(getattr(torch, dtype))) for n in expected)
+    assert done.num_bytes == sum(t.nbytes for t in found.values())
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in source.iterdir())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
+def test_transformers_loads_trained_weights_with_the_trainers_log_probs(kind: str, tmp_path: Path) -> None:
+    policy = learner(save_model(kind, tmp_path / "in"))
+    batch = pack(sequences(3)[:1])
+    policy.step([batch], normaliser=1.0)
+    policy.save(tmp_path / "main")
+    (scores,) = policy.score([batch])
+    export(tmp_path / "main", tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        logp = model(batch.token_ids[None]).logits[0].log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+    assert float((logp - scores)[batch.mask].abs().max()) < 1e-5
+    trained = dict(policy.export())
+    assert all(
+        torch.equal(tensor, trained[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
+    )
+
+
+def test_a_large_model_is_cut_into_files_and_read_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_model("qwen3_moe", tmp_path / "in", num_hidden_layers=6, num_experts=8)
+    learner(source).save(tmp_path / "main")
+    sizes: list[int] = []
+    save_file = hf_files.save_file
+    monkeypatch.setattr(
+        hf_files,
+        "save_file",
+        lambda held, *a, **k: (sizes.append(sum(t.nbytes for t in held.values())), save_file(held, *a, **k)),
+    )
+    limit = 60_000
+    total = write_hf(tmp_path / "out", hf_tensors(tmp_path / "main", read_shape(source)), source, shard_bytes=limit)
+    assert len(sizes) > 3 and max(sizes) <= limit and sum(sizes) == total
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total
+    assert {p.name for p in (tmp_path / "out").glob("*.safetensors")} == set(index["weight_map"].values())
+    with HfReader(tmp_path / "out") as ours, HfReader(source) as theirs:
+        for unit in units(read_shape(tmp_path / "out"), 1):
+            assert torch.equal(ours.shard(read_shape(source), unit), theirs.shard(read_shape(source), unit))
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "out exists and is not overwritten" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert "neither a run directory (config.yaml), a checkpoint (policies/)" in capsys.readouterr().err
+    for name in ("big", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "learner.json").write_text("{}")
+    run = whole_run(tmp_path, tmp_path / "big", tmp_path / "small")
+    for words, says in [
+        ([], "holds the policies big, small; choose one with --policy"),
+        (["--policy", "main"], "--policy main: "),
+        (["--policy", "big"], "has no hf/ folder"),
+    ]:
+        assert cli.main(["export", str(run.path), str(tmp_path / "new"), *words]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_path: Path) -> None:
+    learner(save_model("qwen3", tmp_path / "in")).save(tmp_path / "main")
+    config = json.loads((tmp_path / "main/hf/config.json").read_text())
+    (tmp_path / "main/hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match="has no tensor output_layer.weight, which its config.json asks for"):
+        export(tmp_path / "main", tmp_path / "out")
+    assert not [p.name for p in tmp_path.iterdir() if "out" in p.name]
+
+
+def test_export_imports_no_megatron(tmp_path: Path) -> None:
+    script = "import sys, marsrl.trainer.export; print('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3", "qwen2"])
+def test_the_ranks_of_a_layout_read_every_byte_once_between_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(kind, tmp_path / "in")
+    shape = read_shape(folder)
+    read: list[int] = []
+    original = HfReader._read
+
+    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor = original(self, name, index)
+        read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(HfReader, "_read", counted)
+
+    def parts_of(unit: Unit) -> int:
+        return 1 if unit.cut is None else 2
+
+    with HfReader(folder) as reader:
+        for unit in units(shape, 2):
+            whole = reader.shard(shape, unit)
+            read.clear()
+            shards = [reader.shard(shape, unit, part, parts_of(unit)) for part in range(parts_of(unit))]
+            assert sum(read) == sum(torch.Size(s).numel() for s in hf_shapes(shape, unit)), unit.name
+            assert all(tuple(s.shape) == part_shape(shape, unit, parts_of(unit)) for s in shards)
+            joined = shards[0] if unit.cut is None else torch.cat(shards, unit.cut)
+            assert torch.equal(joined[: whole.shape[0]], whole), unit.name

@@ -1,0 +1,120 @@
+"""Bytes that the real learner makes in one step, under one layout; also started by torchrun with two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
+
+from live_bytes import CudaBytes, LiveBytes
+from megatron_models import save_model
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.megatron.layout import resolve
+from marsrl.trainer.packing import TrainSequence, pack
+from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
+
+VOCAB, SEQUENCES, LENGTH = 212, 4, 128
+
+
+def model(kind: str, folder: Path, **changes: object) -> Path:
+    """A model whose every size is another number, so that no term of a formula stands in for another."""
+    sizes: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "max_position_embeddings": 512,
+    }
+    if kind == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3}
+    return save_model(kind, folder, **{**sizes, **changes})
+
+
+def sequences(num: int) -> list[TrainSequence]:
+    """Equal lengths: attention on a CPU pads, on a GPU it does not."""
+    rng = np.random.default_rng(0)
+    length = LENGTH - 4
+    return [
+        TrainSequence(
+            uid=f"s{i}",
+            prompt_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
+            token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+            is_sampled=np.ones(length, bool),
+            rollout_logprobs=np.zeros(length, np.float32),
+            advantage=1.0,
+            agent=0,
+            temperature=1.0,
+        )
+        for i in range(num)
+    ]
+
+
+def compare(
+    folder: Path, layout: dict[str, int], recompute: str, dtype: str, num_sequences: int = SEQUENCES
+) -> dict[str, Any]:
+    """{static, peak: [measured, planned]} of the rank that holds the most, in bytes."""
+    config = PolicyConfig.model_validate({"dtype": dtype, "recompute": recompute, "layout": layout})
+    shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
+    on_gpu = torch.cuda.is_available()
+    with CudaBytes() if on_gpu else LiveBytes() as memory:
+        learner = Learner(
+            config, folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=1, total_steps=4, seed=0
+        )
+        static = memory.live
+        memory.forget_peak()
+        world = dist.get_world_size()
+        batches = [pack(sequences(num_sequences), align=learner.align) for _ in range(2)]
+        learner.step(batches, normaliser=100.0)
+        peak = memory.peak
+    setup = Training(
+        shape=shape,
+        layout=resolved,
+        world_size=world,
+        dtype=config.dtype,
+        recompute=config.recompute,
+        tokens=batches[0].num_tokens,
+        num_micro_batches=len(batches),
+        head_rows=batches[0].num_tokens,
+        has_fused_norm=on_gpu,
+    )
+    stage = dist.get_rank() * resolved.pipeline // world
+    planned = rank_memory(setup, stage)
+    parallel.stop(keep_world=True)
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage))
+    peak, static, planned_peak, planned_static, stage = max(found)
+    return {
+        "static": [static, planned_static],
+        "peak": [peak, planned_peak],
+        "working": [peak - static, planned_peak - planned_static],
+        "stage": [stage, most_loaded_rank(setup).stage],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out, models, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    report = {name: compare(Path(models[kind]), layout, how, dtype) for name, kind, layout, how, dtype in cases}
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

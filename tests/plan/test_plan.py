@@ -1,0 +1,224 @@
+"""`marsrl plan`: formulas against numbers known from elsewhere, every config of the repository, and the refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from marsrl.trainer import cli
+from marsrl.trainer.megatron.layout import Layout
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.command import show
+from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
+from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
+from marsrl.trainer.plan.models import KNOWN
+from marsrl.trainer.plan.plan import make_plan
+from marsrl.trainer.plan.speed import Work, step_time
+from marsrl.trainer.read_config import CONFIGS, read_config
+
+MOE = KNOWN["Qwen3-30B-A3B"]
+H100 = hw.GPUS["h100-80g"]
+SETUP = Training(MOE, Layout(4, 8, 1, 1, 1), 32, "bfloat16", "full", 65536, 8, 2048)
+WORK = Work(1024, 1024 * 20_000.0, 1024 * 18_000.0)
+PLANNED_ON = {"qwen3_30b_a3b": 64, "qwen3_30b_a3b_8xh100": 8, "qwen3_8b": 8, "single_gpu": 1, "cpu_default": 2}
+NEEDS_A_MODEL = {"math_default"}
+
+
+@pytest.mark.parametrize("preset", sorted(PLANNED_ON))
+def test_every_preset_fits_where_it_says(preset: str) -> None:
+    config, _ = read_config(CONFIGS / f"{preset}.yaml")
+    plan = make_plan(config, PLANNED_ON[preset], "h100-80g")
+    assert plan.fits, plan.notes
+    assert plan.step_s is not None and plan.step_s > 0
+    (policy,) = plan.policies
+    assert policy.configured is not None and policy.configured.why_not
+    assert policy.longest_sequence <= config.trainer.max_tokens_per_micro_batch
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(plan, console)
+    text = console.export_text()
+    assert "(config)" in text and "KV cache" in text and "weight sync" in text
+    assert all(constant.source.split(";")[0][:20] in text for constant in plan.constants)
+
+
+def test_no_preset_is_left_out() -> None:
+    assert {p.stem for p in CONFIGS.glob("*.yaml")} == set(PLANNED_ON) | NEEDS_A_MODEL
+    for preset in NEEDS_A_MODEL:
+        with pytest.raises(ValueError, match=r"policies.main.model is not set; give a directory, or the name"):
+            make_plan(read_config(CONFIGS / f"{preset}.yaml")[0], 8, "h100-80g")
+
+
+@pytest.mark.parametrize("preset", sorted(set(PLANNED_ON) - {"cpu_default"}))
+def test_every_gpu_preset_passes_a_dry_run(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from marsrl.trainer.main import main
+
+    config, _ = read_config(CONFIGS / f"{preset}.yaml")
+    shape = KNOWN[str(config.policies["main"].model)]
+    described = {
+        "architectures": [shape.architecture],
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.ffn_size,
+        "moe_intermediate_size": shape.ffn_size,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.is_tied,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"question": f"{i}+1", "answer": str(i + 1)}) + "\n" for i in range(20))
+    )
+    apart = config.rollout.placement == "disaggregated"
+    engines = config.rollout.engines * config.rollout.vllm.tensor_parallel if apart else 0
+    monkeypatch.setenv("WORLD_SIZE", str(PLANNED_ON[preset] - engines))
+    words = [f"policies.main.model={tmp_path}", f"data.train={tmp_path / 'train.jsonl'}"]
+    assert main(["--dry-run", "--config", str(CONFIGS / f"{preset}.yaml"), *words]) == 0
+    assert "batch arithmetic" in capsys.readouterr().out
+
+
+def test_numbers_that_differ_from_the_paper_say_so() -> None:
+    """MarsRL's settings at its own size: what is not the paper's carries a comment, and the paper's are there."""
+    text = (CONFIGS / "qwen3_30b_a3b.yaml").read_text()
+    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml")
+    rollout = config.rollout
+    assert (rollout.prompts_per_step, rollout.group_size, rollout.picks) == (128, 8, 2)
+    assert (rollout.max_response_tokens, rollout.segments, rollout.tokens_per_stage) == (65536, 4, 16384)
+    assert config.policies["main"].optimizer.lr == 1e-6 and config.policies["main"].optimizer.decay == "constant"
+    assert {a.temperature for a in config.agents.values()} == {0.85} and len(config.agents) == 5
+    for key in (
+        "engines:",
+        "layout:",
+        "recompute:",
+        "max_tokens_per_micro_batch:",
+        "deadline_s:",
+        "steps:",
+        "tolerance:",
+    ):
+        (line,) = [line for line in text.splitlines() if key in line.split("#")[0]]
+        assert "not the paper's" in line, line
+
+
+def test_the_head_takes_its_six_thv_flops() -> None:
+    # 6 T H V FLOPs at T = 16384 on a GPU that reaches 798 TFLOP/s: 38.3 ms (the roofline in the kernels' design)
+    setup = replace(SETUP, layout=Layout(1, 1, 1, 1, 1), world_size=1, tokens=16384)
+    gpu = replace(H100, flops=798e12 / hw.HEAD_SHARE.value)
+    time = step_time(setup, Work(1, 16384.0, 16384.0), gpu, sweeps_entropy=False)
+    assert time.head == pytest.approx(38.3e-3, rel=0.01)
+    swept = step_time(setup, Work(1, 16384.0, 16384.0), gpu, sweeps_entropy=True)
+    assert swept.head / time.head == pytest.approx((6 + 2 * hw.POSITIVE_SHARE.value) / 6)
+
+
+def test_time_follows_the_work_and_the_ranks() -> None:
+    once = step_time(SETUP, WORK, H100, True)
+    twice = step_time(
+        SETUP, replace(WORK, sequences=2048, tokens=2 * WORK.tokens, trained=2 * WORK.trained), H100, True
+    )
+    for name in ("linear", "experts", "attention", "head", "elementwise", "tensor_parallel", "expert_parallel"):
+        assert getattr(twice, name) == pytest.approx(2 * getattr(once, name)), name
+    assert (twice.optimizer, twice.data_parallel) == (once.optimizer, once.data_parallel)
+    more = step_time(replace(SETUP, world_size=64), WORK, H100, True)
+    assert more.linear == pytest.approx(once.linear / 2)
+    longer = step_time(SETUP, replace(WORK, sequences=WORK.sequences // 2), H100, True)
+    assert longer.attention == pytest.approx(2 * once.attention) and longer.linear == once.linear
+    assert step_time(replace(SETUP, recompute="none"), WORK, H100, True).linear == pytest.approx(0.75 * once.linear)
+    assert step_time(SETUP, WORK, hw.GPUS["a100-80g"], True).total > once.total
+    assert once.total == pytest.approx(sum(vars(once).values()))
+
+
+def test_a_second_pipeline_stage_waits_and_an_expert_group_beyond_a_node_is_slower() -> None:
+    piped = step_time(replace(SETUP, layout=Layout(4, 8, 1, 2, 1)), WORK, H100, True)
+    assert piped.bubble > 0 and step_time(SETUP, WORK, H100, True).bubble == 0
+    inside, across = (step_time(replace(SETUP, layout=Layout(1, ep, 1, 1, 1)), WORK, H100, True) for ep in (8, 16))
+    assert across.expert_parallel > 5 * inside.expert_parallel
+
+
+def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
+    offloaded = replace(SETUP, offloads_optimizer=True)
+    here, there = most_loaded_rank(SETUP), most_loaded_rank(offloaded)
+    assert there.optimizer == 0 and there.host == here.optimizer > 0
+    assert step_time(offloaded, WORK, H100, True).optimizer > step_time(SETUP, WORK, H100, True).optimizer
+
+
+def test_early_pipeline_stages_hold_more_micro_batches() -> None:
+    setup = replace(SETUP, layout=Layout(2, 4, 1, 4, 1))
+    kept = [rank_memory(setup, stage).activations for stage in range(4)]
+    assert kept == sorted(kept, reverse=True) and kept[0] == pytest.approx(4 * kept[3])
+    one = replace(setup, num_micro_batches=1)
+    assert rank_memory(one, 0).activations == kept[3]
+
+
+def test_kv_cache_of_the_published_model() -> None:
+    assert kv_bytes_per_token(MOE, "bfloat16") == 98_304  # 2 x 48 layers x 4 heads x 128 x 2 bytes
+    setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
+    memory = engine_memory(setup, H100)
+    assert memory.weights == 30_532_122_624
+    assert memory.kv_tokens * 98_304 / 2 == pytest.approx(memory.kv_cache, rel=1e-4)
+    short, long = (rollout_time(setup, memory, H100, 1024, response, 4) for response in (1000.0, 30_000.0))
+    assert short.tokens_per_s_per_engine > long.tokens_per_s_per_engine
+    assert rollout_time(setup, memory, H100, 1024, 1000.0, 1).seconds == pytest.approx(2.063 * short.seconds, rel=1e-3)
+    assert engine_memory(replace(setup, tensor_parallel=1), hw.GPUS["a100-40g"]).kv_tokens == 0
+
+
+def test_what_does_not_fit_says_why() -> None:
+    config, _ = read_config(CONFIGS / "qwen3_30b_a3b_8xh100.yaml", ["policies.main.optimizer.offload=false"])
+    plan = make_plan(config, 8, "h100-80g")
+    assert not plan.fits and plan.step_s is None
+    assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
+    config, _ = read_config(
+        CONFIGS / "qwen3_30b_a3b.yaml", ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
+    )
+    notes = " ".join(make_plan(config, 64, "a100-40g").notes)
+    assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
+    assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
+    config, _ = read_config(CONFIGS / "qwen3_8b.yaml", ["rollout.max_response_tokens=32768"])
+    assert (
+        "can have 40,960 tokens (prompt and completion): such a batch would be refused"
+        in make_plan(config, 8, "h100-80g").notes[-1]
+    )
+
+
+def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = str(CONFIGS / "qwen3_30b_a3b.yaml")
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", "--config", config, "--gpus", "64", "--gpu", "h200-141g", "--json", str(out)]) == 0
+    assert "64 x h200-141g: 24 train, 40 decode" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    (policy,) = written["policies"]
+    assert policy["parameters"] == 30_532_122_624 and written["fits"] is True
+    ranked = [o["seconds"] for o in policy["options"] if o["fits"]]
+    assert ranked == sorted(ranked) and len(ranked) > 50
+    assert all(c["source"] for c in written["constants"])
+    command = ["plan", "--config", config, "--gpus", "64", "--response", "8192", "--json", "-"]
+    assert cli.main(command) == 0
+    shorter = json.loads(capsys.readouterr().out)
+    assert shorter["policies"][0]["longest_sequence"] == 32768 + 8192
+    assert shorter["step_s"] < written["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
+        (["--gpus", "8"], "20 engines x 2 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
+        (
+            ["--gpus", "64", "policies.main.model=Llama-7B"],
+            "Llama-7B is none of the models whose shape is known: Qwen3-30B",
+        ),
+        (["--gpus", "64", "rollout.segmnts=2"], "did you mean rollout.segments?"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--config", str(CONFIGS / "qwen3_30b_a3b.yaml"), *words]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Which Hugging Face tensors make up which Megatron parameter, and how it is cut over ranks. Knows torch only.
+
+| Megatron                          | Hugging Face                               | cut over ranks       |
+|-----------------------------------|--------------------------------------------|----------------------|
+| linear_qkv [G, (r+2) D, H]        | per KV group: r query heads, key, value    | TP, dim 0 (G)        |
+| linear_proj                       | o_proj                                     | TP, dim 1            |
+| mlp.linear_fc1 [2, F, H]          | gate_proj, up_proj                         | TP, dim 1 (F)        |
+| mlp.linear_fc2                    | down_proj                                  | TP, dim 1            |
+| experts.gate_up[e] [2, F, H]      | experts.e.gate_proj, experts.e.up_proj     | EP by e, ETP dim 1   |
+| experts.down[e]                   | experts.e.down_proj                        | EP by e, ETP dim 1   |
+| embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
+| norms, router                     | the same                                   | not cut              |
+
+The converter (convert.py), the export of a checkpoint (export.py) and the planner (plan/) all read this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from marsrl.rollout.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What converts together: one Megatron parameter (of one expert), and its Hugging Face tensors.
+
+    name: the parameter with its layer counted over all stages. stage: pipeline stage, expert: None outside experts.
+    kind: how the Hugging Face tensors form the whole Megatron tensor. cut: its dimension that is cut, None: none.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    stage: int
+    kind: Literal["plain", "vocab", "qkv", "pair"] = "plain"
+    cut: int | None = None
+    expert: int | None = None
+
+    @property
+    def hf_cut(self) -> int | None:
+        """The dimension along which a rank's part lies together in each Hugging Face tensor; None: not cut."""
+        return self.cut if self.kind == "plain" else 0
+
+
+def units(shape: ModelShape, num_stages: int) -> list[Unit]:
+    """Every unit of the model, in the order of the Hugging Face file: the same list on all ranks."""
+    last = num_stages - 1
+    out = [Unit("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, "vocab", 0)]
+    for layer in range(shape.num_layers):
+        stage = layer // (shape.num_layers // num_stages)
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+
+        def add(
+            name: str,
+            *hf: str,
+            kind: Literal["plain", "vocab", "qkv", "pair"] = "plain",
+            cut: int | None = None,
+            expert: int | None = None,
+            prefixes: tuple[str, str] = (ours, theirs),
+            at: int = stage,
+        ) -> None:
+            out.append(Unit(prefixes[0] + name, tuple(prefixes[1] + h for h in hf), at, kind, cut, expert))
+
+        add("input_layernorm.weight", "input_layernorm.weight")
+        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+        add("self_attention.linear_qkv.weight", *(f"{x}.weight" for x in qkv), kind="qkv", cut=0)
+        if shape.has_qkv_bias:
+            add("self_attention.linear_qkv.bias", *(f"{x}.bias" for x in qkv), kind="qkv", cut=0)
+        if shape.has_qk_norm:
+            add("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
+            add("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
+        add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", cut=1)
+        add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+        if shape.num_experts:
+            add("mlp.router.weight", "mlp.gate.weight")
+        for e in range(shape.num_experts):
+            hf = f"mlp.experts.{e}."
+            add("mlp.experts.gate_up", f"{hf}gate_proj.weight", f"{hf}up_proj.weight", kind="pair", cut=1, expert=e)
+            add("mlp.experts.down", f"{hf}down_proj.weight", cut=1, expert=e)
+        if not shape.num_experts:
+            add("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="pair", cut=1)
+            add("mlp.linear_fc2.weight", "mlp.down_proj.weight", cut=1)
+    out.append(Unit("decoder.final_layernorm.weight", ("model.norm.weight",), last))
+    if not shape.is_tied:
+        out.append(Unit("output_layer.weight", ("lm_head.weight",), last, "vocab", 0))
+    return out
+
+
+def padded_rows(vocab_size: int, parts: int) -> int:
+    """The vocabulary rounded up so that each of `parts` ranks holds equally many rows."""
+    return -(-vocab_size // parts) * parts
+
+
+def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
+    """Of the unit's Hugging Face tensors."""
+    s = shape
+    if unit.kind == "vocab":
+        return [(s.vocab_size, s.hidden_size)]
+    if unit.kind == "qkv":
+        rest = () if unit.name.endswith("bias") else (s.hidden_size,)
+        rows = (s.num_heads * s.head_size, s.num_kv_heads * s.head_size, s.num_kv_heads * s.head_size)
+        return [(n, *rest) for n in rows]
+    if unit.kind == "pair":
+        return [(s.ffn_size, s.hidden_size)] * 2
+    if "linear_proj" in unit.name:
+        return [(s.hidden_size, s.num_heads * s.head_size)]
+    if unit.cut is not None:
+        return [(s.hidden_size, s.ffn_size)]
+    if "router" in unit.name:
+        return [(s.num_experts, s.hidden_size)]
+    return [(s.head_size if "q_layernorm" in unit.name or "k_layernorm" in unit.name else s.hidden_size,)]
+
+
+def part_shape(shape: ModelShape, unit: Unit, parts: int = 1) -> tuple[int, ...]:
+    """Of one of `parts` equal shards of the Megatron tensor, vocabulary padding included, in the view that is cut."""
+    shapes = hf_shapes(shape, unit)
+    if unit.kind == "vocab":
+        whole = [padded_rows(shape.vocab_size, parts), shape.hidden_size]
+    elif unit.kind == "qkv":
+        per_group = (shape.num_heads // shape.num_kv_heads + 2) * shape.head_size
+        whole = [shape.num_kv_heads, per_group, *shapes[0][1:]]
+    else:
+        whole = [2, *shapes[0]] if unit.kind == "pair" else list(shapes[0])
+    if unit.cut is not None:
+        whole[unit.cut] //= parts
+    return tuple(whole)
+
+
+def hf_span(unit: Unit, size: int, part: int, parts: int) -> tuple[int, int]:
+    """[start, stop) of part `part` along hf_cut of a Hugging Face tensor that has `size` there."""
+    each = padded_rows(size, parts) // parts if unit.kind == "vocab" else size // parts
+    return min(size, part * each), min(size, (part + 1) * each)
+
+
+def join(shape: ModelShape, unit: Unit, tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
+    """The shard, in the view that is cut, of the unit's Hugging Face tensors, each reduced to hf_span."""
+    if unit.kind == "qkv":
+        return torch.cat([t.unflatten(0, (shape.num_kv_heads // parts, -1)) for t in tensors], 1)
+    if unit.kind == "pair":
+        return torch.stack(list(tensors))
+    if unit.kind == "vocab":
+        missing = part_shape(shape, unit, parts)[0] - tensors[0].shape[0]
+        return nn.functional.pad(tensors[0], (0, 0, 0, missing))
+    return tensors[0]
+
+
+def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
+    """The unit's Hugging Face tensors, from the whole Megatron tensor in the view that is cut."""
+    if unit.kind == "qkv":
+        heads = shape.num_heads // shape.num_kv_heads
+        sizes = [heads * shape.head_size, shape.head_size, shape.head_size]
+        return [t.reshape(-1, *whole.shape[2:]) for t in whole.split(sizes, 1)]
+    if unit.kind == "pair":
+        return list(whole.unbind(0))
+    return [whole[: shape.vocab_size]] if unit.kind == "vocab" else [whole]

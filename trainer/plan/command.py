@@ -1,0 +1,155 @@
+"""`marsrl plan`: the tables, and the same as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from marsrl.trainer.plan.plan import Plan, PolicyPlan
+from marsrl.trainer.plan.ranking import Option, best_of_each_layout
+
+_ROWS = 8  # layouts in the table
+_UNFIT = 4  # of those that do not fit
+
+
+def as_json(plan: Plan) -> str:
+    """Everything that is printed and every option; bytes and seconds as plain numbers."""
+    content: dict[str, Any] = dataclasses.asdict(plan)
+    content["fits"], content["step_s"] = plan.fits, plan.step_s
+    for policy, planned in zip(content["policies"], plan.policies, strict=True):
+        for written, found in zip(policy["options"], planned.options, strict=True):
+            written |= {
+                "seconds": found.time.total,
+                "peak_bytes": found.memory.peak,
+                "layout_words": found.layout.words,
+            }
+        policy["sync"]["total"] = planned.sync.total
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the tables of every policy, the notes and the constants."""
+    split = f"{plan.num_trainers} train" + (
+        f", {plan.num_engine_gpus} decode" if plan.num_engine_gpus else " and decode"
+    )
+    console.print(Text(f"{plan.num_gpus} x {plan.gpu}: {split}", style="bold"))
+    for policy in plan.policies:
+        _show_policy(plan, policy, console)
+    if plan.step_s is not None:
+        console.print(Text(f"a step: {_duration(plan.step_s)} (rollout, updates and publishing in turn)", style="bold"))
+    for note in plan.notes:
+        console.print(Text(f"- {note}", style="yellow"))
+    console.print(_constants(plan))
+
+
+def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
+    console.print(
+        Text(
+            f"\npolicy {policy.name}: {policy.model}, {policy.parameters:,} parameters, {policy.active_parameters:,} at work "
+            f"on a token\nat most {policy.work.sequences:,} samples a step, {policy.work.tokens / 1e6:.1f} M tokens; the longest "
+            f"sequence {policy.longest_sequence:,}, micro-batches of {policy.micro_batch_tokens:,}"
+        )
+    )
+    console.print(_layouts(plan, policy))
+    if policy.chosen is not None:
+        console.print(_recompute_modes(policy, policy.chosen))
+        console.print(_where_time_goes(policy.chosen))
+    console.print(_engines(policy))
+
+
+def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
+    table = Table(title="layouts, the fastest that fits first; GiB of the fullest GPU", title_justify="left")
+    for heading in ("layout", "recompute", "weights", "gradients", "optimizer", "kept", "working", "needs", "update"):
+        table.add_column(heading, justify="left" if heading in ("layout", "recompute") else "right", no_wrap=True)
+    fitting = best_of_each_layout([o for o in policy.options if o.fits])
+    fitted = {o.layout for o in fitting}
+    unfit = [o for o in best_of_each_layout([o for o in policy.options if not o.fits]) if o.layout not in fitted]
+    rows = fitting[:_ROWS]
+    mine = policy.configured
+    if mine is not None and all((o.layout, o.recompute) != (mine.layout, mine.recompute) for o in rows):
+        rows.append(mine)
+    for each in rows:
+        is_mine = mine is not None and (each.layout, each.recompute) == (mine.layout, mine.recompute)
+        table.add_row(*_cells(each, is_mine), style="bold" if is_mine else "")
+    table.add_section()
+    for each in unfit[:_UNFIT]:
+        table.add_row(*_cells(each, False), style="dim")
+    table.caption = f"{len(fitting)} layouts fit, {len(unfit)} do not" + (", the config's is bold" if mine else "")
+    return table
+
+
+def _cells(option: Option, is_mine: bool) -> list[Text]:
+    memory = option.memory
+    sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.working, option.needed)
+    last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
+    words = option.layout.words + (" (config)" if is_mine else "")
+    return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]
+
+
+def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
+    """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
+    table = Table(title=f"{chosen.layout.words}: activations by recompute mode, GiB", title_justify="left")
+    for heading in ("recompute", "kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update"):
+        table.add_column(heading, justify="left" if heading == "recompute" else "right")
+    for each in policy.options:
+        if each.layout == chosen.layout:
+            memory = each.memory
+            moment = f"{memory.moment}: {memory.working / 2**30:.1f}"
+            update = _duration(each.time.total) if each.fits else "does not fit"
+            sizes = (f"{size / 2**30:.1f}" for size in (memory.activations, memory.head))
+            table.add_row(each.recompute, *sizes, moment, f"{each.needed / 2**30:.1f}", update)
+    return table
+
+
+def _where_time_goes(option: Option) -> Table:
+    table = Table(title=f"an update with {option.layout.words}, recompute {option.recompute}", title_justify="left")
+    seconds = {name.replace("_", " "): value for name, value in vars(option.time).items() if value > 0}
+    for name in seconds:
+        table.add_column(name, justify="right")
+    table.add_row(*(_duration(value) for value in seconds.values()))
+    return table
+
+
+def _engines(policy: PolicyPlan) -> Table:
+    engine, rollout, sync = policy.engine, policy.rollout, policy.sync
+    table = Table(title="engines and weight sync", title_justify="left", show_header=False)
+    for name, value in (
+        ("an engine GPU", f"weights {engine.weights / 2**30:.1f} GiB, KV cache {engine.kv_cache / 2**30:.1f} GiB"),
+        (
+            "KV cache",
+            f"{engine.kv_bytes_per_token / 1024:.0f} KiB a token, {engine.kv_tokens:,} tokens an engine: "
+            f"{engine.longest_sequences:.1f} sequences of maximal length",
+        ),
+        (
+            "decoding",
+            f"{rollout.tokens_per_s_per_engine:,.0f} tokens/s an engine at {rollout.concurrency:.0f} requests; "
+            f"a step's completions in {_duration(rollout.seconds)}",
+        ),
+        (
+            "weight sync",
+            f"{_duration(sync.total)}: gather {_duration(sync.gather)}, file {_duration(sync.write)}, checksums "
+            f"{_duration(sync.checksum)}, load {_duration(sync.load)}; the links alone {_duration(sync.links_alone)}",
+        ),
+    ):
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _constants(plan: Plan) -> Table:
+    table = Table(title="what this rests on", title_justify="left")
+    for heading in ("constant", "value", "source"):
+        table.add_column(heading)
+    for each in plan.constants:
+        table.add_row(Text(each.name), Text(f"{each.value:.4g} {each.unit}".strip()), Text(each.source))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

@@ -1,0 +1,146 @@
+"""Every constant of the planner in one table, each with its source. Nothing else in plan/ is a guess about a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+_SHEETS = "NVIDIA data sheet, dense bf16"
+_TORCH = "total capacity in torch's out-of-memory messages"
+_LINK = "NVIDIA data sheet, one direction"
+_DGX = "DGX data sheet, one adapter a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of a node of eight. Bandwidths in bytes/s, one direction.
+
+    attention: share of the peak that an attention kernel reaches over forward and backward.
+    """
+
+    memory_bytes: float
+    flops: float
+    bandwidth: float
+    nvlink: float
+    network: float
+    pcie: float
+    attention: float
+
+
+_GIB = 2.0**30
+GPUS = {
+    "h100-80g": Gpu(79.1 * _GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9, 0.35),
+    "a100-80g": Gpu(79.1 * _GIB, 312e12, 2.039e12, 300e9, 25e9, 32e9, 0.6),
+    "a100-40g": Gpu(39.4 * _GIB, 312e12, 1.555e12, 300e9, 25e9, 32e9, 0.6),
+    "h200-141g": Gpu(139.7 * _GIB, 989e12, 4.8e12, 450e9, 50e9, 64e9, 0.35),
+}
+_GPU_SOURCES = {
+    "memory_bytes": ("GPU memory", "bytes", _TORCH),
+    "flops": ("tensor cores", "FLOP/s", _SHEETS),
+    "bandwidth": ("GPU memory bandwidth", "bytes/s", "NVIDIA data sheet"),
+    "nvlink": ("NVLink", "bytes/s", _LINK),
+    "network": ("network of a GPU", "bytes/s", _DGX),
+    "pcie": ("PCIe", "bytes/s", _LINK),
+    "attention": (
+        "share of the peak, attention",
+        "",
+        "FlashAttention-2 on H100: arXiv 2407.08608; on A100: arXiv 2307.08691",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number and where it is from."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+
+_MEASURED = "measured on one H100: 798 of 989 TFLOP/s, 3.0 of 3.35 TB/s"
+_ASSUMED = "assumption, not measured"
+
+HEAD_SHARE = Constant(
+    "share of the peak, output head", 0.81 * 0.85, "", f"85 % (our target) of a bare GEMM; {_MEASURED}"
+)
+GEMM_SHARE = Constant(
+    "share of the peak, linear layers", 0.65, "", f"{_ASSUMED}; a large bare GEMM: 0.81 ({_MEASURED})"
+)
+EXPERT_SHARE = Constant("share of the peak, experts", 0.45, "", f"{_ASSUMED}: grouped GEMMs of a few hundred rows")
+MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
+LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
+IMBALANCE = Constant("busiest rank's experts over the mean", 1.3, "", f"{_ASSUMED}: router without a balancing loss")
+HEAD_ROWS = Constant("rows of logits held at once", 2048, "rows", "chunk of the fused head on GPUs, float32")
+PROCESS_BYTES = Constant("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes", _ASSUMED)
+FRAGMENTATION = Constant("lost to fragmentation", 0.05, "share of the peak", _ASSUMED)
+ENGINE_WORKSPACE = Constant("engine's activations and graphs", 3 * _GIB, "bytes", _ASSUMED)
+ITERATION_S = Constant("engine's host time an iteration", 0.004, "s", f"{_ASSUMED}: CUDA graphs")
+HOST_BANDWIDTH = Constant(
+    "host memory, one process", 8e9, "bytes/s", f"{_ASSUMED}: copy and write of a file in /dev/shm"
+)
+CHECKSUM = Constant("checksum of weights, one process", 0.35e9, "bytes/s", "measured on one core of a 2.5 GHz Xeon")
+HOST_ADAM = Constant("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", f"{_ASSUMED}: 200 GB/s a node of eight")
+GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
+POSITIVE_SHARE = Constant("samples that DMMPT's entropy sweep visits", 0.5, "share", f"{_ASSUMED}: the rewarded ones")
+MEAN_RESPONSE = Constant(
+    "mean completion over rollout.max_response_tokens", 0.35, "", f"{_ASSUMED}; --mean-response sets it"
+)
+LENGTH_SPREAD = Constant("E[length^2] / E[length]^2", 1.5, "", _ASSUMED)
+MEAN_PROMPT = Constant(
+    "mean prompt", 2048, "tokens", f"{_ASSUMED}: problem, solution and report without their thinking"
+)
+# Step time at 64k for 1, 2 and 4 segments: 1240, 774 and 601 s: what waiting for the longest completions costs.
+TAILS = {1: 1240 / 601, 2: 774 / 601}
+TAIL = Constant(
+    "waiting for the longest completions, 1 / 2 / 4 segments", TAILS[1], "x (1.29, 1.0)", "UloRL, arXiv 2507.19766"
+)
+
+ASSUMPTIONS = (
+    GEMM_SHARE,
+    EXPERT_SHARE,
+    HEAD_SHARE,
+    MEMORY_SHARE,
+    LINK_SHARE,
+    IMBALANCE,
+    HEAD_ROWS,
+    PROCESS_BYTES,
+    FRAGMENTATION,
+    ENGINE_WORKSPACE,
+    ITERATION_S,
+    HOST_BANDWIDTH,
+    CHECKSUM,
+    HOST_ADAM,
+    GPUS_PER_NODE,
+    POSITIVE_SHARE,
+    MEAN_RESPONSE,
+    LENGTH_SPREAD,
+    MEAN_PROMPT,
+    TAIL,
+)
+
+
+def find_gpu(name: str) -> Gpu:
+    """A preset.
+
+    Raises:
+        ValueError: with the names there are.
+    """
+    if name not in GPUS:
+        raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def constants(gpu: Gpu) -> list[Constant]:
+    """All numbers that a plan for this GPU rests on."""
+    of_gpu = [
+        Constant(label, getattr(gpu, field.name), unit, source)
+        for field in fields(gpu)
+        for label, unit, source in [_GPU_SOURCES[field.name]]
+    ]
+    return [*of_gpu, *ASSUMPTIONS]
+
+
+def tail(segments: int) -> float:
+    """How much longer a rollout takes than its tokens would, because it waits for the longest completions."""
+    return TAILS.get(segments, TAILS[2] if segments == 3 else 1.0)

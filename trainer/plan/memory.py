@@ -1,0 +1,210 @@
+"""Bytes of a training rank: what it always holds, what a micro-batch leaves behind, and the most of both at once.
+
+Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes of a number of the model's dtype,
+H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k of them a token,
+R = T k / t rows that a rank's experts see when the router is even, L layers of a stage, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.megatron.layout import Layout
+from marsrl.trainer.megatron.mapping import padded_rows
+from marsrl.trainer.plan.parameters import RankElements, rank_elements
+
+Recompute = Literal["none", "selective", "full"]
+SIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What decides the memory of the ranks that train.
+
+    tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
+    has_fused_norm: an RMSNorm keeps its input and a number a row (torch on CUDA); else two float32 copies (on a CPU).
+    expert_imbalance: rows of the busiest rank's experts over the mean.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    world_size: int
+    dtype: Literal["float32", "bfloat16"]
+    recompute: Recompute
+    tokens: int
+    num_micro_batches: int
+    head_rows: int
+    offloads_optimizer: bool = False
+    has_fused_norm: bool = True
+    expert_imbalance: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return SIZE[self.dtype]
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """T / CP."""
+        return -(-self.tokens // self.layout.context)
+
+    @property
+    def rows(self) -> float:
+        """R of the busiest rank: rows that its experts see, T k / (CP TP) gathered over ETP ranks."""
+        share = self.tokens_of_rank / self.layout.tensor * self.layout.expert_tensor
+        return share * self.shape.experts_per_token * self.expert_imbalance
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank of pipeline stage `stage`, at the moment when it holds the most.
+
+    activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
+    `moment` names. head: chunk of logits, gradient of the hidden states, float32 gradient of the output layer.
+    host: optimizer state in CPU memory (offload).
+    """
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    working: int
+    moment: Literal["head", "layer", "optimizer"]
+    host: int
+
+    @property
+    def static(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        return self.static + self.activations + self.working
+
+
+def most_loaded_rank(setup: Training) -> RankMemory:
+    """The rank with the highest peak: early stages hold more micro-batches, the last one the head."""
+    return max((rank_memory(setup, stage) for stage in range(setup.layout.pipeline)), key=lambda memory: memory.peak)
+
+
+def rank_memory(setup: Training, stage: int) -> RankMemory:
+    """Bytes of a rank of one pipeline stage.
+
+        peak = weights + gradients + optimizer + in_flight L layer + max(head, working of a layer, update)
+
+    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn).
+    """
+    layout = setup.layout
+    counts = rank_elements(setup.shape, layout, stage)
+    optimizer = optimizer_bytes(setup, counts)
+    num_layers = setup.shape.num_layers // layout.pipeline
+    in_flight = min(setup.num_micro_batches, layout.pipeline - stage)
+    is_last = stage == layout.pipeline - 1
+    saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
+    head = head_bytes(setup) if is_last else 0
+    recomputed = layer_bytes(setup, "none") if setup.recompute == "full" else 0
+    layer = recomputed + layer_working_bytes(setup)
+    # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
+    update = 0 if setup.offloads_optimizer else optimizer // (3 if setup.dtype == "bfloat16" else 2)
+    working, moment = max((head, "head"), (layer, "layer"), (update - saved, "optimizer"))
+    return RankMemory(
+        stage=stage,
+        weights=counts.total * setup.size,
+        gradients=counts.total * 4,
+        optimizer=0 if setup.offloads_optimizer else optimizer,
+        activations=saved,
+        head=head,
+        working=working,
+        moment=moment,  # type: ignore[arg-type]  # one of the three above
+        host=optimizer if setup.offloads_optimizer else 0,
+    )
+
+
+def optimizer_bytes(setup: Training, counts: RankElements) -> int:
+    """AdamW's state, cut over the ranks that hold the same shard: two float32 moments, and for bfloat16 weights a float32
+    copy: (8 or 12) (dense / (DP CP) + expert / EDP)."""
+    layout = setup.layout
+    per_number = 12 if setup.dtype == "bfloat16" else 8
+    sharers = layout.data(setup.world_size) * layout.context
+    return per_number * (-(-counts.dense // sharers) + -(-counts.expert // layout.expert_data(setup.world_size)))
+
+
+def layer_bytes(setup: Training, recompute: Recompute) -> int:
+    """What one layer keeps of one micro-batch for its backward.
+
+    full: its input, T H e / t. selective: all but the attention's statistics. none, with sequence parallelism:
+
+        norms      2 T/t (H norm + 4); QK-norm: T/t (N D q + K D k + 4 (N + K))
+                   fused: norm = q = e, k = 0 (it is a view); else norm = q = 8, k = 8 in bfloat16, 4 in float32
+        inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
+        attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T D e [angles] + 4 T N/t [statistics]
+        dense MLP  T/t F e 5 [gate, up, silu, up + offset, product]
+        experts    R (H e [rows] + F/ETP e 5 [gate, up, silu, product, weighted] + 4) + T/t (20 k + 5 E) [routing]
+    """
+    s, layout, e = setup.shape, setup.layout, setup.size
+    t, tokens = layout.tensor, setup.tokens_of_rank
+    local = tokens / t
+    if recompute == "full":
+        return round(local * s.hidden_size * e)
+    heads, kv = s.num_heads / t, s.num_kv_heads / t
+    norm = e if setup.has_fused_norm else 8
+    total = 2 * local * (s.hidden_size * norm + 4)
+    if s.has_qk_norm:
+        of_key = 0 if setup.has_fused_norm else 8 if setup.dtype == "bfloat16" else 4
+        total += tokens * (s.head_size * (heads * norm + kv * of_key) + 4 * (heads + kv))
+    total += 2 * local * s.hidden_size * e
+    total += tokens * s.head_size * e * (3 * heads + 3 * kv + 4)
+    total += tokens * heads * 4 if recompute == "none" else 0
+    if s.num_experts:
+        width = s.ffn_size / layout.expert_tensor
+        total += setup.rows * (s.hidden_size * e + 5 * width * e + 4)
+        total += local * (20 * s.experts_per_token + 5 * s.num_experts)
+    else:
+        total += tokens * s.ffn_size / t * e * 5
+    return round(total)
+
+
+def angle_bytes(setup: Training) -> int:
+    """The rotary angles that all layers share, T D float32, and the token ids."""
+    return setup.tokens_of_rank * (setup.shape.head_size * 4 + 8)
+
+
+def head_bytes(setup: Training) -> int:
+    """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
+
+    T/t (H norm + 4) + T (H e [hidden] + H e [its gradient] + 40) + 4 V/t H [float32 gradient] + rows (4 V/t + 8 H)
+    """
+    s, tokens = setup.shape, setup.tokens_of_rank
+    width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
+    rows = min(tokens, setup.head_rows)
+    norm = setup.size if setup.has_fused_norm else 8
+    total = tokens / setup.layout.tensor * (s.hidden_size * norm + 4)
+    total += tokens * (2 * s.hidden_size * setup.size + 40)
+    return round(total + 4 * width * s.hidden_size + rows * (4 * width + 8 * s.hidden_size))
+
+
+def layer_working_bytes(setup: Training) -> int:
+    """What one layer makes and drops again on its way, forward or backward, beside what it keeps.
+
+    dense    T/t H e 2 + T F/t e 2 [gradients of silu and up]
+    experts  forward: T/t H (2 e + 8 [float32 copy for the router, where e is 2]) + R H e 3 [permuted, sorted, results]
+             (+ R H e (1 + 1/ETP) [gathered, and before that] where ETP > 1), or
+             backward: T/t H e 2 + the most of
+               R (H e + F/ETP (2 e + 8)) [gradients of the products, float32 where router weights take part]
+               R (2 H e + 2 F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights]
+    """
+    s, layout, e = setup.shape, setup.layout, setup.size
+    local = setup.tokens_of_rank / layout.tensor
+    if not s.num_experts:
+        return round(2 * local * s.hidden_size * e + 2 * setup.tokens_of_rank * s.ffn_size / layout.tensor * e)
+    width = s.ffn_size / layout.expert_tensor
+    copies = 8 if setup.dtype == "bfloat16" else 0
+    buffers = 3 if layout.expert_tensor == 1 else 4 + 1 / layout.expert_tensor
+    forward = local * s.hidden_size * (2 * e + copies) + setup.rows * s.hidden_size * e * buffers
+    weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
+    of_products = setup.rows * (s.hidden_size * e + width * (2 * e + 8))
+    of_weights = setup.rows * 2 * (s.hidden_size + width) * e + weights
+    backward = 2 * local * s.hidden_size * e + max(of_products, of_weights)
+    return round(max(forward, backward))

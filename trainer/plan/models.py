@@ -1,0 +1,92 @@
+"""Shapes of published models, for planning where the checkpoint is not at hand. Read from their config.json files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from marsrl.rollout.model_shape import ModelShape, read_shape
+
+_MOE_30B = ModelShape(
+    architecture="Qwen3MoeForCausalLM",
+    num_layers=48,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_size=128,
+    ffn_size=768,
+    vocab_size=151936,
+    max_positions=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    is_tied=False,
+    has_qkv_bias=False,
+    has_qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+)
+_DENSE_8B = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    ffn_size=12288,
+    vocab_size=151936,
+    max_positions=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    is_tied=False,
+    has_qkv_bias=False,
+    has_qk_norm=True,
+)
+_SMALL = replace(_DENSE_8B, num_layers=28, num_heads=16, is_tied=True)
+
+KNOWN = {
+    "Qwen3-30B-A3B": _MOE_30B,
+    "Qwen3-30B-A3B-Thinking-2507": replace(_MOE_30B, max_positions=262144, rope_theta=1e7),
+    "Qwen3-8B": _DENSE_8B,
+    "Qwen3-4B": replace(_DENSE_8B, hidden_size=2560, ffn_size=9728, is_tied=True),
+    "Qwen3-1.7B": replace(_SMALL, hidden_size=2048, ffn_size=6144),
+    "Qwen3-0.6B": replace(_SMALL, hidden_size=1024, ffn_size=3072),
+}
+
+
+def warm_start_shape() -> ModelShape:
+    """Of the model that a run without one starts from."""
+    from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
+    from marsrl.trainer.init_model import SHAPES
+    from marsrl.trainer.warm_start import SHAPE
+
+    made = SHAPES[SHAPE]
+    return replace(
+        _MOE_30B,
+        num_layers=made.num_layers,
+        hidden_size=made.hidden,
+        num_heads=made.num_heads,
+        num_kv_heads=made.num_kv_heads,
+        head_size=made.head_dim,
+        ffn_size=made.expert_width,
+        vocab_size=made.vocab_size or len(VOCABULARY),
+        max_positions=made.max_positions,
+        num_experts=made.num_experts,
+        experts_per_token=made.experts_per_token,
+    )
+
+
+def find_shape(model: str) -> ModelShape:
+    """Of a directory with a config.json (weights need not be there), else of a published model by its name.
+
+    Raises:
+        ValueError: neither a directory nor a name that is known; with the names.
+    """
+    if Path(model).is_dir():
+        return read_shape(model, needs_weights=False)
+    name = Path(model).name
+    if name not in KNOWN:
+        raise ValueError(
+            f"model: {model} is not a directory here, and {name} is none of the models whose shape is known: "
+            f"{', '.join(KNOWN)}; give a directory with its config.json"
+        )
+    return KNOWN[name]

@@ -1,0 +1,89 @@
+"""How many numbers a rank holds: every parameter of the mapping, divided by the ranks that cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.megatron.layout import Layout
+from marsrl.trainer.megatron.mapping import Unit, hf_shapes, padded_rows, units
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of a whole model by how they are cut. Those of layers are of one layer; all layers are alike."""
+
+    embedding: int  # TP, padded; shared with the head where the model is tied
+    head: int  # the same of the output layer; 0 where it is tied
+    layer_cut: int  # TP
+    layer_whole: int  # on every TP rank: norms, router
+    layer_experts: int  # EP x ETP
+    final_norm: int
+    num_layers: int
+
+    @property
+    def total(self) -> int:
+        layer = self.layer_cut + self.layer_whole + self.layer_experts
+        return self.embedding + self.head + self.final_norm + self.num_layers * layer
+
+
+@dataclass(frozen=True)
+class RankElements:
+    """Numbers on one rank: experts apart, because fewer ranks share their optimizer state."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@lru_cache(maxsize=64)
+def elements(shape: ModelShape) -> Elements:
+    """Of the whole model, counted tensor by tensor from the mapping between Hugging Face and Megatron."""
+    found = units(shape, 1)
+    layer = [unit for unit in found if unit.name.startswith("decoder.layers.0.")]
+
+    def count(chosen: Iterable[Unit]) -> int:
+        return sum(prod(size) for unit in chosen for size in hf_shapes(shape, unit))
+
+    return Elements(
+        embedding=count(u for u in found if u.name.startswith("embedding.")),
+        head=count(u for u in found if u.name.startswith("output_layer.")),
+        layer_cut=count(u for u in layer if u.cut is not None and u.expert is None),
+        layer_whole=count(u for u in layer if u.cut is None),
+        layer_experts=count(u for u in layer if u.expert is not None),
+        final_norm=count(u for u in found if "final_layernorm" in u.name),
+        num_layers=shape.num_layers,
+    )
+
+
+def active_elements(shape: ModelShape) -> int:
+    """Numbers that take part in one token's forward pass, the embedding's rows left out (they are looked up)."""
+    e = elements(shape)
+    experts = e.layer_experts * shape.experts_per_token // shape.num_experts if shape.num_experts else 0
+    head = e.head or e.embedding
+    return head + e.num_layers * (e.layer_cut + e.layer_whole + experts)
+
+
+def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements:
+    """On a rank of pipeline stage `stage`; the vocabulary is padded to a multiple of TP.
+
+    dense = L/PP (cut / TP + whole) + [first stage] V H / TP + [last stage] (V H / TP + H); a tied model's last stage has
+    its own copy of the embedding where PP > 1.
+    expert = L/PP experts / (EP ETP)
+    """
+    e = elements(shape)
+    num_layers = shape.num_layers // layout.pipeline
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    vocabulary = padded_rows(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
+    dense = num_layers * (e.layer_cut // layout.tensor + e.layer_whole)
+    dense += vocabulary if is_first else 0
+    has_head = is_last and (not shape.is_tied or layout.pipeline > 1)
+    dense += (vocabulary if has_head else 0) + (e.final_norm if is_last else 0)
+    expert = num_layers * e.layer_experts // (layout.expert * layout.expert_tensor)
+    return RankElements(dense, expert)

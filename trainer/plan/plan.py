@@ -1,0 +1,223 @@
+"""The plan of a run: its policies on so many GPUs, from its settings alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.trainer.batch_plan import longest_sequence
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.megatron.layout import nearest, resolve, why_not
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.engines import (
+    EngineMemory,
+    EngineSetup,
+    RolloutTime,
+    SyncTime,
+    engine_memory,
+    rollout_time,
+    sync_time,
+)
+from marsrl.trainer.plan.models import find_shape, warm_start_shape
+from marsrl.trainer.plan.parameters import active_elements, elements
+from marsrl.trainer.plan.ranking import Job, Option, option, options
+from marsrl.trainer.plan.speed import Work
+from marsrl.trainer.preflight import with_agents, within_positions
+from marsrl.trainer.read_config import ConfigError
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """One policy. configured: the layout of the config, None where it is not valid (then `why_not_configured`).
+
+    options: valid layouts in all recompute modes, the best first; what does not fit comes last.
+    """
+
+    name: str
+    model: str
+    parameters: int
+    active_parameters: int
+    longest_sequence: int
+    micro_batch_tokens: int
+    work: Work
+    configured: Option | None
+    why_not_configured: str | None
+    options: tuple[Option, ...]
+    engine: EngineMemory
+    rollout: RolloutTime
+    sync: SyncTime
+
+    @property
+    def chosen(self) -> Option | None:
+        """The config's layout where it fits, else the best that does; None: nothing fits."""
+        if self.configured is not None and self.configured.fits:
+            return self.configured
+        return self.options[0] if self.options and self.options[0].fits else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a whole run. notes: what does not fit or cannot work, in sentences."""
+
+    gpu: str
+    num_gpus: int
+    num_trainers: int
+    num_engine_gpus: int
+    policies: tuple[PolicyPlan, ...]
+    notes: tuple[str, ...]
+    constants: tuple[hw.Constant, ...]
+
+    @property
+    def fits(self) -> bool:
+        """The settings as they are would run."""
+        return all(p.configured is not None and p.configured.fits and p.engine.kv_tokens for p in self.policies)
+
+    @property
+    def step_s(self) -> float | None:
+        """Rollout, updates and publishing of one step, one after the other; None where nothing fits."""
+        if any(p.chosen is None for p in self.policies):
+            return None
+        updates = sum(p.chosen.time.total for p in self.policies if p.chosen)
+        return max(p.rollout.seconds for p in self.policies) + updates + sum(p.sync.total for p in self.policies)
+
+
+def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: float | None = None) -> Plan:
+    """Plan a run on num_gpus GPUs, engines included.
+
+    Args:
+        mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
+
+    Raises:
+        ValueError: no GPU of this name, a model of unknown shape, or fewer GPUs than the engines alone need.
+    """
+    gpu = hw.find_gpu(gpu_name)
+    # the prompts do not matter here, the names do
+    agents = build_orchestration(config.orchestration, config.agents, "math", config.rollout.picks).agents
+    config = with_agents(config, tuple(agent.name for agent in agents))
+    is_apart = config.rollout.placement == "disaggregated"
+    per_policy = config.rollout.engines * config.rollout.vllm.tensor_parallel
+    engine_gpus = per_policy * len(config.policies) if is_apart else 0
+    if engine_gpus >= num_gpus:
+        raise ConfigError(
+            f"rollout: {len(config.policies)} policy(s) x {config.rollout.engines} engines x "
+            f"{config.rollout.vllm.tensor_parallel} GPUs = {engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to "
+            "train on; lower rollout.engines or rollout.vllm.tensor_parallel, or give more"
+        )
+    trainers = num_gpus - engine_gpus
+    policies, notes = [], _notes_on_engines(config, num_gpus)
+    for name, policy in config.policies.items():
+        if policy.model is None and config.task != "arithmetic":
+            raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
+        planned, more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
+        policies.append(planned)
+        notes += more
+    if len(policies) > 1:
+        notes.append(
+            "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
+        )
+    return Plan(gpu_name, num_gpus, trainers, engine_gpus, tuple(policies), tuple(notes), tuple(hw.constants(gpu)))
+
+
+def _policy(
+    config: RunConfig,
+    name: str,
+    policy: PolicyConfig,
+    trainers: int,
+    num_gpus: int,
+    gpu: hw.Gpu,
+    mean_response: float | None,
+) -> tuple[PolicyPlan, list[str]]:
+    shape = find_shape(policy.model) if policy.model else warm_start_shape()
+    config = within_positions(config, name, shape.max_positions)
+    rollout, notes = config.rollout, []
+    longest = longest_sequence(config, name)
+    tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
+    if longest > config.trainer.max_tokens_per_micro_batch:
+        notes.append(
+            f"trainer.max_tokens_per_micro_batch is {config.trainer.max_tokens_per_micro_batch:,}, but a sequence of policy "
+            f"{name} can have {longest:,} tokens (prompt and completion): such a batch would be refused; planned with {longest:,}"
+        )
+    of_policy = [each for each in config.agents if config.agents[each].policy == name]
+    first = rollout.prompts_per_step * rollout.group_size
+    samples = first * sum(1 if each == next(iter(config.agents)) else rollout.picks for each in of_policy)
+    response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
+    work = Work(samples, samples * (prompt + response), samples * response)
+    dtype = rollout.vllm.dtype or policy.dtype
+    setup = EngineSetup(
+        shape,
+        rollout.engines,
+        rollout.vllm.tensor_parallel,
+        "bfloat16" if dtype == "float16" else dtype,
+        rollout.vllm.gpu_memory_utilization,
+        rollout.vllm.max_num_seqs,
+        longest,
+    )
+    engine = engine_memory(setup, gpu)
+    if not engine.kv_tokens:
+        notes.append(
+            f"an engine of policy {name} does not fit: its weights take {engine.weights / 2**30:.1f} GiB a GPU of "
+            f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel"
+        )
+    is_apart = rollout.placement == "disaggregated"
+    job = Job(
+        shape=shape,
+        dtype=policy.dtype,
+        world_size=trainers,
+        tokens=tokens,
+        work=work,
+        offloads_optimizer=policy.optimizer.offload,
+        sweeps_entropy=config.mpt.scope != "off",
+        shared_bytes=0.0 if is_apart else gpu.memory_bytes * setup.memory_share,
+    )
+    layout = resolve(policy.layout)
+    problem = why_not(layout, shape, trainers)
+    configured = None if problem else option(job, layout, policy.recompute, gpu)
+    if configured is not None and not configured.fits:
+        notes.append(
+            f"policy {name}: layout {layout.words} with recompute {policy.recompute} needs {configured.needed / 2**30:.1f} "
+            f"GiB of {gpu.memory_bytes / 2**30:.1f}: {configured.why_not}"
+        )
+    if problem:
+        near = nearest(layout, shape, trainers).words
+        notes.append(f"policy {name}: {problem}; on {trainers} trainer rank(s) this would be valid: {near}")
+    if configured is not None and configured.memory.host:
+        host = configured.memory.host / 2**30
+        notes.append(
+            f"policy {name}: the optimizer's state is in CPU memory: {host:.0f} GiB a rank, "
+            f"{host * min(trainers, hw.GPUS_PER_NODE.value):.0f} GiB a node"
+        )
+    found = options(job, gpu)
+    if not found[0].fits:
+        notes.append(
+            f"policy {name}: no layout fits on {trainers} trainer GPUs; the closest is {found[0].layout.words} with "
+            f"recompute {found[0].recompute}, {found[0].needed / 2**30:.1f} GiB: {found[0].why_not}"
+        )
+    planned = PolicyPlan(
+        name=name,
+        model=policy.model or "warm start",
+        parameters=elements(shape).total,
+        active_parameters=active_elements(shape),
+        longest_sequence=longest,
+        micro_batch_tokens=tokens,
+        work=work,
+        configured=configured,
+        why_not_configured=problem,
+        options=tuple(found),
+        engine=engine,
+        rollout=rollout_time(setup, engine, gpu, samples, response, rollout.segments),
+        sync=sync_time(shape, policy.dtype, gpu, num_gpus),
+    )
+    return planned, notes
+
+
+def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
+    notes = []
+    if config.rollout.placement == "disaggregated" and num_gpus > hw.GPUS_PER_NODE.value:
+        notes.append(
+            "sync.backend=shm reaches engines on the host of trainer rank 0 only; on several nodes the engines must stand "
+            "there, or the publish fails"
+        )
+    if config.rollout.placement == "local" and num_gpus > 1:
+        notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")
+    return notes

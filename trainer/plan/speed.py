@@ -1,0 +1,142 @@
+"""Seconds of a training step on its ranks: floating-point work, memory traffic and links, one after the other.
+
+Nothing overlaps here: the trainer does not overlap its collectives with computation, and a plan had better be late than
+early. Symbols as in memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
+from marsrl.trainer.plan.parameters import elements, rank_elements
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update trains on, over all ranks.
+
+    sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens.
+    """
+
+    sequences: int
+    tokens: float
+    trained: float
+
+    @property
+    def mean_length(self) -> float:
+        """Of the sequence that a token is in: longer ones hold more tokens."""
+        return self.tokens / self.sequences * hw.LENGTH_SPREAD.value
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one update, by what takes them. bubble: ranks of a pipeline that wait for their turn."""
+
+    linear: float
+    experts: float
+    attention: float
+    head: float
+    elementwise: float
+    tensor_parallel: float
+    expert_parallel: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) -> StepTime:
+    """Of one update of one policy.
+
+    linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
+    attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal; r = 1 with any recompute
+    head        V H (6 trained + 2 swept) / (...)
+    elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
+    TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
+    EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
+    bubble      (PP - 1) / micro-batches of the above
+    DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
+    optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory
+    """
+    shape, layout, e = setup.shape, setup.layout, setup.size
+    counts = elements(shape)
+    ranks_of_replica = layout.tensor * layout.pipeline * layout.context
+    replicas = setup.world_size / ranks_of_replica
+    tokens = work.tokens / replicas  # of one data-parallel place
+    again = 1.0 if setup.recompute == "full" else 0.0
+    flops = gpu.flops
+    dense = counts.layer_cut + counts.layer_whole
+    linear = 2 * tokens * dense * shape.num_layers * (3 + again) / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
+    experts = 0.0
+    if shape.num_experts:
+        active = counts.layer_experts * shape.experts_per_token / shape.num_experts * hw.IMBALANCE.value
+        experts = 2 * tokens * active * shape.num_layers * (3 + again) / ranks_of_replica
+        experts /= flops * hw.EXPERT_SHARE.value
+    attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
+    passes = 3.5 + (0.0 if setup.recompute == "none" else 1.0)
+    attention = attended * passes / ranks_of_replica / (flops * gpu.attention)
+    swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
+    head = shape.vocab_size * shape.hidden_size * work.trained / replicas * (6 + 2 * swept)
+    head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
+
+    num_layers = shape.num_layers / layout.pipeline
+    micro_batches = max(1.0, tokens / setup.tokens)
+    kept = layer_bytes(setup, "none") * num_layers * tokens / setup.tokens
+    elementwise = (3 + again) * kept / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+
+    of_layers = tokens / layout.context * shape.hidden_size * e * num_layers
+    collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
+    tensor_link = _link(gpu, layout.tensor)
+    tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
+    expert_parallel = 0.0
+    if shape.num_experts:
+        rows = of_layers / layout.tensor * shape.experts_per_token
+        exchanges = 4 + 2 * again
+        across = layout.expert * layout.expert_tensor
+        expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
+        gathered = rows * (layout.expert_tensor - 1)
+        expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
+    busy = linear + experts + attention + head + elementwise + tensor_parallel + expert_parallel
+    bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches)
+    return StepTime(
+        linear=linear,
+        experts=experts,
+        attention=attention,
+        head=head,
+        elementwise=elementwise,
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+        bubble=bubble,
+        data_parallel=_data_parallel(setup, gpu),
+        optimizer=_optimizer(setup, gpu),
+    )
+
+
+def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
+    layout, counts = setup.layout, rank_elements(setup.shape, setup.layout, 0)
+    seconds = 0.0
+    for number, sharers, inside in (
+        (counts.dense, layout.data(setup.world_size) * layout.context, layout.tensor),
+        (counts.expert, layout.expert_data(setup.world_size), layout.expert * layout.expert_tensor),
+    ):
+        num_bytes = number * (4 + setup.size) * (sharers - 1) / sharers
+        seconds += num_bytes / _link(gpu, sharers * inside)
+    return seconds
+
+
+def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
+    """Two moments and the float32 weights read and written, gradients read, bfloat16 weights written: 30 B a number."""
+    numbers = optimizer_bytes(setup, rank_elements(setup.shape, setup.layout, 0)) / (12 if setup.size == 2 else 8)
+    if setup.offloads_optimizer:
+        return numbers * (6 / (gpu.pcie * hw.LINK_SHARE.value) + 30 / hw.HOST_ADAM.value)
+    return numbers * 30 / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+
+
+def _link(gpu: hw.Gpu, span: int) -> float:
+    """Bytes/s between ranks of a group whose members span this many neighbouring ranks."""
+    return (gpu.nvlink if span <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
