@@ -1,6 +1,6 @@
 """What agentic pipelining and segments add: simulated on H100s, or played for real on this machine.
 
-    python benchmarks/pipeline.py --simulate [--json FILE] [--plots DIR] [--small]
+    python benchmarks/pipeline.py --simulate [--json FILE] [--plots DIR] [--scale 1] [--no-sensitivity]
     python benchmarks/pipeline.py [--json FILE] [--problems 32] [--model DIR] [key.sub=value ...]
 
 --simulate: the project's scheduler with simulated engines on a virtual clock (simulation/): step time, idle engines, time
@@ -25,12 +25,14 @@ from pathlib import Path
 def simulate(words: argparse.Namespace) -> float:
     from simulation import plots, study, tables
 
-    grid = study.SMALL if words.small else study.Grid()
+    grid = study.scaled_grid(study.Grid(), words.scale)
     print(tables.constants_text(), flush=True)
-    found = study.run_study(grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True))
-    print(tables.fit_text(found.fitted))
-    if found.sensitivity:
-        print(tables.sensitivity_text(found))
+    found = study.begin_study()
+    print(tables.fit_text(found.fitted), flush=True)
+    if not words.no_sensitivity:
+        study.add_sensitivity(found)
+        print(tables.sensitivity_text(found), flush=True)
+    study.add_rows(found, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True))
     print(tables.pipelines_text(found, grid))
     print(tables.overlap_text(found, grid))
     print(tables.axes_text(found, grid))
@@ -49,7 +51,8 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--plots", help="with --simulate: write the pictures and their data to this folder")
-    parser.add_argument("--small", action="store_true", help="with --simulate: a few engines, to see that it runs")
+    parser.add_argument("--scale", type=int, default=1, help="with --simulate: engines and problems by this much fewer")
+    parser.add_argument("--no-sensitivity", action="store_true", help="with --simulate: leave the 34 refits out")
     parser.add_argument("--problems", type=int, default=32, help="problems that every row plays to the end")
     parser.add_argument("--model", help="model directory (default: the warm start of the configuration)")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")

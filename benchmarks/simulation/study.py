@@ -24,11 +24,22 @@ class Grid:
     overlap_at: tuple[int, int] = (8, 64)  # (engines, problems): as much work for an engine as in the centre
     engine_axis: tuple[int, ...] = (8, 64, 512)
     problem_axis: tuple[int, ...] = (128, 512, 4096)
-    has_sensitivity: bool = True
 
 
-SMALL = Grid(engines=4, problems=16, segments=(1, 4), overlap_at=(2, 8), engine_axis=(4, 8), problem_axis=(16, 32), has_sensitivity=False)
-"""Says that it runs, not how fast anything is."""
+def scaled_grid(grid: Grid, divisor: int) -> Grid:
+    """Everything by `divisor` smaller, with as much work for each engine: less time, and more noise."""
+
+    def less(value: int) -> int:
+        return max(1, value // divisor)
+
+    return replace(
+        grid,
+        engines=less(grid.engines),
+        problems=less(grid.problems),
+        engine_axis=tuple(map(less, grid.engine_axis)),
+        problem_axis=tuple(map(less, grid.problem_axis)),
+        overlap_at=(min(less(grid.engines), grid.overlap_at[0]), min(less(grid.problems), grid.overlap_at[1])),
+    )
 
 
 @dataclass
@@ -79,29 +90,32 @@ def overlapped(grid: Grid, overlap: int) -> Setting:
     return replace(setting, overlap=overlap, warmup=2 * setting.warmup_steps, steps=8)
 
 
-def run_study(grid: Grid, say: Callable[[str], None]) -> Study:
-    """All of it; `say` gets a line after each part."""
+def begin_study() -> Study:
+    """With sigma fitted."""
     constants = Constants()
-    with _no_collector():
+    begin = time.process_time()
+    fitted = fit(constants)
+    if fitted.sigma is None:
+        raise RuntimeError("no sigma gives UloRL's time with one segment: a constant must be wrong by far")
+    return Study(constants, fitted, cpu_s={"fit": time.process_time() - begin})
+
+
+def add_sensitivity(study: Study) -> None:
+    begin = time.process_time()
+    study.sensitivity = sensitivity(study.constants)
+    study.cpu_s["sensitivity"] = time.process_time() - begin
+
+
+def add_rows(study: Study, grid: Grid, say: Callable[[str], None]) -> None:
+    """Every setting of the grid; `say` gets a line after each."""
+    assert study.fitted.sigma is not None
+    for setting in settings(grid):
         begin = time.process_time()
-        fitted = fit(constants)
-        if fitted.sigma is None:
-            raise RuntimeError("no sigma gives UloRL's time with one segment: a constant must be wrong by far")
-        study = Study(constants, fitted, cpu_s={"fit": time.process_time() - begin})
-        say(f"sigma = {fitted.sigma:.3f}")
-        if grid.has_sensitivity:
-            begin = time.process_time()
-            study.sensitivity = sensitivity(constants)
-            study.cpu_s["sensitivity"] = time.process_time() - begin
-            say("sensitivity: done")
-        for setting in settings(grid):
-            begin = time.process_time()
-            study.rows[setting] = play(setting, constants, Lengths(fitted.sigma))
-            gc.collect()
-            cpu_s = time.process_time() - begin
-            study.cpu_s[name(setting)] = cpu_s
-            say(f"{name(setting)}: {study.rows[setting].s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
-    return study
+        with _no_collector():
+            study.rows[setting] = play(setting, study.constants, Lengths(study.fitted.sigma))
+        gc.collect()
+        cpu_s = study.cpu_s[name(setting)] = time.process_time() - begin
+        say(f"{name(setting)}: {study.rows[setting].s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
 
 
 def name(setting: Setting) -> str:

@@ -109,7 +109,6 @@ def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
 def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
     grid = study.Grid(
         engines=2, problems=2, segments=(1, 4), overlap_at=(1, 1), engine_axis=(1, 2), problem_axis=(1, 2),
-        has_sensitivity=False,
     )  # fmt: skip
     fitted = study.Fit(1.2, {1: 1240.0, 2: 700.0, 4: 700.0})
     found = study.Study(CONSTANTS, fitted)
