@@ -8,8 +8,9 @@ are the project's own, with a byte tokenizer. CPU time is that of this process, 
 
     real time   segments are 1/shorten as long, so that a run takes a minute: events come `shorten` times as often as they
                 would, with arrays 1/shorten as long. An upper bound of what events and polling cost.
-    full size   segments of 16k tokens, without waiting for the timers: what events and arrays cost, over the time that
-                the tokens would have taken.
+    full size   segments of 16k tokens, without waiting for the timers, over the time that the tokens would have taken: what
+                events, arrays and texts cost. Played with an eighth of the samples (the tokens of all would fill 4 GiB) and
+                multiplied by eight: a segment costs the same whatever waits beside it, which `real time` shows.
     memory      of a sample that waits between two stages, by tracemalloc, beyond its tokens and log-probs (8 bytes a token).
 
 Both schedulers: stage by stage (rollout.overlap 0), and event by event (1). The targets are 5% of one core and 4 KB.
@@ -29,7 +30,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from marsrl.rollout.types import Finish, Problem, Reward
 TOKENS_PER_S = 30.0
 SEGMENTS, SEGMENT_LENGTH, GROUP_SIZE = 4, 16_384, 8
 MAX_SHARE, MAX_BYTES = 0.05, 4096
-_POLL_S = 0.2  # as rollout.background does
+_POLL_S = 0.1  # as rollout.background does
 
 
 class Timers:
@@ -155,17 +156,19 @@ def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
 
 @dataclass(frozen=True)
 class Share:
-    """cpu_s: of the scheduler. wall_s: of the decoding. num_results: segments that came back."""
+    """cpu_s: of the scheduler. wall_s: of the decoding. num_results: segments that came back. factor: by which fewer samples
+    were played than the share is for."""
 
     scheduler: str
     segment_length: int
     cpu_s: float
     wall_s: float
     num_results: int
+    factor: int = 1
 
     @property
     def of_one_core(self) -> float:
-        return self.cpu_s / self.wall_s
+        return self.factor * self.cpu_s / self.wall_s
 
 
 def setup(
@@ -243,16 +246,18 @@ def main() -> int:
         memory = waiting_bytes(folder, words.samples)
         print(f"memory: {memory:,.0f} bytes a waiting sample beyond its tokens (at most {MAX_BYTES}: {_held(memory <= MAX_BYTES)})")
         shares: dict[str, list[Share]] = {"real time": [], "full size": []}
-        for kind, is_waiting, length in (
-            ("full size", False, SEGMENT_LENGTH),
-            ("real time", True, SEGMENT_LENGTH // words.shorten),
+        fewer = 8 if words.samples % (8 * GROUP_SIZE) == 0 else 1
+        for kind, is_waiting, length, factor in (
+            ("full size", False, SEGMENT_LENGTH, fewer),
+            ("real time", True, SEGMENT_LENGTH // words.shorten, 1),
         ):
             for overlap in (0, 1):
-                share = measure(folder, words.samples, length, overlap, is_waiting=is_waiting)
+                played = measure(folder, words.samples // factor, length, overlap, is_waiting=is_waiting)
+                share = replace(played, factor=factor)
                 shares[kind].append(share)
                 print(
-                    f"{kind}, {share.scheduler}: {SEGMENTS} segments of {length} tokens, {share.cpu_s:.2f} s of CPU in "
-                    f"{share.wall_s:.0f} s: {100 * share.of_one_core:.2f}% of one core, "
+                    f"{kind}, {share.scheduler}: {SEGMENTS} segments of {length} tokens, {share.factor * share.cpu_s:.2f} s of CPU "
+                    f"in {share.wall_s:.0f} s: {100 * share.of_one_core:.2f}% of one core, "
                     f"{1e6 * share.cpu_s / share.num_results:.0f} us a segment",
                     flush=True,
                 )
