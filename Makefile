@@ -27,8 +27,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
 test: install  ## all tests that need no GPU
-	$(INTERPRETED)
-	python -m pytest -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=15 -q
+	tests/all.sh
 
 check: install  ## ruff, types, and the fast tests
 	ruff check .

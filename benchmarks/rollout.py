@@ -96,9 +96,9 @@ def main() -> int:
     from marsrl.rollout.scheduler import Scheduler
     from marsrl.trainer.build import open_team
     from marsrl.trainer.init_model import init_model
+    from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.preflight import preflight
     from marsrl.trainer.read_config import read_config
-    from marsrl.trainer.summarise_run import commit, device_name
 
     settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
     checked = preflight(read_config(None, settings)[0], world_size=1)

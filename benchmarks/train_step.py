@@ -162,7 +162,7 @@ def main() -> int:
     from reference_loop import fastest_experts
 
     from marsrl.trainer.init_model import init_model
-    from marsrl.trainer.summarise_run import commit, device_name
+    from marsrl.trainer.machine import commit, device_name
 
     torch.set_num_threads(1)
     sequences, _ = batch()

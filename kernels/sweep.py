@@ -1,5 +1,6 @@
 """Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -11,10 +12,12 @@ from .rows.selection import LateCount, Rows
 from .shards import sharded_statistics
 from .vocabulary import Head
 
-# CPU: one buffer for logits and gradients. A GEMM reads the whole weight, or reads and writes its whole gradient, which
-# takes as long as computing some 12 rows: at V = 151936 chunks of 16 MiB (27 rows) cost 15% more than chunks of 80 MiB
-# (137 rows).
-HOST_BYTES = 80 * 2**20
+# CPU: one buffer for logits and gradients, of 16 MiB where that is enough for 128 rows, else of up to 80 MiB. A GEMM
+# reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 rows: at
+# V = 151936 chunks of 86 rows cost 15% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
+HOST_BYTES = 16 * 2**20
+HOST_ROWS = 128
+HOST_MAX_BYTES = 80 * 2**20
 # A device: at V = 151936 chunks of 768 rows of float32 logits, and 3072 rows of bfloat16 gradients: 1.4 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
 # some 1000 rows). Not measured yet.
@@ -104,7 +107,7 @@ class Sweep:
         width, device = head.width, hidden.device
         self._at_most = _host_rows(width) if kernels.is_host else _device_rows(width)
         size = min(rows.count, self._at_most)
-        self._logits = torch.empty(size, width, device=device)
+        self._logits = _host_buffer(size, width) if kernels.is_host else torch.empty(size, width, device=device)
         if kernels.is_host:
             self._waiting = self._logits
         else:
@@ -176,8 +179,24 @@ class Sweep:
             self._filled = 0
 
 
+_kept = threading.local()
+
+
+def _host_buffer(num_rows: int, width: int) -> Tensor:
+    """[num_rows, width] float32, in the same memory in every call of this thread.
+
+    Memory that is fresh from the system costs a page fault every 4 KiB: for 78 MiB as much time as some 20 rows of
+    logits at V = 151936. A sweep ends before its op returns, so that no two of a thread use the buffer at once.
+    """
+    kept: Tensor | None = getattr(_kept, "buffer", None)
+    if kept is None or kept.numel() < num_rows * width:
+        kept = _kept.buffer = torch.empty(num_rows * width)
+    return kept[: num_rows * width].view(num_rows, width)
+
+
 def _host_rows(width: int) -> int:
-    return max(1, HOST_BYTES // (4 * width))
+    row = 4 * width
+    return max(1, HOST_BYTES // row, min(HOST_ROWS, HOST_MAX_BYTES // row))
 
 
 def _device_rows(width: int) -> int:

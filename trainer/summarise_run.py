@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from marsrl.trainer.config import WarmStartConfig
 from marsrl.trainer.doctor import library_versions
+from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 
 if TYPE_CHECKING:
@@ -61,32 +58,3 @@ def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
     """Is the warm-started team mediocre: good enough to learn from its own samples, with room to become better?"""
     measured = ((before.solver.mean, settings.gate_solver), (before.verifier.mean, settings.gate_verifier))
     return all(mean is not None and low <= mean <= high for mean, (low, high) in measured)
-
-
-def device_name() -> str:
-    """The trainer's hardware, as people name it."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(models)} CPU cores, {models[0]}" if models else platform.processor()
-
-
-def commit() -> str | None:
-    """The git revision of this checkout, with `+` where files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None  # no git here, or an installed package: there is no revision to name
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -1,0 +1,57 @@
+"""Our own kernels of another git revision beside these: did a change make them faster?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from marsrl.benchmarks.namespace import ROOT
+
+TURNS = 3
+
+
+def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
+    """Prints ours here over ours at `revision`, per table: processes in turn, this revision and that.
+
+    The other revision is checked out into a temporary worktree, where its native libraries are built.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), revision], check=True)
+        try:
+            command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+            subprocess.run(command, cwd=tree, check=True, stdout=subprocess.DEVNULL)
+            seconds: dict[tuple[str, str], list[float]] = {}
+            for turn in range(TURNS):
+                for root in (ROOT, tree):
+                    file = Path(folder) / f"{turn}.json"
+                    for title, median in _medians(root, cases, device, quick, file).items():
+                        seconds.setdefault((title, root.name), []).append(median)
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
+    print(f"\nours at {revision} / ours here, medians of {TURNS} turns")
+    for title, name in seconds:
+        if name == tree.name or (title, tree.name) not in seconds:
+            continue
+        here, there = (statistics.median(seconds[title, each]) for each in (name, tree.name))
+        print(f"  {there / here:6.3f}  {title}")
+
+
+def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path) -> dict[str, float]:
+    script = root / "benchmarks" / "run.py"
+    if not script.exists():
+        raise SystemExit(f"--base: {root} has no benchmarks/run.py; choose a revision that has it")
+    command = [sys.executable, str(script), *cases, "--device", device, "--only", "ours", "--no-memory"]
+    command += ["--json", str(file), *(["--quick"] if quick else [])]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    tables = json.loads(file.read_text())["tables"]
+    return {
+        f"{table['case']} {json.dumps(table['shape'], sort_keys=True)}": row["median_s"]
+        for table in tables
+        for row in table["rows"]
+        if row["name"] == "ours"
+    }

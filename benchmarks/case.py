@@ -1,0 +1,115 @@
+"""What a benchmark case is: one op at one shape, in the variants that are compared, with the exact results.
+
+    for shape in CASE.shapes("cpu", quick=False):
+        bench = CASE.build(shape)          # inputs, ours and the peers
+        exact = bench.judge().exact        # float64
+        for variant in bench.variants: variant.run()
+
+A case is a module of benchmarks/cases/ that holds CASE; benchmarks/cases/__init__.py lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Results = dict[str, Tensor]  # name -> what a variant computed; the names of the exact results
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one table row group; what a case does not use stays 0.
+
+    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: of the rows, those that are
+    trained, and those with a coefficient; 1 and 1: all. note: why this shape.
+    """
+
+    device: str
+    dtype: str = "float32"
+    tokens: int = 0
+    hidden: int = 0
+    vocab: int = 0
+    sequences: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_size: int = 0
+    experts: int = 0
+    mask_share: float = 1.0
+    active_share: float = 1.0
+    note: str = ""
+
+    def title(self) -> str:
+        letters = {
+            "tokens": "T", "hidden": "H", "vocab": "V", "sequences": "S", "heads": "N", "kv_heads": "N_kv",
+            "head_size": "D", "experts": "E",
+        }  # fmt: skip
+        sizes = [f"{letter}={getattr(self, name):,}" for name, letter in letters.items() if getattr(self, name)]
+        shares = [f"mask share {self.mask_share:g}, active share {self.active_share:g}"] if self.mask_share < 1 else []
+        return ", ".join([*sizes, self.dtype, *shares, *([self.note] if self.note else [])])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the job. run: a whole forward and backward, from clean gradients; returns what can be judged.
+
+    does: the job in words where it is less than ours does. prepare: called before each run, not timed.
+    """
+
+    name: str
+    run: Callable[[], Results]
+    does: str = ""
+    prepare: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A variant that cannot run here, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """exact, plain: as Bench.judge returns them. scales: of assert_accurate, per result; missing: 0."""
+
+    exact: Results
+    plain: Results
+    scales: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A case at one shape.
+
+    judge: float64 results on the inputs' device, and what plain PyTorch computes at the dtype of the input: the
+    yardstick of assert_accurate. Called once; a child that measures memory never calls it.
+    flops, bytes: what the job needs at least, by formula: each input read once, each result written once.
+    result_bytes: of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
+    notes: what a reader of the table must know.
+    """
+
+    variants: list[Variant]
+    missing: list[Missing]
+    judge: Callable[[], Judgement]
+    flops: float
+    bytes: float
+    result_bytes: int
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: as on the command line. shapes(device, quick): what is measured; quick: tiny, to see that it runs.
+
+    baseline: the variant that `ratio` of the record compares with. ours: the variant that must be right.
+    """
+
+    name: str
+    shapes: Callable[[str, bool], list[Shape]]
+    build: Callable[[Shape], Bench]
+    baseline: str = "torch eager"
+    ours: str = "ours"

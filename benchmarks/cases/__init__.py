@@ -1,0 +1,26 @@
+"""The cases of run.py: one module each, named in ORDER, with a Case called CASE."""
+
+from __future__ import annotations
+
+import importlib
+
+from marsrl.benchmarks.case import Case
+
+ORDER = (
+    "linear_policy_loss",
+    "linear_logprob",
+    "policy_rows",
+    "policy_loss",
+    "group_advantage",
+    "mpt_gate",
+    "attention_varlen",
+    "grouped_linear",
+)
+
+
+def load(name: str) -> Case:
+    """The case of this name; ValueError names those there are."""
+    if name not in ORDER:
+        raise ValueError(f"benchmark case {name!r}: expected one of {', '.join(ORDER)}")
+    case: Case = importlib.import_module(f"marsrl.benchmarks.cases.{name}").CASE
+    return case

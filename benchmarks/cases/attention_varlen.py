@@ -1,0 +1,137 @@
+"""attention_varlen: causal attention of packed sequences of very different lengths, forward and backward."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.benchmarks.peers import why_not_imported
+from marsrl.kernels import attention_varlen
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    if quick:
+        return [Shape(device, tokens=128, sequences=4, heads=4, kv_heads=2, head_size=16)]
+    if device == "cpu":
+        return [Shape(device, tokens=2048, sequences=16, heads=4, kv_heads=2, head_size=64)]
+    return [
+        Shape(device, "bfloat16", tokens=tokens, sequences=16, heads=16, kv_heads=8, head_size=128)
+        for tokens in (4096, 16384, 65536)
+    ]
+
+
+def lengths(shape: Shape) -> list[int]:
+    """A long tail, as of rollouts: sequence i is about twice as long as sequence i + 4; they add up to T."""
+    weights = [2.0 ** (-i / 4) for i in range(shape.sequences)]
+    found = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
+    found[0] += shape.tokens - sum(found)
+    return found
+
+
+def _build(shape: Shape) -> Bench:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+
+    def leaf(heads: int) -> Tensor:
+        size = (shape.tokens, heads, shape.head_size)
+        return torch.randn(*size, generator=generator, device=shape.device).to(dtype).requires_grad_()
+
+    q, k, v = leaf(shape.heads), leaf(shape.kv_heads), leaf(shape.kv_heads)
+    gradient = torch.randn(q.shape, generator=generator, device=shape.device).to(dtype)
+    sizes = lengths(shape)
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=shape.device)
+
+    def clear() -> None:
+        for each in (q, k, v):
+            each.grad = None
+
+    def run(attend, *given) -> Results:  # type: ignore[no-untyped-def]
+        out = attend(q, k, v, *given)
+        out.backward(gradient)
+        return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}  # type: ignore[dict-item]
+
+    def judge() -> Judgement:
+        def results(dtype: torch.dtype) -> Results:
+            leaves = [each.detach().to(dtype).requires_grad_() for each in (q, k, v)]
+            out = _segments(*leaves, bounds)
+            out.backward(gradient.to(dtype))
+            return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *(each.grad for each in leaves))))  # type: ignore[arg-type]
+
+        return Judgement(results(torch.float64), results(dtype))
+
+    variants = [
+        Variant("ours", partial(run, attention_varlen, cu_seqlens)),
+        Variant("torch eager", partial(run, _segments, bounds), "a loop over the sequences"),
+    ]
+    missing: list[Missing] = []
+    if shape.device == "cpu" or shape.tokens <= 16384:
+        variants.append(Variant("torch SDPA, padded", partial(run, _padded, sizes), "pads to the longest"))
+    for name, found in (("flash-attn varlen", _flash_attn()), ("torch varlen_attn", _torch_varlen(shape))):
+        if isinstance(found, str):
+            missing.append(Missing(name, found))
+        else:
+            variants.append(Variant(name, partial(run, found, cu_seqlens, max(sizes))))
+    variants = [replace(variant, prepare=clear) for variant in variants]
+    # causal: n^2 / 2 pairs; q k^T and p v forward, five such products backward
+    flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
+    num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
+    return Bench(variants, missing, judge, flops, num_bytes, q.nbytes * 2 + k.nbytes + v.nbytes)
+
+
+def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+    parts = []
+    for begin, end in pairwise(bounds):
+        heads_first = (each[begin:end].transpose(0, 1)[None] for each in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
+    """[S, L, ...] and back, as a trainer without packing holds its batch all along: the padding is part of its cost."""
+    heads_first = (
+        torch.nn.utils.rnn.pad_sequence(list(each.split(sizes)), batch_first=True).transpose(1, 2) for each in (q, k, v)
+    )
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    return torch.cat([row[:size] for row, size in zip(out, sizes)])
+
+
+def _flash_attn():  # type: ignore[no-untyped-def]
+    if importlib.util.find_spec("flash_attn") is None:
+        return "ModuleNotFoundError: No module named 'flash_attn'"
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except Exception as error:  # it is a compiled extension: it may not fit this torch
+        return why_not_imported(error)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+
+    return call
+
+
+def _torch_varlen(shape: Shape):  # type: ignore[no-untyped-def]
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return why_not_imported(error)
+    if shape.device != "cuda":
+        return "it has no CPU kernel"
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]  # not every version takes grouped queries
+        keys, values = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
+        return varlen_attn(q, keys, values, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
+
+    return call
+
+
+CASE = Case("attention_varlen", _shapes, _build)

@@ -1,0 +1,84 @@
+"""grouped_linear: each expert's linear layer on its own rows, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.kernels import grouped_linear
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    """hidden: K, the layer's input; its output has as many units."""
+    if quick:
+        return [Shape(device, tokens=64, hidden=32, experts=4)]
+    if device == "cpu":
+        return [Shape(device, tokens=2048, hidden=256, experts=8)]
+    return [Shape(device, "bfloat16", tokens=tokens, hidden=2048, experts=64) for tokens in (4096, 65536)]
+
+
+def _build(shape: Shape) -> Bench:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=shape.device)
+
+    x = randn(shape.tokens, shape.hidden).to(dtype).requires_grad_()
+    weights = (randn(shape.experts, shape.hidden, shape.hidden) * shape.hidden**-0.5).to(dtype).requires_grad_()
+    gradient = randn(shape.tokens, shape.hidden).to(dtype)
+    counts = _counts(shape)
+
+    def clear() -> None:
+        x.grad = weights.grad = None
+
+    def run(layer) -> Results:  # type: ignore[no-untyped-def]
+        out = layer(x, weights)
+        out.backward(gradient)
+        return {"out": out.detach(), "dx": x.grad, "dw": weights.grad}  # type: ignore[dict-item]
+
+    def judge() -> Judgement:
+        def results(dtype: torch.dtype) -> Results:
+            leaves = [each.detach().to(dtype).requires_grad_() for each in (x, weights)]
+            out = _loop(*leaves, counts)
+            out.backward(gradient.to(dtype))
+            return dict(zip(("out", "dx", "dw"), (out.detach(), *(each.grad for each in leaves))))  # type: ignore[arg-type]
+
+        return Judgement(results(torch.float64), results(dtype))
+
+    variants = [
+        Variant("ours", partial(run, lambda x, w: grouped_linear(x, w, counts))),
+        Variant("torch eager", partial(run, lambda x, w: _loop(x, w, counts)), "a loop over the experts"),
+    ]
+    missing: list[Missing] = []
+    if not hasattr(torch, "_grouped_mm"):
+        missing.append(Missing("torch._grouped_mm", f"torch {torch.__version__} has none"))
+    elif dtype != torch.bfloat16 and shape.device == "cuda":
+        missing.append(Missing("torch._grouped_mm", "it takes bfloat16 on a GPU"))
+    else:
+        ends = torch.tensor(counts, device=shape.device).cumsum(0).to(torch.int32)
+        layer = partial(run, lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends))
+        variants.append(Variant("torch._grouped_mm", layer))
+    variants = [replace(variant, prepare=clear) for variant in variants]
+    flops = 6.0 * shape.tokens * shape.hidden**2
+    num_bytes = 2.0 * (x.nbytes + weights.nbytes) + 2 * gradient.nbytes
+    return Bench(variants, missing, judge, flops, num_bytes, x.nbytes * 2 + weights.nbytes)
+
+
+def _counts(shape: Shape) -> list[int]:
+    """Uneven, as routing is: expert i gets twice the rows of expert i + E / 4; they add up to T."""
+    weights = [2.0 ** (-4 * i / shape.experts) for i in range(shape.experts)]
+    found = [int(shape.tokens * weight / sum(weights)) for weight in weights]
+    found[0] += shape.tokens - sum(found)
+    return found
+
+
+def _loop(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights)])
+
+
+CASE = Case("grouped_linear", _shapes, _build)

@@ -1,0 +1,135 @@
+"""The row kernel alone: a chunk of float32 logits to statistics, coefficients and their gradient in place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.benchmarks.peers.plain import compiled
+from marsrl.kernels import PolicyObjective
+from marsrl.kernels.policy_loss.arguments import policy_tokens
+from marsrl.kernels.policy_loss.terms import policy_terms
+from marsrl.kernels.rows.choice import ROW_PROVIDERS
+from marsrl.kernels.rows.protocol import RowKernels, Statistics
+from marsrl.kernels.rows.selection import Rows
+from marsrl.kernels.vocabulary import make_head
+
+GPU_CHUNK_BYTES = 448 * 2**20  # as the fused loss holds it there
+CHUNK_BYTES = 4 * 2**20  # of logits: larger than an L2 cache, well inside a last-level cache
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    if quick:
+        return [Shape(device, tokens=64, vocab=1000, sequences=1)]
+    bonus = "with an entropy bonus"
+    chunk = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
+    return [
+        Shape(device, tokens=chunk // (4 * vocab), vocab=vocab, sequences=1, note=note)
+        for vocab in (32_000, 151_936)
+        for note in ("", bonus)
+    ]
+
+
+def _build(shape: Shape) -> Bench:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    logits = torch.randn(shape.tokens, shape.vocab, generator=generator, device=shape.device) * 2
+    targets = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=shape.device)
+    advantages = torch.randn(shape.tokens, generator=generator, device=shape.device)
+    noise = torch.rand(shape.tokens, generator=generator, device=shape.device) * 0.1 - 0.05
+    old = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1) + noise
+    leaf = logits.clone().requires_grad_()
+    bonus = 0.01 if shape.note else 0.0
+
+    def clear() -> None:
+        leaf.grad = None
+
+    variants, missing = [], []
+    for provider in ROW_PROVIDERS:
+        reason = provider.machine_lacks() or provider.why_not(logits=logits)
+        if reason is not None:
+            missing.append(Missing(f"ours, {provider.name}", reason))
+            continue
+        name = f"ours, {provider.name}" if any(each.name == "ours" for each in variants) else "ours"
+        ours = _Ours(provider.load(), logits, targets, advantages, old, bonus)
+        variants.append(Variant(name, ours.run, "" if name != "ours" else provider.name, prepare=ours.fill))
+    variants += [
+        Variant("torch eager", partial(_plain, _eager, leaf, targets, advantages, old, bonus), prepare=clear),
+        Variant(
+            "torch.compile", partial(_plain, compiled(_eager), leaf, targets, advantages, old, bonus), prepare=clear
+        ),
+    ]
+    # Two exp of some 20 operations for each logit; what counts is memory: read, then read and written.
+    flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
+    return Bench(variants, missing, partial(_judge, logits, targets, advantages, old, bonus), flops, num_bytes, 0)
+
+
+class _Ours:
+    """The steps of the fused loss between its GEMMs, on buffers that stay."""
+
+    def __init__(
+        self, kernels: RowKernels, logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float
+    ):
+        num_tokens, vocab = logits.shape
+        device = logits.device
+        self.kernels, self.source, self.logits = kernels, logits, torch.empty_like(logits)
+        self.out = self.logits if kernels.is_host else torch.empty_like(logits)
+        self.active = torch.empty(num_tokens, dtype=torch.int64, device=device)
+        # the head of a model with hidden size 1: it carries targets and temperature, its GEMMs are not called
+        rows, weight = torch.empty(num_tokens, 1, device=device), torch.empty(vocab, 1, device=device)
+        self.head = make_head("policy_rows", rows, weight, targets, 1.0, None, None)
+        self.objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
+        self.tokens = policy_tokens(
+            "policy_rows", num_tokens, device, objective=self.objective, advantages=None, token_advantages=advantages,
+            mask=None, cu_seqlens=torch.tensor([0, num_tokens], device=device), agent_of=None, num_agents=1, gate=None,
+            old_logprobs=old, rollout_logprobs=None, reference_logprobs=None, normaliser=1.0,
+        )  # fmt: skip
+
+    def fill(self) -> None:
+        """What a batch does once is not a chunk's cost: arrays of all tokens, the evaluator of the objective."""
+        self.logits.copy_(self.source)
+        found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
+        self.terms = policy_terms(self.kernels, self.objective, self.tokens, found.logprobs, found.entropy)
+
+    def run(self) -> Results:
+        rows, found, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms
+        self.kernels.statistics(self.logits, rows, self.head, found)
+        terms.evaluate(rows)
+        coefficients = terms.coefficient, terms.entropy_coefficient
+        self.kernels.gradients(self.logits, rows, self.head, found, *coefficients, self.out, self.active).wait()
+        return {"logprobs": found.logprobs, "entropy": found.entropy, "dz": self.out}
+
+
+def _eager(
+    logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    logp = torch.log_softmax(logits, -1)
+    chosen = logp.gather(1, targets[:, None]).squeeze(1)
+    if bonus:
+        entropy = -(logp.exp() * logp).sum(-1)
+    else:
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum(-1)
+    ratio = torch.exp(chosen - old)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -(surrogate + bonus * entropy).sum(), chosen, entropy
+
+
+def _plain(function, leaf: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float) -> Results:  # type: ignore[no-untyped-def]
+    loss, chosen, entropy = function(leaf, targets, advantages, old, bonus)
+    loss.backward()
+    assert leaf.grad is not None
+    return {"logprobs": chosen.detach(), "entropy": entropy.detach(), "dz": leaf.grad}
+
+
+def _judge(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float) -> Judgement:
+    exact = _plain(_eager, logits.double().requires_grad_(), targets, advantages.double(), old.double(), bonus)
+    plain = _plain(_eager, logits.clone().requires_grad_(), targets, advantages, old, bonus)
+    # The ratio is exp of a float32 log-prob: no better than |log-prob| ulp, and the target's dz is a multiple of it.
+    size = float(exact["dz"].abs().max() * exact["logprobs"].abs().max())
+    return Judgement(exact, plain, {"dz": size})
+
+
+CASE = Case("policy_rows", _shapes, _build)

@@ -1,0 +1,73 @@
+"""Other people's implementations: how each is called, and why one is missing here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class LogprobPeer:
+    """call(hidden [T, H], weight [V, H], targets [T]) -> (log-probs [T], entropy [T] or None), differentiable.
+
+    has_entropy_gradient: autograd reaches the entropy too.
+    """
+
+    name: str
+    call: LogprobFunction
+    has_entropy_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class CrossEntropyPeer:
+    """call(hidden, weight, targets) -> mean cross-entropy, differentiable: no weights of tokens, no ratio, no entropy.
+
+    Cheaper by design; listed as a mark, not as the same job.
+    """
+
+    name: str
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyProblem:
+    """What a clipped policy loss of S sequences of equal length is given.
+
+    hidden [T, H], weight [V, H]: leaves; targets [T]; mask [T] bool or None; old_logprobs [T] float32, nats;
+    advantages [S] float32. The loss is the sum over the mask / its count.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    mask: Tensor | None
+    old_logprobs: Tensor
+    advantages: Tensor
+    clip: float
+    num_trained: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.advantages.numel()
+
+
+@dataclass(frozen=True)
+class PolicyLossPeer:
+    """call(problem) -> the loss, differentiable; prepared: makes what is constant, once."""
+
+    name: str
+    prepared: Callable[[PolicyProblem], Callable[[], Tensor]]
+
+
+Peer = LogprobPeer | CrossEntropyPeer | PolicyLossPeer
+
+
+def why_not_imported(error: Exception) -> str:
+    """One line for the table."""
+    text = str(error).strip()
+    first = text.splitlines()[0][:160] if text else ""
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,66 @@
+"""What this device does at best, measured in the same run: a matrix product and a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from marsrl.benchmarks.case import Results, Variant
+from marsrl.benchmarks.timing import Clock, interleave
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """gemm_flops: FLOP/s of a square matrix product at this dtype; copy_bytes: bytes read plus written a second."""
+
+    gemm_flops: float
+    copy_bytes: float
+
+    def floor_s(self, flops: float, num_bytes: float) -> float:
+        """No program needs less time for this many FLOPs and bytes."""
+        return max(flops / self.gemm_flops, num_bytes / self.copy_bytes)
+
+
+_best: dict[tuple[str, str], Roofline] = {}
+
+
+def measure(device: str, dtype: str) -> Roofline:
+    """The best of this call and those before it in this process: a busy neighbour lowers a rate, nothing raises it.
+
+    bfloat16 on a CPU: the faster of the bfloat16 and the float32 product (few CPUs have bfloat16 arithmetic).
+    """
+    is_cuda = device == "cuda"
+    dtypes = {getattr(torch, dtype), torch.float32} if not is_cuda else {getattr(torch, dtype)}
+    size = 8192 if is_cuda else 1024
+    copied = torch.randn((2**28 if is_cuda else 2**24) // 4, device=device)
+    target = torch.empty_like(copied)
+    variants = [Variant("copy", _copy(target, copied))]
+    for each in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(each) for _ in range(2))
+        variants.append(Variant(f"gemm {each}", _product(a, b)))
+    times, _ = interleave(variants, Clock(device), rounds=7, budget_s=10)
+    best = {name: min(each.seconds) for name, each in times.items()}
+    gemm = min(seconds for name, seconds in best.items() if name != "copy")
+    found = Roofline(2 * size**3 / gemm, 2 * copied.nbytes / best["copy"])
+    before = _best.get((device, dtype), found)
+    _best[device, dtype] = Roofline(max(found.gemm_flops, before.gemm_flops), max(found.copy_bytes, before.copy_bytes))
+    return _best[device, dtype]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor):  # type: ignore[no-untyped-def]
+    def run() -> Results:
+        target.copy_(source)
+        return {}
+
+    return run
+
+
+def _product(a: torch.Tensor, b: torch.Tensor):  # type: ignore[no-untyped-def]
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+    def run() -> Results:
+        torch.mm(a, b, out=out)
+        return {}
+
+    return run

@@ -1,0 +1,287 @@
+"""Every kernel beside what a user would take else: time, share of the roofline, peak memory, error.
+
+    python benchmarks/run.py [case ...] [--device cpu|cuda] [--json FILE] [--base REV] [--quick]
+
+Each table is one case at one shape. Ours is judged against float64 first: where it is wrong, no number is printed and
+the exit code is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time,
+peak memory from a process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator.
+
+    x ours      time of the variant / ours
+    roofline    max(FLOPs / GEMM rate, bytes / copy rate) of the job, both rates measured in this run / time
+    extra MiB   peak memory beyond the inputs and beyond dX and dW
+    error       largest error / largest exact value; `!` = more than assert_accurate allows our own kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from namespace import ROOT, map_marsrl
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before torch reads them
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # large variants in turn fragment else
+    map_marsrl()
+
+import torch
+
+from marsrl.benchmarks import base_revision, memory, roofline
+from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
+from marsrl.benchmarks.cases import ORDER, load
+from marsrl.benchmarks.record import surroundings
+from marsrl.benchmarks.timing import Clock, interleave
+from marsrl.kernels.testing import assert_accurate
+
+HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
+HEADLINE_PEER = "torch eager, unmasked rows only"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. errors: per result, relative to the largest exact value; is_right: none beyond the rule.
+
+    floor_share: roofline time / median. extra_bytes: None where unknown, memory_note then says why.
+    """
+
+    name: str
+    does: str
+    seconds: tuple[float, ...]
+    median_s: float
+    spread: float
+    over_ours: float
+    floor_share: float
+    extra_bytes: int | None
+    memory_note: str
+    errors: dict[str, float]
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured."""
+
+    case: str
+    shape: Shape
+    flops: float
+    bytes: float
+    gemm_flops: float
+    copy_bytes: float
+    rows: tuple[Row, ...]
+    skipped: dict[str, str]
+    notes: tuple[str, ...]
+    failure: str | None = None
+
+    def median(self, name: str) -> float | None:
+        return next((row.median_s for row in self.rows if row.name == name), None)
+
+
+def measure(
+    case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
+) -> Table:
+    """Judge ours, then everybody; then time; then memory. only, without: variants by name, as on the command line."""
+    roof = roofline.measure(shape.device, shape.dtype)
+    bench = case.build(shape)
+    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
+    judgement = bench.judge()
+    errors: dict[str, dict[str, float]] = {}
+    wrong: dict[str, str] = {}
+    usable: list[Variant] = []
+    for variant in sorted(bench.variants, key=lambda each: each.name != case.ours):
+        if only is not None and variant.name != only:
+            continue
+        if variant.name in without:
+            skipped[variant.name] = "left out by --skip"
+            continue
+        try:
+            results = _call(variant)
+        except Exception as error:  # a peer that fails is listed with its reason; ours may not fail
+            if variant.name == case.ours:
+                raise
+            skipped[variant.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+            continue
+        errors[variant.name], complaint = _errors(variant.name, results, judgement)
+        del results
+        if complaint is not None:
+            wrong[variant.name] = complaint
+            if variant.name == case.ours:
+                return Table(
+                    case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, (), skipped,
+                    tuple(bench.notes), complaint,
+                )  # fmt: skip
+        usable.append(variant)
+    del judgement
+    _free(shape.device)
+    times, failed = interleave(usable, Clock(shape.device), rounds, budget_s)
+    skipped |= failed
+    ours = times[case.ours].median
+    extras, note = _memory(case, shape, bench, usable) if has_memory else ({}, "not asked for")
+    rows = []
+    for variant in usable:
+        if variant.name not in times:
+            continue
+        each = times[variant.name]
+        extra = extras.get(variant.name)
+        rows.append(
+            Row(
+                variant.name,
+                variant.does,
+                each.seconds,
+                each.median,
+                each.spread,
+                each.median / ours,
+                roof.floor_s(bench.flops, bench.bytes) / each.median,
+                extra,
+                "" if extra is not None else note,
+                errors[variant.name],
+                variant.name not in wrong,
+            )
+        )
+    rows.sort(key=lambda row: row.median_s)
+    return Table(
+        case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, tuple(rows), skipped,
+        tuple(bench.notes),
+    )  # fmt: skip
+
+
+def _call(variant: Variant) -> Results:
+    if variant.prepare is not None:
+        variant.prepare()
+    return variant.run()
+
+
+def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
+    """({result: largest error / largest exact value}, what assert_accurate says against it)."""
+    errors, complaint = {}, None
+    for what, found in results.items():
+        exact = judgement.exact[what]
+        largest = max(exact.abs().max().item(), judgement.scales.get(what, 0.0), 1e-300)
+        errors[what] = (found.double() - exact).abs().max().item() / largest
+        try:
+            assert_accurate(f"{name}, {what}", found, exact, judgement.plain[what], judgement.scales.get(what, 0.0))
+        except AssertionError as error:
+            complaint = complaint or str(error)
+    return errors, complaint
+
+
+def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> tuple[dict[str, int], str]:
+    """({variant: peak beyond inputs, dX and dW}, why some are missing)."""
+    note = "the variant failed in the process that measures memory"
+    if shape.device == "cpu":
+        found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
+        if isinstance(found, str):
+            return {}, found
+    else:
+        found = {}
+        for variant in variants:
+            _free("cuda")
+            if variant.prepare is not None:
+                variant.prepare()
+            found[variant.name] = memory.of_call_on_gpu(variant.run)
+    return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}, note
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def text(table: Table) -> str:
+    """The table for a terminal."""
+    lines = [f"{table.case}: {table.shape.title()}"]
+    lines.append(
+        f"  {table.flops / 1e9:,.1f} GFLOP, {table.bytes / 1e6:,.1f} MB; measured here: GEMM "
+        f"{table.gemm_flops / 1e9:,.0f} GFLOP/s, copy {table.copy_bytes / 1e9:,.1f} GB/s"
+    )
+    lines += [f"  {note}" for note in table.notes]
+    if table.failure is not None:
+        return "\n".join([*lines, f"  WRONG, so nothing is measured: {table.failure}"])
+    names = list(dict.fromkeys(name for row in table.rows for name in row.errors))
+    width = max(len(row.name) for row in table.rows) + 2
+    lines.append(
+        f"  {'':{width}}{'ms':>11}{'spread':>8}{'x ours':>8}{'roofline':>10}{'extra MiB':>11}"
+        + "".join(f"{'error ' + name:>17}" for name in names)
+    )
+    for row in table.rows:
+        extra = "-" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:,.0f}"
+        cells = [f"{row.errors[name]:.1e}" if name in row.errors else "-" for name in names]
+        mark = "" if row.is_right else " !"
+        does = f"  {row.does}" if row.does else ""
+        lines.append(
+            f"  {row.name:{width}}{row.median_s * 1e3:>11,.3f}{row.spread:>8.0%}{row.over_ours:>8.2f}"
+            f"{row.floor_share:>10.0%}{extra:>11}" + "".join(f"{cell:>17}" for cell in cells) + mark + does
+        )
+    lines += [f"  {name}: skipped: {reason}" for name, reason in table.skipped.items()]
+    return "\n".join(lines)
+
+
+def headline(tables: list[Table]) -> float | None:
+    """Torch eager on the unmasked rows only / ours, at the shape that is agreed; None where it was not measured."""
+    for table in tables:
+        shape = table.shape
+        if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
+            theirs, ours = table.median(HEADLINE_PEER), table.median("ours")
+            return None if theirs is None or ours is None else theirs / ours
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all; {', '.join(ORDER)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument(
+        "--base", metavar="REV", help="time our variant of this git revision too, in turns with this one"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
+    parser.add_argument("--rounds", type=int, help="timed turns of every variant (default: 7; --quick: 2)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
+    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parser.add_argument("--only", help="one variant alone, say `ours`")
+    parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="TEXT", help="shapes whose title holds this text"
+    )
+    words = parser.parse_args()
+    if words.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
+    try:
+        cases = [load(name) for name in words.cases or ORDER]
+    except ValueError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)
+    rounds = words.rounds or (2 if words.quick else 7)
+    where = surroundings(words.device)
+    print(f"{where.device}; {where.clocks}; commit {where.commit}; load {where.load}")
+    print("; ".join(f"{library} {version}" for library, version in where.versions.items()), flush=True)
+    tables = []
+    for case in cases:
+        shapes = case.shapes(words.device, words.quick)
+        shapes = [shape for shape in shapes if all(word in shape.title() for word in words.shape)]
+        if not shapes:
+            print(f"{case.name}: nothing to measure on {words.device}")
+        for shape in shapes:
+            table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
+            _free(words.device)
+            print(f"\n{text(table)}", flush=True)
+            tables.append(table)
+            if words.json:  # after every table: a run that is cut off keeps what it has
+                record = {"surroundings": dataclasses.asdict(where), "tables": [dataclasses.asdict(t) for t in tables]}
+                words.json.write_text(json.dumps(record, indent=1) + "\n")
+    if words.base:
+        base_revision.compare(words.base, [case.name for case in cases], words.device, words.quick)
+    ratio = headline(tables)
+    if ratio is not None:
+        print(f"\nratio: {ratio:.3f}")
+    return 1 if any(table.failure for table in tables) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

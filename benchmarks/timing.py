@@ -1,0 +1,82 @@
+"""How long a call takes: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from marsrl.benchmarks.case import Variant
+
+FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the rounds of one variant."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+class Clock:
+    """Times one call of a variant."""
+
+    def __init__(self, device: str):
+        self.is_cuda = device == "cuda"
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if self.is_cuda else None
+
+    def seconds(self, variant: Variant) -> float:
+        if variant.prepare is not None:
+            variant.prepare()
+        if self._flush is None:
+            start = time.process_time()
+            variant.run()
+            return time.process_time() - start
+        self._flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        variant.run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def interleave(
+    variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
+) -> tuple[dict[str, Times], dict[str, str]]:
+    """(times by name, why a variant was given up): each variant once a round, in rotating order.
+
+    A drift of clocks or a noisy neighbour then meets all variants alike, and their ratio survives it. After budget_s of
+    wall time no new round starts once three are done. The first round is a warm-up.
+    """
+    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    failed: dict[str, str] = {}
+    start = time.monotonic()
+    for turn in range(rounds + 1):
+        if turn > 3 and time.monotonic() - start > budget_s:
+            break
+        at = turn % max(1, len(variants))
+        for variant in [*variants[at:], *variants[:at]]:
+            if variant.name in failed:
+                continue
+            try:
+                elapsed = clock.seconds(variant)
+            except torch.OutOfMemoryError as error:
+                failed[variant.name] = f"out of memory: {str(error).splitlines()[0]}"
+                torch.cuda.empty_cache()
+                continue
+            if turn:
+                seconds[variant.name].append(elapsed)
+    return {name: Times(tuple(values)) for name, values in seconds.items() if values}, failed

@@ -1,0 +1,128 @@
+"""The benchmarks run, refuse to time a wrong kernel, and the GPU suite finds its way without an installation."""
+
+import ctypes
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    """One of the scripts that import nothing but the standard library."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *(["-c", code] if code else []), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "made_up_peer-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("made_up_peer/__init__.py", "NAME = 'made up'\n")
+        archive.writestr("made_up_peer-1.0.dist-info/METADATA", "Name: made-up-peer\nVersion: 1.0\n")
+    return folder
+
+
+def test_a_plain_wheel_can_be_imported_without_installing_it(wheel: Path, tmp_path: Path) -> None:
+    (path,) = script("wheels").importable(wheel, tmp_path / "unpacked")
+    found = call(
+        code=f"import sys; sys.path.insert(0, {str(path)!r}); import made_up_peer; print(made_up_peer.__file__)"
+    )
+    assert found.stdout.strip() == str(path / "made_up_peer" / "__init__.py")
+
+
+def test_an_unpacked_wheel_is_taken_where_it_lies(wheel: Path, tmp_path: Path) -> None:
+    wheels = script("wheels")
+    (unpacked,) = wheels.importable(wheel, tmp_path / "unpacked")
+    assert wheels.importable(unpacked, tmp_path / "again") == [unpacked]
+    assert wheels.importable(unpacked.parent, tmp_path / "again") == [unpacked]
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--wheels .*: expected \*.whl files"):
+        script("wheels").importable(tmp_path, tmp_path / "unpacked")
+
+
+def test_children_import_this_checkout_through_one_link(tmp_path: Path) -> None:
+    folder = script("namespace").folder_with_marsrl(tmp_path / "namespace")
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); import marsrl.kernels as k; print(k.__file__)"
+    assert Path(call(code=code).stdout.strip()).resolve() == ROOT / "kernels" / "__init__.py"
+
+
+def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+sys.path.insert(0, sys.argv[1])
+import run, torch
+from marsrl.benchmarks.case import Bench, Case, Judgement, Shape, Variant
+right = torch.ones(3)
+def build(shape):
+    judge = lambda: Judgement({"out": right.double()}, {"out": right})
+    return Bench([Variant("ours", lambda: {"out": right + 1e-3})], [], judge, 1, 1, 0)
+case = Case("made up", lambda device, quick: [], build)
+table = run.measure(case, Shape("cpu"), 1, 1.0, False, None, [])
+assert table.rows == () and "error 1.000e-03" in table.failure, table
+print(run.text(table))
+"""
+    done = call(str(BENCHMARKS), code=code)
+    assert "WRONG, so nothing is measured" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    words = ["linear_policy_loss", "mpt_gate", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
+    done = call(str(BENCHMARKS / "run.py"), *words, "--skip", "torch F.linear_cross_entropy")
+    assert done.returncode == 0, done.stderr
+    tables = json.loads(file.read_text())["tables"]
+    assert [table["case"] for table in tables] == ["linear_policy_loss", "linear_policy_loss", "mpt_gate"]
+    for table in tables:
+        rows = {row["name"]: row for row in table["rows"]}
+        assert {"ours", "torch eager"} <= rows.keys()
+        assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
+    assert {"torch.compile", "Liger fused linear GRPO"} <= {row["name"] for row in tables[0]["rows"]}
+    assert "QuACK chunked CE, mean" in tables[0]["skipped"]
+
+
+@pytest.mark.slow
+def test_the_suite_goes_its_way_on_a_cpu(wheel: Path, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--quick", "--out", str(tmp_path / "out"), "--wheels", str(wheel)]
+    done = call(str(BENCHMARKS / "gpu_suite.py"), *words, "--only", "group_advantage", "profile", "training")
+    parts = {part["name"]: part for part in json.loads((tmp_path / "out" / "suite.json").read_text())["parts"]}
+    assert parts["benchmark group_advantage"]["status"] == parts["profile"]["status"] == "ok", done.stdout
+    training = parts["training"]
+    assert training["status"] == "ok" or training["reason"].startswith("missing module"), training
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| torch eager |" in report and "Top kernels of linear_policy_loss" in report
+
+
+@pytest.mark.slow
+def test_the_cpu_library_builds_without_cmake(tmp_path: Path) -> None:
+    native = script("native")
+    compiler = native.compiler_of("cpu")
+    if compiler is None:
+        pytest.skip("no g++ or c++ on PATH")
+    native._with_compiler("cpu", compiler, sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), tmp_path)
+    assert ctypes.CDLL(str(tmp_path / "marsrl_cpu.so")).marsrl_abi_version() > 0

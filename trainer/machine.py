@@ -1,0 +1,38 @@
+"""Which hardware and which revision a number comes from. Needs torch only: benchmarks use it where nothing is installed."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def device_name() -> str:
+    """The trainer's hardware, as people name it."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(models)} CPU cores, {models[0]}" if models else platform.processor()
+
+
+def commit() -> str | None:
+    """The git revision of this checkout, with `+` where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None  # no git here, or an installed package: there is no revision to name
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
