@@ -21,9 +21,12 @@ import json
 import sys
 from pathlib import Path
 
+from namespace import map_marsrl
+
 
 def simulate(words: argparse.Namespace) -> float:
-    from simulation import plots, study, tables
+    map_marsrl()
+    from marsrl.benchmarks.simulation import plots, study, tables
 
     grid = study.scaled_grid(study.Grid(), words.scale)
     print(tables.constants_text(), flush=True)
@@ -60,7 +63,7 @@ def main() -> int:
     if words.simulate:
         ratio = simulate(words)
     else:
-        from played_pipeline import played
+        from played_pipeline import played  # marsrl as it is installed: Ray actors import it too
 
         ratio = played(words.problems, words.model, words.settings, words.json)
     print(f"ratio: {ratio:.3f}")

@@ -15,9 +15,9 @@ from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.build import open_team
 from marsrl.trainer.console import RunConsole
+from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.preflight import Checked, preflight
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.summarise_run import commit, device_name
 from marsrl.trainer.warm_start import warm_start
 
 ROWS = tuple((pipeline, segments) for pipeline in ("trajectory", "agentic") for segments in (1, 2, 4))
@@ -98,7 +98,7 @@ def played(num_problems: int, model_dir: str | None, settings: Sequence[str], js
                 flush=True,
             )
     if json_path:
-        record = {"device": device_name(), "commit": commit(), "settings": list(settings)}
-        record["rows"] = [{**asdict(row), "s_per_sample": row.s_per_sample} for row in rows.values()]  # type: ignore[assignment]
+        numbers = [{**asdict(row), "s_per_sample": row.s_per_sample} for row in rows.values()]
+        record = {"device": device_name(), "commit": commit(), "settings": list(settings), "rows": numbers}
         Path(json_path).write_text(json.dumps(record, indent=1) + "\n")
     return rows["trajectory", 1].s_per_sample / rows["agentic", 4].s_per_sample

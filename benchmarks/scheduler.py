@@ -34,6 +34,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from namespace import map_marsrl
+
+if __name__ == "__main__":
+    map_marsrl()
+
 import numpy as np
 
 from marsrl.rollout.agents.orchestration import VerifierCorrector
@@ -141,7 +146,9 @@ class Problems:
 
     def next_problem(self) -> Problem:
         self._drawn += 1
-        return Problem(f"p{self._drawn}", f"What is {self._drawn} modulo 7? " + "Think step by step. " * 20, "1", "math")
+        return Problem(
+            f"p{self._drawn}", f"What is {self._drawn} modulo 7? " + "Think step by step. " * 20, "1", "math"
+        )
 
     def state(self) -> CursorState:
         return CursorState(0, self._drawn)
@@ -176,7 +183,9 @@ def setup(
 ) -> tuple[Scheduler | EventScheduler, Timers]:
     timers = Timers(8, is_waiting=is_waiting)
     agents = {"solver": AgentConfig()}
-    team = Team(agents, SolverOnly(agents, "math"), {"main": ChatRenderer(model_dir)}, {"main": EnginePool(timers)}, judge)
+    team = Team(
+        agents, SolverOnly(agents, "math"), {"main": ChatRenderer(model_dir)}, {"main": EnginePool(timers)}, judge
+    )
     config = RolloutConfig(
         engine="scripted",
         engines=len(timers),
@@ -244,7 +253,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(folder)
         memory = waiting_bytes(folder, words.samples)
-        print(f"memory: {memory:,.0f} bytes a waiting sample beyond its tokens (at most {MAX_BYTES}: {_held(memory <= MAX_BYTES)})")
+        verdict = _held(memory <= MAX_BYTES)
+        print(f"memory: {memory:,.0f} bytes a waiting sample beyond its tokens (at most {MAX_BYTES}: {verdict})")
         shares: dict[str, list[Share]] = {"real time": [], "full size": []}
         fewer = 8 if words.samples % (8 * GROUP_SIZE) == 0 else 1
         for kind, is_waiting, length, factor in (
@@ -256,8 +266,8 @@ def main() -> int:
                 share = replace(played, factor=factor)
                 shares[kind].append(share)
                 print(
-                    f"{kind}, {share.scheduler}: {SEGMENTS} segments of {length} tokens, {share.factor * share.cpu_s:.2f} s of CPU "
-                    f"in {share.wall_s:.0f} s: {100 * share.of_one_core:.2f}% of one core, "
+                    f"{kind}, {share.scheduler}: {SEGMENTS} segments of {length} tokens, {share.factor * share.cpu_s:.2f} s "
+                    f"of CPU in {share.wall_s:.0f} s: {100 * share.of_one_core:.2f}% of one core, "
                     f"{1e6 * share.cpu_s / share.num_results:.0f} us a segment",
                     flush=True,
                 )

@@ -1,6 +1,7 @@
 """What decoding, prefill, training and a weight sync cost on H100s: the constants, each with its source, and the formulas.
 
-Everything here was written down before anything was fitted; the one fitted number (lengths.Lengths.sigma) is not here.
+Everything here was written down before anything was fitted; the one fitted number (lengths.Lengths.sigma) is not here. One
+constant came after trial runs at guessed sigmas had been seen: attention had shared compute_flops_per_s, and got its own.
 Units: seconds, tokens, bytes, FLOP. An engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
 
     decode step   = floor(b) + kv_bytes_per_token * C / (gpus * bandwidth)      b sequences that hold C tokens together
@@ -30,9 +31,13 @@ def _constant(default: float, unit: str, source: str, is_assumption: bool = Fals
 class Constants:
     """Every number that the times depend on. is_assumption: the papers and public figures are silent."""
 
-    itl_scale: float = _constant(1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL")
+    itl_scale: float = _constant(
+        1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"
+    )
     itl_context: float = _constant(
-        5803.0, "tokens", "mean context in that measurement: 5553 of 792 published completions (E[L^2] / 2 E[L]) + 250 of prompt"
+        5803.0,
+        "tokens",
+        "mean context in that measurement: 5553 of 792 published completions (E[L^2] / 2 E[L]) + 250 of prompt",
     )
     hbm_bytes_per_s: float = _constant(3.35e12, "B/s", "H100 SXM data sheet, a GPU")
     kv_bytes_per_token: float = _constant(98_304.0, "B", "Qwen3-30B-A3B: 2 x 48 layers x 4 KV heads x 128 x 2 bytes")
@@ -43,17 +48,23 @@ class Constants:
     max_num_seqs: float = _constant(128.0, "sequences", "largest batch of the measurement")
     active_params: float = _constant(3.3e9, "", "Qwen3-30B-A3B model card: 3.3B activated")
     attention_flops: float = _constant(
-        4.0 * 48 * 32 * 128, "FLOP", "forward, for each token and token of its context: 4 x layers x query heads x head size"
+        4.0 * 48 * 32 * 128,
+        "FLOP",
+        "forward, for each token and token of its context: 4 x layers x query heads x head size",
     )
     compute_flops_per_s: float = _constant(
         121e12, "FLOP/s", "all but attention; Megatron Bridge 25.11 performance summary: Qwen3-30B-A3B, 4k, 16 H100s"
     )
     attention_flops_per_s: float = _constant(
-        0.35 * 989e12, "FLOP/s", "FlashAttention-2 on an H100: 35% of 989 TFLOP/s (FlashAttention-3, arXiv:2407.08608, abstract)"
+        0.35 * 989e12,
+        "FLOP/s",
+        "FlashAttention-2 on an H100: 35% of 989 TFLOP/s (FlashAttention-3, arXiv:2407.08608, abstract)",
     )
     sync_bytes_per_s: float = _constant(50e9, "B/s", "one 400 Gb/s InfiniBand port carries the whole model")
     solver_prompt: float = _constant(256.0, "tokens", "a problem and the chat template", True)
-    shown_tokens: float = _constant(1024.0, "tokens", "of an output's visible part (no thought) in the next agent's prompt", True)
+    shown_tokens: float = _constant(
+        1024.0, "tokens", "of an output's visible part (no thought) in the next agent's prompt", True
+    )
     solver_accuracy: float = _constant(0.649, "", "MarsRL, BeyondAIME, Solver before training; Correctors the same")
     verifier_agreement: float = _constant(0.7, "", "a Verifier's verdict agrees with the truth", True)
 

@@ -1,8 +1,8 @@
 """Steps of the loop on the virtual clock: the scheduler plays, the trainer takes its time, the weights travel.
 
-    overlap 0:   rollout stage(s) | train | sync | rollout stage(s) | train | sync
-    overlap 1:   rollout ...........................................................
-                          | train |sync          | train |sync                          engines pause for the sync only
+overlap 0:   rollout stage(s) | train | sync | rollout stage(s) | train | sync
+overlap 1:   rollout ...........................................................
+                      | train |sync          | train |sync                          engines pause for the sync only
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from .simulated_team import Problems, last_token, simulated_team
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 
 
+Pipeline = Literal["agentic", "trajectory"]
+
+
 @dataclass(frozen=True)
 class Setting:
     """One simulated run. The trainer has as many GPUs as the engines: the same ones with overlap 0, its own with more."""
 
     engines: int = 64
     problems: int = 512
-    pipeline: Literal["agentic", "trajectory"] = "agentic"
+    pipeline: Pipeline = "agentic"
     segments: int = 1
     overlap: int = 0
     is_solver_only: bool = False
@@ -160,7 +163,12 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
         for group in simulation.step().groups:
             for sample in group.samples:
                 del replicas.first_token_s[sample.uid]
-    begin, busy, decoded, preempted = simulation.clock.now_s, replicas.busy_s, replicas.decoded_tokens, replicas.num_preempted
+    begin, busy, decoded, preempted = (
+        simulation.clock.now_s,
+        replicas.busy_s,
+        replicas.decoded_tokens,
+        replicas.num_preempted,
+    )
     steps, latencies = [], []
     staleness: Counter[int] = Counter()
     for _ in range(setting.steps):

@@ -11,7 +11,7 @@ from typing import Any
 from .calibrate import PUBLISHED_S
 from .charts import line_chart
 from .play import Outcome, Setting
-from .study import Grid, Study, name
+from .study import PIPELINES, Grid, Study, name, ours, reference
 
 
 def record(study: Study) -> dict[str, Any]:
@@ -57,21 +57,17 @@ def write_plots(study: Study, grid: Grid, folder: Path) -> list[Path]:
             [str(n) for n in grid.engine_axis],
             {
                 label: [
-                    study.rows[Setting(n, grid.problems, pipeline, segments)].s_per_sample * n / grid.engines  # type: ignore[arg-type]
-                    for n in grid.engine_axis
+                    study.rows[setting(n, grid.problems)].s_per_sample * n / grid.engines for n in grid.engine_axis
                 ]
-                for label, pipeline, segments in _COMPARED
+                for label, setting in _COMPARED
             },
         ),
         "problems": line_chart(
             f"Seconds per trained sample; {grid.engines} engines", "new problems a step", "s",
             [str(n) for n in grid.problem_axis],
             {
-                label: [
-                    study.rows[Setting(grid.engines, n, pipeline, segments)].s_per_sample  # type: ignore[arg-type]
-                    for n in grid.problem_axis
-                ]
-                for label, pipeline, segments in _COMPARED
+                label: [study.rows[setting(grid.engines, n)].s_per_sample for n in grid.problem_axis]
+                for label, setting in _COMPARED
             },
         ),
     }  # fmt: skip
@@ -84,19 +80,16 @@ def write_plots(study: Study, grid: Grid, folder: Path) -> list[Path]:
     return paths
 
 
-_COMPARED = (("trajectory, 1 segment", "trajectory", 1), ("agentic, 4 segments", "agentic", 4))
+_COMPARED = (("trajectory, 1 segment", reference), ("agentic, 4 segments", ours))
 
 
 def _lines(study: Study, grid: Grid, value: Callable[[Outcome], float]) -> dict[str, list[float | None]]:
     return {
-        pipeline: [
-            value(study.rows[Setting(grid.engines, grid.problems, pipeline, n)])  # type: ignore[arg-type]
-            for n in grid.segments
-        ]
-        for pipeline in ("trajectory", "agentic")
+        pipeline: [value(study.rows[Setting(grid.engines, grid.problems, pipeline, n)]) for n in grid.segments]
+        for pipeline in PIPELINES
     }
 
 
 def _staleness(study: Study, grid: Grid, segments: int) -> list[float | None]:
     shares = study.rows[Setting(grid.engines, grid.problems, "agentic", segments)].staleness
-    return [100 * shares.get(v, 0.0) for v in range(5)] + [100 * sum(s for v, s in shares.items() if v >= 5)]
+    return [*(100 * shares.get(v, 0.0) for v in range(5)), 100 * sum(s for v, s in shares.items() if v >= 5)]

@@ -124,7 +124,9 @@ class SimulatedReplicas:
 
     def abort(self, busy: Sequence[int]) -> None:
         for replica in busy:
-            assert not self.engines[replica].run(self.clock.now_s), "what has ended is collected before the rest is aborted"
+            assert not self.engines[replica].run(self.clock.now_s), (
+                "what has ended is collected before the rest is aborted"
+            )
             self._next_s[replica] = math.inf
             results = []
             for uid, decoded in self.engines[replica].abort():

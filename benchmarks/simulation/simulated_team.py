@@ -38,7 +38,9 @@ class StandInRenderer:
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
     def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
-        num_shown = len(messages) - 1  # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        num_shown = (
+            len(messages) - 1
+        )  # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
         return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from .calibrate import Fit, fit, sensitivity
 from .cost_model import Constants
 from .lengths import Lengths
-from .play import Outcome, Setting, play
+from .play import Outcome, Pipeline, Setting, play
+
+PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ def settings(grid: Grid) -> Iterator[Setting]:
     places = [(grid.engines, grid.problems)]
     places += [(engines, grid.problems) for engines in grid.engine_axis]
     places += [(grid.engines, problems) for problems in grid.problem_axis]
-    for pipeline in ("trajectory", "agentic"):
+    for pipeline in PIPELINES:
         for segments in grid.segments:
-            setting = Setting(grid.engines, grid.problems, pipeline, segments)  # type: ignore[arg-type]
+            setting = Setting(grid.engines, grid.problems, pipeline, segments)
             seen.add(setting)
             yield setting
     for place in places:

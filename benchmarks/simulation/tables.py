@@ -8,7 +8,7 @@ from dataclasses import replace
 from .calibrate import MISS, PUBLISHED_S, ULORL, Fit
 from .cost_model import MEASURED_ITL, Constants, constants_table
 from .lengths import MEDIAN_TOKENS
-from .play import Outcome
+from .play import Outcome, Setting
 from .study import Grid, Study, ours, overlapped, reference
 
 
@@ -16,8 +16,12 @@ def constants_text() -> str:
     """What was set before anything was fitted."""
     measured = ", ".join(f"{b}: {1e3 * itl:.1f}" for b, itl in MEASURED_ITL)
     rows = [*constants_table(Constants())]
-    rows.append(("decode step", measured, "ms", "sequences: time; ML.ENERGY leaderboard, this model on two H100s, GPQA"))
-    rows.append(("median length", str(MEDIAN_TOKENS), "tokens", "792 completions of this model on GPQA, ML.ENERGY leaderboard"))
+    rows.append(
+        ("decode step", measured, "ms", "sequences: time; ML.ENERGY leaderboard, this model on two H100s, GPQA")
+    )
+    rows.append(
+        ("median length", str(MEDIAN_TOKENS), "tokens", "792 completions of this model on GPQA, ML.ENERGY leaderboard")
+    )
     rows.append(("prompts a step", str(ULORL.problems), "", "MarsRL, by the same authors; groups of 8"))
     rows.append(("engines (UloRL)", str(ULORL.engines), "", "ASSUMED: 32 H100s; the paper's number is not known to us"))
     return "Constants, before any fitting\n" + columns(("constant", "value", "unit", "source"), rows)
@@ -29,7 +33,9 @@ def fit_text(fitted: Fit) -> str:
     for segments, published in PUBLISHED_S.items():
         error = fitted.error(segments)
         verdict = "fitted" if segments == 1 else "within 15%" if abs(error) <= MISS else "MISS"
-        rows.append((str(segments), f"{published:.0f}", f"{fitted.step_s[segments]:.0f}", f"{100 * error:+.0f}%", verdict))
+        rows.append(
+            (str(segments), f"{published:.0f}", f"{fitted.step_s[segments]:.0f}", f"{100 * error:+.0f}%", verdict)
+        )
     head = f"UloRL: sigma of the log-normal lengths fitted to 1 segment: {fitted.sigma:.3f}"
     return head + "\n" + columns(("segments", "published s", "simulated s", "off by", ""), rows)
 
@@ -43,7 +49,9 @@ def sensitivity_text(study: Study) -> str:
             if fitted.sigma is None:
                 cells += ["none", "", ""]
             else:
-                cells += [f"{fitted.sigma:.2f}"] + [f"{fitted.step_s[n]:.0f} ({100 * fitted.error(n):+.0f}%)" for n in (2, 4)]
+                cells += [f"{fitted.sigma:.2f}"] + [
+                    f"{fitted.step_s[n]:.0f} ({100 * fitted.error(n):+.0f}%)" for n in (2, 4)
+                ]
         rows.append(tuple(cells))
     heads = ("x 0.8: sigma", "2 segments s", "4 segments s", "x 1.2: sigma", "2 segments s", "4 segments s")
     return "Sensitivity, fitted again (none: no sigma gives 1240 s)\n" + columns(("constant", *heads), rows)
@@ -53,7 +61,9 @@ def pipelines_text(study: Study, grid: Grid) -> str:
     """Trajectory against agentic at the centre of the grid."""
     rows = []
     for setting, outcome in study.rows.items():
-        if (setting.engines, setting.problems) == (grid.engines, grid.problems):
+        if setting == Setting(
+            grid.engines, grid.problems, setting.pipeline, setting.segments
+        ):  # not those of overlap_text
             rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
     head = f"{grid.engines} engines, {grid.problems} new problems a step, five agents, 64k"
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)

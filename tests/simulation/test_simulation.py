@@ -113,9 +113,14 @@ def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
     fitted = study.Fit(1.2, {1: 1240.0, 2: 700.0, 4: 700.0})
     found = study.Study(CONSTANTS, fitted)
     for setting in study.settings(grid):
-        found.rows[setting] = play(replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3))
+        found.rows[setting] = play(
+            replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3)
+        )
     text = "\n".join(
-        [tables.fit_text(fitted), *(part(found, grid) for part in (tables.pipelines_text, tables.overlap_text, tables.axes_text))]
+        [
+            tables.fit_text(fitted),
+            *(part(found, grid) for part in (tables.pipelines_text, tables.overlap_text, tables.axes_text)),
+        ]
     )
     assert "+16%  MISS" in text and "-10%  within 15%" in text
     assert f"{found.ratio(2, 2):.2f}" in text and f"{found.ratio(2, 2):.2f}x" in tables.adds_text(found, grid)
