@@ -42,11 +42,11 @@ class _Key(NamedTuple):
     """A sample that is under way."""
 
     group_id: str
-    index: int
+    place: int  # in the group
 
     @property
     def uid(self) -> str:
-        return f"{self.group_id}:{self.index}"
+        return f"{self.group_id}:{self.place}"
 
 
 class EventScheduler(Ledger):
@@ -141,7 +141,7 @@ class EventScheduler(Ledger):
         by_policy: dict[str, list[DecodeRequest]] = defaultdict(list)
         for key in self._due:
             group = self.state.open[key.group_id]
-            by_policy[self.policy_of(group.ask.agent)].append(self._next_segment(group, key.index))
+            by_policy[self.policy_of(group.ask.agent)].append(self._next_segment(group, key.place))
             self._in_flight[key.uid] = key
         self._due.clear()
         for policy, requests in by_policy.items():
@@ -168,9 +168,9 @@ class EventScheduler(Ledger):
             if group is None:  # a straggler of a group that was closed without it
                 self.counts["rollout/tokens"] += len(result.token_ids)
                 continue
-            partial, finish = self.extended(group, key.index, result)
+            partial, finish = self.extended(group, key.place, result)
             if finish is Finish.UNFINISHED:
-                group.partial[key.index] = partial
+                group.partial[key.place] = partial
                 self._due[key] = None
                 if result.finish is Finish.UNFINISHED:  # aborted
                     self._decoded[key] += len(result.token_ids)
@@ -179,7 +179,7 @@ class EventScheduler(Ledger):
                     self._awaited.discard(key)
             else:
                 self._decoded.pop(key, None)
-                sample = self.sample(group, key.index, partial, finish, result.error)
+                sample = self.sample(group, key.place, partial, finish, result.error)
                 unjudged.append((key, group.ask, sample))
         if unjudged:
             keys, pairs = [key for key, _, _ in unjudged], [(ask, sample) for _, ask, sample in unjudged]
@@ -203,8 +203,8 @@ class EventScheduler(Ledger):
             group = self.state.open.get(key.group_id)
             if group is None:
                 continue
-            del group.partial[key.index]
-            group.finished[key.index] = sample
+            del group.partial[key.place]
+            group.finished[key.place] = sample
             touched[key.group_id] = group
             self._note_length(sample.agent, len(sample.token_ids))
         self._close([group for group in touched.values() if group.is_complete])

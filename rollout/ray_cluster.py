@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
+_COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
 _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
 _CALLS_AT_ONCE = _COLLECTS + 2  # beside them num_decoded, and submit or abort
 
@@ -203,9 +205,10 @@ class RayReplicas:
         self._submitting.append(self._actors[replica].submit.remote(RequestBatch.pack(requests), version))
 
     def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+        calls_of = Counter(self._collecting.values())
         for replica in busy:
-            for _ in range(list(self._collecting.values()).count(replica), _COLLECTS):
-                self._collecting[self._actors[replica].collect.remote(_PROGRESS_S)] = replica
+            for _ in range(calls_of[replica], _COLLECTS):
+                self._collecting[self._actors[replica].collect.remote(_COLLECT_S)] = replica
         calls = list(self._collecting)
         ray.wait(calls, num_returns=1, timeout=timeout_s)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]

@@ -3,22 +3,38 @@
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
 checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
+checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
 checkpoints/latest                      moved last, when everything above is on disk
+
+A save goes into step_12.part, which is renamed when it is whole:
+
+    begin: plan, copy        write: each rank its files, fsync        end: index, manifest, rename, latest
+    all ranks together       here, or in a thread beside training     all ranks together
+
+With run.async_checkpoint the end comes after the first step at whose end every rank has written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Literal
 
 from marsrl.rollout.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.collective import barrier, rank
+from marsrl.trainer.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.learner import Learner
-from marsrl.trainer.run_directory import RunDirectory, sync_tree, write_atomically, write_json
+from marsrl.trainer.manifest import FileSum, damage, write_manifest
+from marsrl.trainer.run_directory import Checkpoint, RunDirectory, sync_tree, write_atomically, write_json
+
+if TYPE_CHECKING:
+    from marsrl.trainer.megatron.checkpoint_store import PendingSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,60 +46,217 @@ class Restored:
     rollout: RolloutState
 
 
-def save_checkpoint(
-    run: RunDirectory,
-    step: int,
-    versions: Mapping[str, int],
-    learners: Mapping[str, Learner],
-    rollout: RolloutState | None,
-    keep: int,
-) -> None:
-    """Collective. `rollout` is rank 0's; older checkpoints beyond `keep` are removed once `latest` points at this one."""
-    final = run.checkpoint(step)
-    part = final.with_name(f"{final.name}.part")
-    is_first = rank() == 0
-    if is_first:
-        shutil.rmtree(part, ignore_errors=True)  # left by a run that died while saving
-        part.mkdir(parents=True)
-    barrier()
-    for name, learner in learners.items():
-        learner.save(part / "policies" / name)
-    if is_first:
-        assert rollout is not None
-        write_atomically(part / "rollout.msgpack", encode(rollout))
-        write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
-    barrier()
-    if is_first:
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A save whose end is still to come."""
+
+    step: int
+    policies: Mapping[str, PendingSave]
+    writer: Thread | None  # None: written already
+
+
+class CheckpointWriter:
+    """Saves the run, one checkpoint at a time. Every method is collective.
+
+    keep_last: how many of the last checkpoints stay; keep_every: those of steps divisible by it stay too (0: none).
+    """
+
+    def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, is_async: bool) -> None:
+        self._run, self._keep_last, self._keep_every, self._is_async = run, keep_last, keep_every, is_async
+        self._pending: _Pending | None = None
+
+    def save(
+        self,
+        step: int,
+        versions: Mapping[str, int],
+        learners: Mapping[str, Learner],
+        rollout: RolloutState | None,
+    ) -> None:
+        """Take a checkpoint after `step`; returns when it is whole, with async when the copies are taken.
+
+        rollout: rank 0's. A save that is still under way is brought to its end first.
+
+        Raises:
+            RuntimeError: on all ranks, when one could not write (disk full, no permission); the checkpoints before stay.
+        """
+        self.finish()
+        part, error = self._part(step), None
+        if rank() == 0:
+            assert rollout is not None
+            try:
+                for left in self._run.checkpoints.glob("step_*.part"):  # by a run that died while saving
+                    shutil.rmtree(left)
+                part.mkdir(parents=True)
+                write_atomically(part / "rollout.msgpack", encode(rollout))
+                write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
+            except OSError as raised:
+                error = raised
+        self._stop_together(error, step)
+        copy = self._is_async
+        policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
+        if not self._is_async:
+            _write(policies)
+            self._pending = _Pending(step, policies, None)
+            self.finish()
+            return
+        # A daemon: a run that is interrupted does not wait for it, and the part it leaves is no checkpoint.
+        writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
+        writer.start()
+        self._pending = _Pending(step, policies, writer)
+
+    def finish_if_written(self) -> None:
+        """End a save under way if every rank has written its part."""
+        if self._pending is not None:
+            writer = self._pending.writer
+            if all_true(writer is None or not writer.is_alive()):
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and end it: manifest, rename, latest, older ones removed.
+
+        Raises:
+            RuntimeError: on all ranks, when one could not write.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.writer is not None:
+            pending.writer.join()
+        known: dict[str, FileSum] = {}
+        failure, advice = self._failure(pending.step), self._advice()
+        try:
+            for name, each in pending.policies.items():
+                sums = each.finish(failure, advice)
+                known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
+        except RuntimeError:
+            self._clear(pending.step)
+            raise
+        error = None
+        if rank() == 0:
+            try:
+                self._put_in_place(pending.step, known)
+            except OSError as raised:
+                error = raised
+        self._stop_together(error, pending.step)
+
+    def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
+        part, final = self._part(step), self._run.checkpoint(step)
+        write_manifest(part, known)
         sync_tree(part)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():  # of a run that went back to an earlier one
+            shutil.rmtree(final)
         os.rename(part, final)
-        run.mark_latest(step)
-        _remove_old(run, keep)
-    barrier()
+        self._run.mark_latest(step)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Later ones than `step` are of a run that went back: they stay until their step comes again."""
+        past = [each for each in steps_on_disk(self._run) if each <= step]
+        for each in past[: -self._keep_last]:
+            if not (self._keep_every and each % self._keep_every == 0):
+                shutil.rmtree(self._run.checkpoint(each))
+
+    def _stop_together(self, error: Exception | None, step: int) -> None:
+        try:
+            stop_together(error, self._failure(step), self._advice())
+        except RuntimeError:
+            self._clear(step)
+            raise
+
+    def _clear(self, step: int) -> None:
+        """What was written of a checkpoint that will not be one may fill the disk: it goes, as far as it can."""
+        if rank() == 0:
+            shutil.rmtree(self._part(step), ignore_errors=True)
+
+    def _part(self, step: int) -> Path:
+        final = self._run.checkpoint(step)
+        return final.with_name(f"{final.name}.part")
+
+    def _failure(self, step: int) -> str:
+        return f"the checkpoint of step {step} was not written ({self._part(step)})"
+
+    def _advice(self) -> str:
+        place = ""
+        with contextlib.suppress(OSError):  # only words: the error itself has been told
+            place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
+        latest = (self._run.checkpoints / "latest").is_file()
+        last = "the last whole checkpoint is untouched, go on from it" if latest else "there is no earlier checkpoint"
+        return f"{place}make room or fix the permissions; {last} with run.resume=auto"
 
 
-def load_checkpoint(run: RunDirectory, learners: Mapping[str, Learner]) -> Restored | None:
+def load_checkpoint(
+    run: RunDirectory,
+    learners: Mapping[str, Learner],
+    resume: Literal["auto", "previous"],
+    warn: Callable[[str], None],
+) -> Restored | None:
     """Collective: restore every learner and return the rest; None where the run has no whole checkpoint yet.
 
+    All files are compared with the manifest before anything is read from them. Where the checkpoint that `latest`
+    names is damaged, resume="auto" stops and names the newest earlier one that is whole; resume="previous" takes that
+    one and says how many steps are lost.
+
     Raises:
-        RuntimeError: the checkpoint that `latest` names is damaged; says which file.
+        RuntimeError: on all ranks: damaged files, each with what was found and expected.
     """
-    found = run.latest_checkpoint()
-    if found is None:
+    error, step = None, b""
+    if rank() == 0:
+        try:
+            latest = run.latest_checkpoint()
+            step = str(latest.step).encode() if latest is not None else b""
+        except (RuntimeError, OSError) as raised:
+            error = raised
+    stop_together(error, f"{run.path} cannot go on")
+    step = broadcast_bytes(step if rank() == 0 else None)
+    if not step:
         return None
+    found = Checkpoint(run.checkpoint(int(step)), int(step))
+    newer = [each for each in steps_on_disk(run) if each > found.step]
+    if newer:
+        warn(f"checkpoints/latest names step {found.step}; of later steps there are also {newer}, which are not used")
+    problems = _damage(found.path)
+    if problems:
+        found = _earlier(run, found, problems, resume, warn)
+    meta = json.loads((found.path / "meta.json").read_bytes())
+    if meta["step"] != found.step:
+        raise RuntimeError(f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back")
     for name, learner in learners.items():
         learner.load(found.path / "policies" / name)
-    try:
-        meta = json.loads((found.path / "meta.json").read_bytes())
-        rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
-        return Restored(int(meta["step"]), {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
+    return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
+
+
+def steps_on_disk(run: RunDirectory) -> list[int]:
+    """The steps of which there is a checkpoint folder, whole or not, in order."""
+    return sorted(int(p.name[5:]) for p in run.checkpoints.glob("step_*") if p.name[5:].isdecimal())
+
+
+def _earlier(
+    run: RunDirectory, damaged: Checkpoint, problems: list[str], resume: str, warn: Callable[[str], None]
+) -> Checkpoint:
+    """The newest whole checkpoint before a damaged one, if the user asked for it; else an error that names it."""
+    what = f"checkpoint {damaged.path} is damaged: {'; '.join(problems[:8])}" + (" ..." if problems[8:] else "")
+    for step in reversed([each for each in steps_on_disk(run) if each < damaged.step]):
+        if not _damage(run.checkpoint(step)):
+            break
+    else:
+        raise RuntimeError(f"{what}; no earlier checkpoint is whole: restore the files, or start a run of another name")
+    lost = damaged.step - step
+    if resume != "previous":
         raise RuntimeError(
-            f"checkpoint {found.path} is damaged ({error}); write an older one into checkpoints/latest"
-        ) from error
+            f"{what}; the newest whole one before it is step_{step}: restore the files, or go on from step_{step} with "
+            f"run.resume=previous, which plays {lost} step(s) again"
+        )
+    warn(f"{what}; GOING BACK to step_{step} (run.resume=previous): {lost} step(s) are lost and played again")
+    return Checkpoint(run.checkpoint(step), step)
 
 
-def _remove_old(run: RunDirectory, keep: int) -> None:
-    steps = sorted(int(p.name.removeprefix("step_")) for p in run.checkpoints.glob("step_*") if p.name[5:].isdecimal())
-    for step in steps[:-keep]:
-        shutil.rmtree(run.checkpoint(step))
+def _damage(folder: Path) -> list[str]:
+    """manifest.damage, the files shared out among the ranks; the same list on all. Collective."""
+    told = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
+    return sorted({line for part in told for line in part})
+
+
+def _write(policies: Mapping[str, PendingSave]) -> None:
+    for each in policies.values():
+        each.write()

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.trainer.manifest import damage
+from marsrl.trainer.megatron.checkpoint_index import IndexReader
 from marsrl.trainer.megatron.hf_files import write_hf
 from marsrl.trainer.megatron.mapping import Unit, part_shape, split, units
 from marsrl.trainer.run_directory import RunDirectory
@@ -69,6 +71,10 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
         if latest is None:
             raise ValueError(f"run {source} has no whole checkpoint yet (checkpoints/latest)")
         source = latest.path
+    if (source / "policies").is_dir() and (problems := damage(source)):
+        raise ValueError(
+            f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or take another"
+        )
     policies = sorted(p.parent.name for p in source.glob("policies/*/learner.json"))
     if not policies:
         raise ValueError(
@@ -91,7 +97,7 @@ class _Stored:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._reader = FileSystemReader(folder)
+        self._reader = IndexReader(folder)
         self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._layer: int | None = None

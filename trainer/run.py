@@ -17,7 +17,8 @@ from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Group, IntArray
-from marsrl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
+from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.collective import barrier
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
@@ -30,7 +31,7 @@ from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.report import write_report
 from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.samples_log import write_samples
-from marsrl.trainer.share import Share
+from marsrl.trainer.share import Share, Work
 from marsrl.trainer.step_metrics import step_metrics
 from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
@@ -78,7 +79,7 @@ class Run:
         self.driver = driver
         self.started = started
         self.agents = config.agents
-        self.versions = dict.fromkeys(learners, 0)
+        self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
         self.consumed_version = (
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
@@ -89,7 +90,13 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
-        self.bad_steps = 0
+        self.bad_steps: dict[str, list[int]] = {}  # the steps in a row that a policy could not use, up to this one
+        self.checkpoints = CheckpointWriter(
+            directory,
+            keep_last=config.run.keep_checkpoints,
+            keep_every=config.run.keep_every,
+            is_async=config.run.async_checkpoint,
+        )
 
     @property
     def share_of_this_rank(self) -> Share:
@@ -101,7 +108,8 @@ class Run:
     @property
     def keeps_zero(self) -> bool:
         """Samples with advantage 0 still have a gradient."""
-        return self.config.loss.entropy_coef != 0
+        loss = self.config.loss
+        return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -115,10 +123,12 @@ class Run:
 
     def begin(self) -> None:
         """Go on from a checkpoint if asked; give the engines the weights; evaluate before the first step."""
-        restored = load_checkpoint(self.directory, self.learners) if self.config.run.resume == "auto" else None
+        resume, restored = self.config.run.resume, None
+        if resume != "off":
+            restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
             self.step = restored.step
-            self.versions = restored.versions
+            self.versions = {**self.versions, **restored.versions}
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.metrics = MetricsLog(
@@ -143,7 +153,7 @@ class Run:
 
     def play(self) -> Batch | None:
         """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
-        self.consumed_version = max(self.versions.values())
+        self.consumed_version = max(self.versions[policy] for policy in self.learners)
         if self.driver is None:
             return None
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
@@ -158,18 +168,29 @@ class Run:
         self.driver.credited.update(credited.advantages)
         self.driver.row.update(credited.metrics)
 
-    def note_step(self, policy: str, stats: StepStats) -> None:
-        """Count a skipped step, stop after too many; rank 0 keeps the metrics.
+    def note_step(self, policy: str, stats: StepStats, work: Work | None) -> None:
+        """Count a skipped step, keep its batch, stop after too many; rank 0 keeps the metrics. `work` is rank 0's.
 
         Raises:
             RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
         """
-        self.bad_steps = self.bad_steps + 1 if stats.is_skipped else 0
-        if self.bad_steps >= self.config.trainer.max_bad_steps:
-            raise RuntimeError(
-                f"step {self.step}: the loss or gradient of policy {policy} was not finite in {self.bad_steps} steps in a row "
-                "(trainer.max_bad_steps); lower the learning rate, or look at samples/ of the last steps"
-            )
+        bad = self.bad_steps.setdefault(policy, [])
+        if not stats.is_skipped:
+            bad.clear()
+        else:
+            bad.append(self.step)
+            most = self.config.trainer.max_bad_steps
+            if work is not None:
+                batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, work.sequences)
+                path = save_bad_batch(self.directory, batch, keep=max(most * len(self.learners), KEPT_BAD_BATCHES))
+                self.console.warning(f"step {self.step}: {batch.problem}; the step is skipped, its batch is {path}")
+            if len(bad) >= most:
+                files = ", ".join(str(bad_batch_file(self.directory, step, policy)) for step in bad)
+                raise RuntimeError(
+                    f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
+                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.bad_batches reads them); "
+                    "lower the learning rate, or take out the samples that they have in common"
+                )
         if self.driver is not None:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
@@ -229,6 +250,7 @@ class Run:
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
             verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+            frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         total = sum(self.seconds.values())
@@ -254,17 +276,17 @@ class Run:
         self.trace.save()
 
     def checkpoint_if_due(self, step: int) -> None:
+        self.checkpoints.finish_if_written()
         every = self.config.run.checkpoint_every
         if step == self.config.run.steps or (every and step % every == 0):
             state = None
             if self.driver is not None:
                 state = self.driver.scheduler.snapshot()
-            save_checkpoint(
-                self.directory, step, self.versions, self.learners, state, keep=self.config.run.keep_checkpoints
-            )
+            self.checkpoints.save(step, self.versions, self.learners, state)
 
     def finish(self) -> None:
-        """Evaluation after, summary.json, report.html, the table."""
+        """The last checkpoint on disk; evaluation after, summary.json, report.html, the table."""
+        self.checkpoints.finish()
         driver = self.driver
         if driver is not None:
             if self.config.run.evaluate:

@@ -7,6 +7,7 @@ runs/<name>/
     samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
     trace.json                who was busy when            (trace.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model
     summary.json, report.html (summary.py, report.py)
 """
@@ -87,23 +88,23 @@ class RunDirectory:
         directory: str | Path,
         name: str | None,
         preset: str,
-        resume: Literal["off", "auto"] = "off",
+        resume: Literal["off", "auto", "previous"] = "off",
         now: datetime | None = None,
     ) -> RunDirectory:
-        """Make directory/name, or for resume="auto" find it.
+        """Make directory/name, or for another resume than "off" find it.
 
         Without a name it is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... behind it where that is taken; the name is
         claimed by mkdir, so that two runs started in the same second do not share it.
 
         Raises:
             ValueError: the name exists and resume is off; it is there but is no run directory; it is no plain file
-                name; resume="auto" without a name.
+                name; it is to go on and has no name.
         """
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
         if name is None:
-            if resume == "auto":
-                raise ValueError("run.resume=auto goes on with the run called run.name, and run.name is not set")
+            if resume != "off":
+                raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
             return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -122,7 +123,7 @@ class RunDirectory:
             run = cls(path, existed=True)
             if not path.is_dir() or (any(path.iterdir()) and not run.config.is_file()):
                 raise ValueError(
-                    f"run.resume=auto: {path} holds no config.yaml, so it is no run directory; take another run.name"
+                    f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
                 ) from None
             return run
         return cls(path)
@@ -150,6 +151,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / "bad_batches"
 
     @property
     def hf(self) -> Path:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import Engine
 
@@ -139,6 +139,23 @@ def make_pool(
         slots=config.vllm.max_num_seqs,
         deadline_s=config.deadline_s,
     )
+
+
+def make_openai_pool(
+    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float, max_model_len: int
+) -> EnginePool:
+    """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
+
+    Raises:
+        ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
+        RuntimeError: httpx is not installed.
+    """
+    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.rollout.engines.openai_engine import OpenAIEngine
+
+    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), deadline_s=deadline_s, max_model_len=max_model_len)
+    return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
 
 
 def _require(module: str, setting: str, remedy: str) -> None:

@@ -25,6 +25,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine,
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
+_SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
 _SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
 
 
@@ -163,6 +164,7 @@ class EnginePool:
         self._deadline_s, self._clock = deadline_s, clock
         self._since: dict[str, float] = {}  # when a replica got each request; in this order
         self._version = 0  # of the requests that wait
+        self._spans: dict[int, tuple[float, float]] = {}  # of collect, by replica: not told to the listener yet
         self._is_closed = False
 
     def __enter__(self) -> EnginePool:
@@ -245,6 +247,8 @@ class EnginePool:
         self._replicas.abort(self._dispatch.busy)
         while self._since:
             results += self.collect(_PROGRESS_S)
+        for replica in list(self._spans):
+            self._tell_span(replica)
         return results
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
@@ -272,10 +276,22 @@ class EnginePool:
 
     def _heard(self, busy: Sequence[int], timeout_s: float) -> list[list[DecodeResult]]:
         answers = self._replicas.collect(busy, timeout_s)
-        if self.on_call is not None:
-            for replica, answer in answers:
-                self.on_call(replica, "collect", answer.start, answer.end)
+        for replica, answer in answers:
+            self._note_span(replica, answer.start, answer.end)
         return [answer.value for _, answer in answers]
+
+    def _note_span(self, replica: int, start: float, end: float) -> None:
+        """Calls of collect follow each other closely: the listener hears of a second of them, or a pause, as one."""
+        first, last = self._spans.get(replica, (start, start))
+        if start - last > _PAUSE_S or end - first > _SPAN_S:
+            self._tell_span(replica)
+            first = start
+        self._spans[replica] = (first, end)
+
+    def _tell_span(self, replica: int) -> None:
+        if replica in self._spans and self.on_call is not None:
+            self.on_call(replica, "collect", *self._spans[replica])
+        self._spans.pop(replica, None)
 
     def _send(self) -> None:
         now = self._clock()

@@ -83,11 +83,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}."""
+    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}.
+
+    seconds: of the whole update; checksum_seconds: of the checksums in it.
+    """
 
     version: int
     checksums: Mapping[str, int]
     seconds: float
+    checksum_seconds: float = 0.0
 
 
 Progress = Callable[[int], None]

@@ -214,9 +214,11 @@ class VllmEngine:
         start = time.perf_counter()
         self._llm.collective_rpc("marsrl_load", args=(update.path,))
         self._reset_prefix_cache()
+        loaded = time.perf_counter()
         checksums = self._llm.collective_rpc("marsrl_checksums", args=(update.path,))[0]
         self._version = update.version
-        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
     def close(self) -> None:
         """Shut vLLM's core down; the engine is not used afterwards."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -38,6 +39,18 @@ def test_a_listener_hears_of_every_replicas_calls():
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "generate", True), (1, "generate", True)]
+
+
+def test_a_listener_hears_of_many_collects_as_one():
+    pool, heard = scripted_pool(1, tokens_per_step=1), []
+    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, start, end))
+    pool.submit([request("a.0", prompt(5), 3)], version=0)
+    start = time.time()
+    while not pool.collect(0.0):
+        pass
+    pool.drain()
+    ((replica, method, first, last),) = heard
+    assert (replica, method) == (0, "collect") and start <= first <= last <= time.time()
 
 
 def test_load_is_even_where_affinities_allow_it():
@@ -113,7 +126,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
                 pool.collect(1.0)
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=60)
     assert not left
 
 

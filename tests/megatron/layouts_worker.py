@@ -1,4 +1,7 @@
-"""Started once by torchrun with two gloo ranks: the same two steps under every layout. See test_layouts."""
+"""Started once by torchrun with two gloo ranks: the same two steps under every layout, a checkpoint, a third step.
+
+Then every checkpoint is resumed under the layouts named for it. See test_layouts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import HfReader
-from marsrl.trainer.packing import pack
+from marsrl.trainer.packing import PackedBatch, pack
 
 SAMPLES = 8
 _READ = HfReader._read
@@ -38,8 +41,7 @@ def reads_of_this_process() -> list[int]:
     return read
 
 
-def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores, router margins, weights before and after; a checkpoint."""
+def new_learner(model: str, layout: dict[str, int]) -> Learner:
     policy = PolicyConfig(
         dtype="float32",
         layout=layout,  # type: ignore[arg-type]
@@ -47,17 +49,41 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5),
     )
     mpt = MptConfig(scope="sample", entropy=3.98, probability=0.02)
+    return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
+
+
+def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
+    """Always the same two, so that the router loss agrees: both on one data-parallel rank, or one on each of two."""
+    samples = sequences(SAMPLES, multiple=4)
+    batches = [pack(samples[::2], align=2), pack(samples[1::2], align=2)]
+    sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
+    ranks_of_data = dist.get_world_size() // sharers
+    return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
+
+
+def third_step(learner: Learner, layout: dict[str, int]) -> list[float]:
+    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
+    found = []
+    for _ in range(2):
+        stats = learner.step(batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
+        found += [stats.loss, stats.grad_norm]
+    return found
+
+
+def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
+    """third_step of a learner that was saved after its second one, under this layout or another."""
+    learner = new_learner(model, layout)
+    learner.load(checkpoint)
+    return third_step(learner, layout)
+
+
+def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
+    """Two steps on the ranks of this world: statistics, scores, router margins, weights before and after; a checkpoint."""
     read = reads_of_this_process()
-    learner = Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
+    learner = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
-    samples = sequences(SAMPLES)
-    batches = [
-        pack(samples[::2], align=2),
-        pack(samples[1::2], align=2),
-    ]  # the same two, so that the router loss agrees
-    ranks_of_data = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
-    mine = batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
-    untouched = dict(learner.export())
+    samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
+    untouched = {name: tensor.clone() for name, tensor in learner.export()}
     stats = []
     for _ in range(2):
         s = learner.step(mine, normaliser=num_trained(samples))
@@ -67,14 +93,17 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     found = learner.score_with_margins(mine)
     sums = [(logprobs.sum(), margins.clamp(max=9).sum(), margins.min()) for logprobs, margins in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
-    total /= 1 if ranks_of_data > 1 else dist.get_world_size()
+    is_split = len(mine) < 2  # over the data-parallel ranks
+    total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
     if checkpoint is not None:
         learner.save(checkpoint)
+    weights = {name: tensor.clone() for name, tensor in learner.export()}
     return {
         "stats": stats,
+        "third": third_step(learner, layout),
         "scores": total.tolist(),
-        "weights": dict(learner.export()),
+        "weights": weights,
         "untouched": untouched,
         "loaded": loaded,
     }
@@ -83,19 +112,22 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
 def main() -> None:
     torch.set_num_threads(1)
     out, models, layouts = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    report = {}
+    resumed = json.loads(sys.argv[4])  # {kind: [[layout of the checkpoint, layout of the resumed run], ...]}
+    checkpoints = out.parent / "checkpoints"
+    report: dict[str, Any] = {}
     for kind, model in models.items():
         for name, layout in layouts[kind].items():
-            is_cut = layout.get("tensor", 1) * layout.get("pipeline", 1) > 1  # else rank 0 has every shard anyway
-            found = run(model, layout, out.parent / "checkpoints" / kind / name if is_cut else None)
+            found = run(model, layout, checkpoints / kind / name)
             parallel.stop(keep_world=True)
-            if dist.get_rank() == 0:
-                report[f"{kind}/{name}"] = found
+            report[f"{kind}/{name}"] = found
+        for before, after in resumed[kind]:
+            report[f"{kind}/{before} -> {after}"] = resume(model, layouts[kind][after], checkpoints / kind / before)
+            parallel.stop(keep_world=True)
     if dist.get_rank() == 0:
         torch.save(report, out)
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # checkpoints fork processes
+if __name__ == "__main__":
     main()

@@ -19,6 +19,7 @@ from marsrl.trainer import cli
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.export import export, hf_tensors
 from marsrl.trainer.learner import Learner
+from marsrl.trainer.manifest import write_manifest
 from marsrl.trainer.megatron import hf_files
 from marsrl.trainer.megatron.hf_files import HfReader, write_hf
 from marsrl.trainer.megatron.mapping import Unit, hf_shapes, part_shape, units
@@ -40,6 +41,7 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
     (run.checkpoint(3) / "policies").mkdir(parents=True)
     for policy in policies:
         policy.rename(run.checkpoint(3) / "policies" / policy.name)
+    write_manifest(run.checkpoint(3), {})
     run.mark_latest(3)
     return run
 

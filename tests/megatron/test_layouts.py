@@ -1,4 +1,4 @@
-"""Every layout trains the same model: two gloo ranks, started once, against one."""
+"""Every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks, started once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts_worker import run
+from layouts_worker import resume, run
 from megatron_models import save_model
 from safetensors.torch import load_file
 
@@ -25,8 +25,22 @@ TWO = {
         "tp2_etp2": {"tensor": 2},
         "tp2_ep2": {"tensor": 2, "expert": 2},
         "pp2": {"pipeline": 2},
+        "cp2": {"context": 2},
     },
-    "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
+    "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}},
+}
+
+
+RESUMED = {
+    "qwen3_moe": [
+        ("dp2", "dp2"),
+        ("tp2_ep2", "tp2_ep2"),
+        ("tp2_etp2", "dp2"),
+        ("ep2", "dp2"),
+        ("pp2", "tp2_etp2"),
+        ("dp2", "ep2"),
+    ],
+    "qwen3": [("tp2", "dp2"), ("pp2", "tp2")],
 }
 
 
@@ -37,7 +51,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(Path(__file__).parent / "layouts_worker.py"), str(folder / "two.pt")]
-    command += [json.dumps(models), json.dumps(TWO)]
+    command += [json.dumps(models), json.dumps(TWO), json.dumps(RESUMED)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
@@ -48,6 +62,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for kind, model in models.items():
         found[f"{kind}/one"] = run(model, {})
         parallel.stop(keep_world=True)
+        for name in TWO[kind]:
+            found[f"{kind}/{name} -> one"] = resume(model, {}, folder / "checkpoints" / kind / name)
+            parallel.stop(keep_world=True)
     return found
 
 
@@ -90,3 +107,20 @@ def test_a_checkpoint_of_two_ranks_exports_the_weights_that_they_trained(
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), reports[name]["weights"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [(kind, *pair) for kind, pairs in RESUMED.items() for pair in pairs]
+    + [(kind, name, "one") for kind, layouts in TWO.items() for name in layouts],
+)
+def test_a_run_goes_on_under_another_layout_as_under_its_own(
+    reports: dict[str, Any], kind: str, before: str, after: str
+) -> None:
+    """Weights, moments and step count of the optimizer; bit for bit where the layout is the same."""
+    unbroken, resumed = reports[f"{kind}/{before}"]["third"], reports[f"{kind}/{before} -> {after}"]
+    if before == after:
+        assert resumed == unbroken
+    else:
+        assert resumed == pytest.approx(unbroken, rel=1e-5, abs=2e-6)
+    assert unbroken[0] != reports[f"{kind}/{before}"]["stats"][1][0]  # the steps do move the loss

@@ -116,7 +116,9 @@ def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
 def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:
     scheduler, engine = background(deadline_s=0.2)
     engine.collect = lambda timeout_s: time.sleep(0.05) or []
-    with pytest.raises(RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"):
+    with pytest.raises(
+        RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"
+    ):
         scheduler.next_batch({"main": 0})
     scheduler.close()
 
@@ -150,7 +152,9 @@ finally:
     scheduler.close()
 """
     )
-    process = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "playing\n"
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from marsrl.trainer.megatron import shim
 from marsrl.trainer.megatron.layout import Layout
 
+# Ranks wait in a collective while rank 0 plays (rollout.deadline_s, half an hour by default) or evaluates. Dead ranks are
+# found by the heartbeat.
+_TIMEOUT = datetime.timedelta(hours=3)
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
 
 
@@ -39,7 +42,7 @@ def start(layout: Layout, seed: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+        dist.init_process_group(backend, timeout=_TIMEOUT)
     if _current:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")

@@ -119,8 +119,10 @@ class LocalEngine:
         start = time.perf_counter()
         self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop
+        loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
-        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
     def close(self) -> None:
         self._model.weights.clear()

@@ -1,0 +1,70 @@
+"""A rank that is killed in the middle of a step takes the run down, by name, and nothing but that step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+def start(folder: Path, *settings: str, kill_at: int | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(Path(__file__).with_name("killed_rank_worker.py")), str(folder / "model")]
+    command += [
+        "task=math", f"policies.main.model={folder / 'model'}", "policies.main.dtype=float32",
+        f"data.train={folder / 'train.jsonl'}", "rollout.engine=scripted", "rollout.prompts_per_step=1",
+        "rollout.group_size=4", "rollout.max_response_tokens=120", "sync.tolerance=1e6", "run.evaluate=false",
+        f"run.dir={folder}", "run.name=killed", "run.checkpoint_every=1", "run.steps=4", "trainer.threads=1", *settings,
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"KILL_AT": str(kill_at)} if kill_at is not None else {})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def alive(session: int) -> list[str]:
+    """Commands of the processes that belong to a session, zombies left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended while we looked
+            if int(its_session) == session and state != "Z":
+                found.append(command)
+    return found
+
+
+def test_the_others_stop_and_the_next_start_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    init_model("tiny", "bytes", tmp_path / "model")
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    broken = start(tmp_path, kill_at=3)
+    output, _ = broken.communicate(timeout=300)
+    latest = tmp_path / "killed" / "checkpoints" / "latest"
+    assert broken.returncode != 0
+    assert latest.read_text().strip() == "step_2", output[-6000:]
+    # torchrun's last words
+    cause = output[output.index("Root Cause") :]
+    assert "rank      : 1 (local_rank: 1)" in cause and "SIGKILL" in cause, output[-6000:]
+    assert alive(broken.pid) == []
+    stopped_s = time.time() - (latest.stat().st_mtime)
+    assert stopped_s < 120, f"{stopped_s:.0f} s from the last checkpoint, a step before the death, to the end"
+    resumed = start(tmp_path, "run.resume=auto")
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output[-6000:]
+    assert latest.read_text().strip() == "step_4"
+    assert [row.step for row in read_metrics(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3, 4]

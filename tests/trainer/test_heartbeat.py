@@ -1,0 +1,50 @@
+"""A rank that falls silent, or ends with an error, stops the others with its name; one that is done does not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch.distributed as dist
+
+from marsrl.trainer.heartbeat import Heartbeat
+
+
+class Rank:
+    """A heartbeat that keeps what it would have stopped the process for."""
+
+    def __init__(self, store: dist.Store, rank: int, *, silent_s: float) -> None:
+        self.stopped, self.reason = threading.Event(), ""
+        self.heartbeat = Heartbeat(store, rank, 3, stop=self._stop, beat_s=0.02, silent_s=silent_s)
+
+    def _stop(self, reason: str) -> None:
+        self.reason = reason
+        self.stopped.set()
+
+
+def test_all_hear_which_rank_is_silent() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, r, silent_s=2.0) for r in range(2)]  # the third was killed before its first beat
+    with ranks[0].heartbeat, ranks[1].heartbeat:
+        assert all(rank.stopped.wait(60) for rank in ranks)
+    assert all("silent for 2 s" in rank.reason and "rank 2" in rank.reason for rank in ranks)
+
+
+def test_all_hear_which_rank_ended_with_an_error() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, r, silent_s=1e9) for r in range(3)]
+    with ranks[0].heartbeat, ranks[1].heartbeat:
+        with contextlib.suppress(MemoryError), ranks[2].heartbeat:
+            raise MemoryError("no room")
+        assert all(rank.stopped.wait(60) for rank in ranks[:2])
+    assert all("rank 2 (" in rank.reason and "MemoryError: no room" in rank.reason for rank in ranks[:2])
+
+
+def test_a_rank_that_is_done_is_not_missed() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, r, silent_s=1.0) for r in (0, 2)]
+    store.set("beat/1", "done")
+    with ranks[0].heartbeat:
+        with ranks[1].heartbeat:
+            pass
+        assert not ranks[0].stopped.wait(2.0)

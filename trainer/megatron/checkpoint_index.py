@@ -1,0 +1,88 @@
+"""index.json: which bytes of which file hold which part of which tensor. Megatron's own .metadata is a pickle of the same.
+
+Imports no megatron: `marsrl export` reads it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+NAME = "index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a stored tensor: `length` bytes from `start` of `file` are a torch.save of the part at `offsets`."""
+
+    tensor: str
+    offsets: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+def render_index(metadata: Metadata, pieces: Iterable[Piece]) -> bytes:
+    """metadata: names, dtypes, shapes and cuts of all tensors, as planned; pieces: what all ranks wrote.
+
+    Raises:
+        RuntimeError: a planned part was not written.
+    """
+    where = {(piece.tensor, piece.offsets): piece for piece in pieces}
+    tensors = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        chunks = []
+        for chunk in stored.chunks:
+            piece = where.get((name, tuple(chunk.offsets)))
+            if piece is None:
+                raise RuntimeError(f"{name}: no rank wrote its part at {list(chunk.offsets)}")
+            chunks.append([list(chunk.offsets), list(chunk.sizes), piece.file, piece.start, piece.length])
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
+    return json.dumps({"tensors": tensors}, separators=(",", ":")).encode("ascii")
+
+
+def read_index(folder: Path) -> Metadata:
+    """What torch's reader wants to know of the checkpoint in `folder`.
+
+    Raises:
+        ValueError: index.json is not there or no index.
+    """
+    path = folder / NAME
+    try:
+        tensors = json.loads(path.read_bytes())["tensors"]
+        metadata = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta())
+        for name, stored in tensors.items():
+            dtype = getattr(torch, stored["dtype"])
+            chunks = []
+            for offsets, sizes, file, start, length in stored["chunks"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                metadata.storage_data[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(file, start, length)
+            size = torch.Size(stored["size"])
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint {folder}: {NAME} cannot be read ({error}); it is torn or not ours") from error
+    return metadata
+
+
+class IndexReader(FileSystemReader):
+    """torch's reader of tensor files, with index.json in place of the pickled .metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_index(Path(self.path))
