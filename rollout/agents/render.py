@@ -40,6 +40,7 @@ class ChatRenderer:
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
         self._options = template_options
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
         self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
         for token in self._tokenizer.all_special_tokens:
@@ -83,9 +84,11 @@ class ChatRenderer:
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
-        numbers = [int(i) for i in ids]
+        numbers = ids.tolist()
         if numbers and numbers[-1] in self.stop_ids:
             numbers.pop()
+        if self._fast is not None:  # the wrapper looks at every id again, in Python: as long as the decoding itself
+            return str(self._fast.decode(numbers, skip_special_tokens=False))
         return str(self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def prompt_text(self, ids: IntArray) -> str:
