@@ -261,7 +261,7 @@ class EventScheduler(Ledger):
         metrics = {**self.counts, "rollout/stages": 1, "rollout/unfinished": self.num_unfinished}
         state.ready.append(Batch(groups, metrics))
         state.closed = []
-        self.counts = Counter()
+        self.counts: Counter[str] = Counter()
         self._begin_stage_if_due()
 
     def _is_stage_over(self) -> bool:

@@ -68,7 +68,7 @@ class Scheduler(Ledger):
         """Nothing of ours is left running."""
 
     def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> Batch:
-        self.counts = Counter()
+        self.counts: Counter[str] = Counter()
         asks = sorted(self.state.pending, key=lambda ask: ask.group_id)
         self.state.pending = []
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
