@@ -12,7 +12,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
 
-.PHONY: help install train test check bench clean
+.PHONY: help install train test parity check bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 
 test: install  ## all tests that need no GPU
 	tests/all.sh
+
+parity: install  ## every parallel layout against one rank and against transformers
+	python benchmarks/parity.py
 
 check: install  ## ruff, types, and the fast tests
 	ruff check .

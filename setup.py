@@ -46,6 +46,7 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray"],
     "vllm": ["vllm"],
+    "openai": ["httpx"],  # frozen policies behind a server; vllm brings it too
     "data": ["pyarrow", "datasets"],
     "wandb": ["wandb"],
     "dev": ["pytest", "hypothesis", "ruff", "mypy"],

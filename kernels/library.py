@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 3  # csrc/include/abi.h
+ABI_VERSION = 5  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -29,6 +29,10 @@ _CPU_FUNCTIONS: Declarations = {
         [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float, *[_pointer] * 7, _int],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
+    "marsrl_policy_rows": (
+        _int64,
+        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 7, _int],
+    ),
     "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
     "marsrl_unpack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),
     "marsrl_kept_ids": (_int64, [_pointer, _int64, _pointer, _int64]),
@@ -39,6 +43,7 @@ _CPU_FUNCTIONS: Declarations = {
         None,
         [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
     ),
+    "marsrl_word_sum": (ctypes.c_uint64, [_pointer, _int64, ctypes.c_uint64]),
     "marsrl_sequence_sums": (None, [_pointer, _int, _pointer, _pointer, _int64, _pointer]),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .gemms import HeadGemms
-from .rows.protocol import RowKernels, Statistics
+from .rows.protocol import PolicyTerms, RowKernels, Statistics
 from .rows.selection import LateCount, Rows
 from .shards import sharded_statistics
 from .vocabulary import Head
@@ -87,6 +87,8 @@ class Sweep:
             sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
         gradients = sweep.finish()
 
+    `policy_rows` stands for both calls with the objective between them.
+
     The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
     On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait. On a device there
     are two, and the number of gradients of a chunk is read after the next chunk is queued: the device never runs dry.
@@ -156,6 +158,17 @@ class Sweep:
             self._waiting[self._filled :],
             self._active[self._filled :],
         )
+
+    def policy_rows(self, logits: Tensor, chunk: Rows, statistics: Statistics, terms: PolicyTerms) -> None:
+        """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
+        in_one_walk = terms.in_one_walk
+        if in_one_walk is None or self._head.is_sharded or not self._gradients.wants_any:
+            self.statistics(logits, chunk, statistics)
+            terms.evaluate(chunk)
+            self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
+            return
+        self._make_room(chunk.count)
+        self._late = in_one_walk(logits, chunk, self._head, statistics, self._active[self._filled :])
 
     def finish(self) -> HeadGradients:
         """The gradients of all chunks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Settings(BaseModel):
@@ -45,6 +47,42 @@ class VllmOptions(Settings):
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
 
 
+class OpenAIOptions(Settings):
+    """A server that speaks OpenAI's completions protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
+
+    base_url: str = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions")
+    model: str = Field(description="the model's name on that server")
+    api_key_env: str | None = Field(None, description="environment variable that holds the key; never the key itself")
+    prompt: Literal["text", "tokens"] = Field(
+        "text", description="tokens: send ids, for a server that has the tokenizer of policies.<name>.model"
+    )
+    concurrency: int = Field(32, gt=0, description="requests under way at once")
+    timeout_s: float = Field(600.0, gt=0, description="one attempt at one request, from connection to last byte")
+    retries: int = Field(5, ge=0, description="further attempts after 429, 5xx, or a failed connection")
+    backoff_s: float = Field(1.0, ge=0, description="wait before the first retry; doubles, up to 60 s")
+    max_response_kib: int = Field(4096, gt=0, description="a larger answer is refused, KiB")
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url is {value!r}; expected http://host[:port]/v1 or https://...")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("base_url holds a user, password or query; give a key by api_key_env: the config is saved")
+        return value.rstrip("/")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            # not shown: it may be the key
+            raise ValueError(
+                "api_key_env is not the name of an environment variable; put the key into one, name it here"
+            )
+        return value
+
+
 class RolloutConfig(Settings):
     """How problems are played."""
 
@@ -66,12 +104,23 @@ class RolloutConfig(Settings):
     pipeline: Literal["agentic", "trajectory"] = Field(
         "agentic", description="train on finished groups, or on whole trajectories"
     )
+    overlap: int = Field(
+        0, ge=0, description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"
+    )
+    finish_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a stage ends when this share of its samples has finished; the rest is carried over",
+    )
     group_completion: Literal["wait", "drop_stragglers"] = Field(
         "wait", description="what a group does about unfinished samples"
     )
     max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
-    deadline_s: float = Field(1800.0, gt=0, description="a stage that takes longer is an error")
+    deadline_s: float = Field(
+        1800.0, gt=0, description="a stage (with overlap: a request) that takes longer is an error"
+    )
     vllm: VllmOptions = VllmOptions()
 
     @model_validator(mode="after")

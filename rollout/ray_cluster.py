@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
+_COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
+_COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
+_CALLS_AT_ONCE = _COLLECTS + 2  # beside them num_decoded, and submit or abort
 
 
 class RayCluster:
@@ -114,10 +118,11 @@ def _join(address: str, timeout_s: float) -> None:
 
 
 class EngineActor:
-    """What runs in the actor's process. Two threads: num_decoded answers while another call decodes."""
+    """What runs in the actor's process. One thread decodes; num_decoded, submit and abort are answered meanwhile."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._engine = build_engine(spec)
+        self._decoding = threading.Lock()
 
     def info(self) -> Timed:
         return timed(self._engine.info)
@@ -126,13 +131,26 @@ class EngineActor:
         return self._engine.num_decoded()
 
     def generate(self, requests: RequestBatch, version: int) -> Timed:
-        return timed(lambda: ResultBatch.pack(self._engine.generate(requests.unpack(), version=version)))
+        with self._decoding:
+            return timed(lambda: ResultBatch.pack(self._engine.generate(requests.unpack(), version=version)))
+
+    def submit(self, requests: RequestBatch, version: int) -> None:
+        self._engine.submit(requests.unpack(), version=version)
+
+    def collect(self, timeout_s: float) -> Timed:
+        with self._decoding:
+            return timed(lambda: ResultBatch.pack(self._engine.collect(timeout_s)))
+
+    def abort(self) -> None:
+        self._engine.abort()
 
     def score(self, sequences: list[IntArray], temperature: float) -> Timed:
-        return timed(lambda: self._engine.score(sequences, temperature))
+        with self._decoding:
+            return timed(lambda: self._engine.score(sequences, temperature))
 
     def update_weights(self, update: WeightUpdate) -> Timed:
-        return timed(lambda: self._engine.update_weights(update))
+        with self._decoding:
+            return timed(lambda: self._engine.update_weights(update))
 
     def close(self) -> None:
         self._engine.close()
@@ -146,12 +164,14 @@ class RayReplicas:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
         actor = ray.remote(EngineActor)
         self._actors: list[Any] = []
+        self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
+        self._submitting: list[Any] = []
         try:
             for spec in specs:
                 options = actor.options(
                     num_cpus=0,
                     num_gpus=num_gpus,
-                    max_concurrency=2,
+                    max_concurrency=_CALLS_AT_ONCE,
                     max_restarts=0,  # a restarted engine would hold the weights of the start
                     runtime_env={"env_vars": spec.environment()},
                 )
@@ -176,13 +196,31 @@ class RayReplicas:
                 pending = ray.wait(pending, num_returns=len(pending), timeout=_PROGRESS_S)[1]
                 if pending:
                     on_wait()
-        try:
-            answers = ray.get(calls)
-        except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
+        answers = _get(calls)
         if method != "generate":
             return answers
-        return [Timed(answer.value.unpack(), answer.start, answer.end) for answer in answers]
+        return [_unpacked(answer) for answer in answers]
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        self._submitting.append(self._actors[replica].submit.remote(RequestBatch.pack(requests), version))
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+        calls_of = Counter(self._collecting.values())
+        for replica in busy:
+            for _ in range(calls_of[replica], _COLLECTS):
+                self._collecting[self._actors[replica].collect.remote(_COLLECT_S)] = replica
+        calls = list(self._collecting)
+        ray.wait(calls, num_returns=1, timeout=timeout_s)
+        done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
+        if self._submitting:
+            _get(self._submitting)  # a refused one raises here
+            self._submitting.clear()
+        return [(self._collecting.pop(call), _unpacked(answer)) for call, answer in zip(done, _get(done), strict=True)]
+
+    def abort(self, busy: Sequence[int]) -> None:
+        _get(self._submitting)  # none may arrive behind the abort
+        self._submitting.clear()
+        _get([self._actors[replica].abort.remote() for replica in busy])
 
     def num_decoded(self) -> list[int]:
         return ray.get([actor.num_decoded.remote() for actor in self._actors])
@@ -193,6 +231,17 @@ class RayReplicas:
             ray.kill(actor, no_restart=True)
         self._actors.clear()
         self._cluster.close()
+
+
+def _get(calls: Sequence[Any]) -> list[Any]:
+    try:
+        return ray.get(list(calls))
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
+
+
+def _unpacked(answer: Timed) -> Timed:
+    return Timed(answer.value.unpack(), answer.start, answer.end)
 
 
 @dataclass(frozen=True, slots=True)

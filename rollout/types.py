@@ -17,6 +17,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.rollout.routed_experts import ExpertArray
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -109,6 +111,7 @@ class Sample:
     sampled) cover the completion only, end token included. is_sampled [N] is False where a tool wrote the token.
     segments partition [0, N) by the policy version that decoded them. verdict: a Verifier's parsed verdict,
     True = "correct"; answer: a Solver's or Corrector's parsed final answer; None = not parsable or not that role.
+    routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     """
 
     uid: str
@@ -128,6 +131,7 @@ class Sample:
     answer: str | None = None
     verdict: bool | None = None
     reward: Reward = Reward(MISSING, MISSING, note="not judged")
+    routed_experts: ExpertArray | None = None
 
     @property
     def oldest_version(self) -> int:

@@ -22,9 +22,11 @@ class BatchPlan:
     data_parallel: int
     micro_batch_tokens: int
     max_micro_batches: int  # of each rank, were every completion of maximal length and every prompt empty
+    updates: int  # optimizer steps a step
 
     def lines(self) -> list[str]:
         """For people."""
+        cut = [] if self.updates == 1 else [f"{self.updates} optimizer updates a step, each on its part of the groups"]
         return [
             f"{self.problems} problems a step x {self.samples_of_first // self.problems} samples = "
             f"{self.samples_of_first} samples of the first agent",
@@ -33,6 +35,7 @@ class BatchPlan:
             f"at most {self.max_completion_tokens:,} completion tokens a step ({self.tokens_per_stage} a sample and stage)",
             f"{self.ranks} rank(s), {self.data_parallel} data-parallel; micro-batches of at most "
             f"{self.micro_batch_tokens:,} tokens -> at most {self.max_micro_batches} a rank, prompts not counted",
+            *cut,
         ]
 
 
@@ -43,7 +46,7 @@ def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> B
         ValueError: the layout does not divide the number of ranks.
     """
     rollout = config.rollout
-    layout = next(iter(config.policies.values())).layout
+    layout = next(iter(config.trained_policies.values())).layout
     cut = layout.tensor * layout.pipeline * layout.context
     if world_size % cut:
         raise ValueError(
@@ -68,6 +71,7 @@ def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> B
         data_parallel=data_parallel,
         micro_batch_tokens=config.trainer.max_tokens_per_micro_batch,
         max_micro_batches=-(-per_rank // config.trainer.max_tokens_per_micro_batch),
+        updates=config.trainer.updates_per_step,
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.build import make_pool
+from marsrl.rollout.background import BackgroundScheduler
+from marsrl.rollout.engines.build import make_openai_pool, make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
@@ -29,6 +30,7 @@ from marsrl.trainer.heartbeat import heartbeat
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.layout import resolve
+from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory
@@ -47,7 +49,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        parallel.start(resolve(next(iter(config.policies.values())).layout), config.run.seed)
+        parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
         stack.callback(parallel.stop)
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
@@ -57,14 +59,21 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             started = warm_start(config, checked.task, console)
         made = str(started.model_dir) if started is not None else ""
         models = {name: policy.model or made for name, policy in config.policies.items()}
-        learners = {name: _learner(config, name, models[name]) for name in config.policies}
+        trained = config.trained_policies
+        references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
+        learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
         driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
         if world_size() > 1:
             stack.enter_context(heartbeat())  # entered last, left first: closing engines may take its time
         yield Run(config, directory, console, learners, driver, started)
 
 
-def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
+def _reference(reference: str, model_dir: str) -> str | None:
+    """policies.<name>.reference as a directory."""
+    return {"none": None, "start": model_dir}.get(reference, reference)
+
+
+def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
     loss = config.loss
     objective = PolicyObjective(
         clip_low=loss.clip_low,
@@ -74,7 +83,9 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         kind=loss.kind,
         correction=loss.correction,
         correction_low=loss.correction_low,
-        correction_high=loss.correction_high,
+        correction_high=loss.upper_bound,
+        kl=loss.kl,
+        kl_coef=loss.kl_coef,
         entropy_coef=loss.entropy_coef,
     )
     return Learner(
@@ -86,6 +97,8 @@ def _learner(config: RunConfig, name: str, model_dir: str) -> Learner:
         total_steps=config.run.steps,
         seed=config.run.seed,
         old_policy=loss.old_policy,
+        router_replay=config.trainer.router_replay,
+        reference_dir=reference_dir,
     )
 
 
@@ -96,15 +109,22 @@ def _driver(checked: Checked, directory: RunDirectory, models: dict[str, str], c
     with ExitStack() as stack:
         team = stack.enter_context(open_team(checked, models))
         syncs = {}
-        for name, pool in team.pools.items():
-            vocab_size = read_shape(models[name]).vocab_size
+        for name in config.trained_policies:
+            shape = read_shape(models[name])
             sync = WeightSync(
-                pool, vocab_size=vocab_size, tolerance=config.sync.tolerance, verify_every=config.sync.verify_every
+                team.pools[name],
+                vocab_size=shape.vocab_size,
+                tolerance=config.sync.tolerance,
+                verify_every=config.sync.verify_every,
+                directory=config.sync.directory,
+                num_elements=elements(shape).total,
             )
             stack.callback(sync.close)
             syncs[name] = sync
         source = checked.task.problems(config.run.seed)
-        scheduler = Scheduler(config.rollout, team, source, seed=config.run.seed)
+        kind = BackgroundScheduler if config.rollout.overlap else Scheduler
+        scheduler = kind(config.rollout, team, source, seed=config.run.seed)
+        stack.callback(scheduler.close)
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
         )
@@ -120,14 +140,16 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
         pools: dict[str, EnginePool] = {}
         for name, policy in config.policies.items():
-            pools[name] = make_pool(
-                name,
-                models[name],
-                config.rollout,
-                dtype=policy.dtype,
-                max_model_len=longest_sequence(config, name),
-                seed=config.run.seed,
-            )
+            longest = longest_sequence(config, name)
+            if policy.openai is not None:
+                deadline_s = config.rollout.deadline_s
+                pools[name] = make_openai_pool(
+                    name, models[name], policy.openai, deadline_s=deadline_s, max_model_len=longest
+                )
+            else:
+                pools[name] = make_pool(
+                    name, models[name], config.rollout, dtype=policy.dtype, max_model_len=longest, seed=config.run.seed
+                )
             stack.callback(pools[name].close)
         orchestration = build_orchestration(
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks

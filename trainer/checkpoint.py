@@ -26,9 +26,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
-from marsrl.rollout.scheduler import SchedulerState
+from marsrl.rollout.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.manifest import FileSum, damage, write_manifest
@@ -36,14 +35,6 @@ from marsrl.trainer.run_directory import Checkpoint, RunDirectory, sync_tree, wr
 
 if TYPE_CHECKING:
     from marsrl.trainer.megatron.checkpoint_store import PendingSave
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutState:
-    """What rank 0 keeps: the scheduler between two stages, and where the problem source stands."""
-
-    scheduler: SchedulerState
-    source: CursorState
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -67,6 +67,18 @@ class OptimizerConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0, description="global gradient norm")
     offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
+    distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
+    overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
+    overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
+
+    @model_validator(mode="after")
+    def _overlap_is_possible(self) -> OptimizerConfig:
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError(
+                f"optimizer.overlap_param_gather needs optimizer.distributed (found {self.distributed}) and "
+                f"optimizer.overlap_grad_reduce (found {self.overlap_grad_reduce}); set both, or leave it off"
+            )
+        return self
 
 
 class PolicyConfig(Settings):
@@ -76,6 +88,16 @@ class PolicyConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full"] = "none"
     router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
+    reference: str = Field(
+        "none",
+        description="frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory",
+    )
+    frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
+    engine: Literal["openai"] | None = Field(
+        None,
+        description="openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine",
+    )
+    openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")
 
 
 class CreditConfig(Settings):
@@ -97,9 +119,27 @@ class LossConfig(Settings):
     ratio: Literal["token", "sequence"] = "token"
     kind: Literal["clip", "cispo"] = "clip"
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    correction_low: float = Field(0.5, ge=0)
-    correction_high: float = Field(2.0, gt=0)
+    correction_low: float = Field(0.5, ge=0, description="icepop and sequence_mask; of p_trainer / p_rollout")
+    correction_high: float | None = Field(None, gt=0, description="default: 2 (tis, sequence_mask), 5 (icepop)")
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
+        "none", description="estimate of KL(policy || policies.<name>.reference)"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
     entropy_coef: float = 0.0
+
+    @model_validator(mode="after")
+    def _correction_corrects(self) -> LossConfig:
+        if self.old_policy == "sais" and self.correction != "none":
+            raise ValueError(
+                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is to the "
+                "rollout's own log-probs already: set loss.correction=none, or loss.old_policy=pois or recompute"
+            )
+        return self
+
+    @property
+    def upper_bound(self) -> float:
+        """correction_high, or its default."""
+        return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)
 
 
 class MptConfig(Settings):
@@ -112,6 +152,12 @@ class MptConfig(Settings):
 
 class TrainerConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
+    updates_per_step: int = Field(1, gt=0, description="optimizer steps a step, each on its part of the step's groups")
+    router_replay: Literal["none", "recompute", "rollout"] = Field(
+        "none",
+        description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
+        "or those of decoding (rollout, R3; refused: no engine returns them)",
+    )
     max_bad_steps: int = Field(
         3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
     )
@@ -120,6 +166,9 @@ class TrainerConfig(Settings):
 
 class SyncConfig(Settings):
     backend: Literal["shm"] = "shm"
+    directory: str | None = Field(
+        None, description="where the weights of a version are written for the engines; default: /dev/shm"
+    )
     verify_every: int = Field(
         1, gt=0, description="versions between probe comparisons; checksums are compared every time"
     )
@@ -176,13 +225,31 @@ class RunConfig(Settings):
     sync: SyncConfig = SyncConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 
+    @property
+    def trained_policies(self) -> dict[str, PolicyConfig]:
+        """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
+        return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
+        for name, policy in self.policies.items():
+            _check_policy(f"policies.{name}", policy)
+        if not self.trained_policies:
+            raise ValueError(
+                f"policies: every one is frozen ({', '.join(self.policies)}), and nothing is left to train"
+            )
         trained = [n for n in self.agents if self.credit.train_agents == "all" or n in self.credit.train_agents]
         for name, agent in self.agents.items():
             if agent.policy not in self.policies:
                 raise ValueError(
                     f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(self.policies)})"
+                )
+            if name in trained and self.policies[agent.policy].frozen:
+                raise ValueError(
+                    f"agents.{name} is trained, but its policy {agent.policy} is frozen"
+                    f"{' and served by policies.' + agent.policy + '.openai' if self.policies[agent.policy].openai else ''}"
+                    f": name the agents to train in credit.train_agents (now {_listed(self.credit.train_agents)}), "
+                    f"without {name}"
                 )
             if name in trained and (agent.top_p != 1 or agent.top_k != -1):
                 raise ValueError(
@@ -194,6 +261,26 @@ class RunConfig(Settings):
             for name in self.credit.train_agents:
                 if self.agents and name not in self.agents:
                     raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(self.agents)}")
+        if self.loss.kl == "none" and self.loss.kl_coef:
+            raise ValueError(f"loss.kl_coef is {self.loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+        for name, policy in self.policies.items():
+            if self.loss.kl != "none" and policy.reference == "none":
+                raise ValueError(
+                    f"loss.kl={self.loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
+                    "an HF directory"
+                )
+        if self.trainer.router_replay == "rollout":
+            reasons = {
+                "vllm": "vLLM 0.32 has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run "
+                "the sampler that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend",
+                "local": "the local engine keeps no record of them",
+                "scripted": "scripted completions come from no model",
+            }
+            raise ValueError(
+                f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
+                f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
+                "trainer.router_replay=recompute"
+            )
         whole = self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
         if whole and self.rollout.pipeline != "trajectory":
             raise ValueError(
@@ -201,3 +288,26 @@ class RunConfig(Settings):
                 "of a rollout instance in one step: set rollout.pipeline=trajectory"
             )
         return self
+
+
+def _check_policy(key: str, policy: PolicyConfig) -> None:
+    if (policy.engine == "openai") != (policy.openai is not None):
+        raise ValueError(
+            f"{key}: engine=openai and the section openai (base_url, model) go together; found engine={policy.engine} "
+            f"and {'the' if policy.openai else 'no'} section"
+        )
+    if policy.engine == "openai" and not policy.frozen:
+        raise ValueError(
+            f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the "
+            "log-probs of the distribution that it drew from, and takes no new weights; set frozen=true and leave its "
+            "agents out of credit.train_agents"
+        )
+    if policy.frozen and policy.model is None:
+        raise ValueError(
+            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai its tokenizer and chat "
+            "template are enough)"
+        )
+
+
+def _listed(names: str | tuple[str, ...]) -> str:
+    return names if isinstance(names, str) else ", ".join(names)

@@ -22,12 +22,14 @@ class Credited:
     sequences: those with a gradient. num_tokens: the denominator of the loss, over all samples consumed (algorithms:
     sampled tokens of trained agents with a reward; zero-spread groups count when credit.count_zero_groups).
     advantages: of every sample that was credited, by uid, for the samples log.
+    counted: the tokens of each sample in num_tokens, by uid.
     """
 
     sequences: tuple[TrainSequence, ...]
     num_tokens: int
     advantages: Mapping[str, float]
     metrics: Mapping[str, float]
+    counted: Mapping[str, int]
 
 
 def credit(
@@ -53,7 +55,7 @@ def credit(
         trained = outcome_rewards(trained, groups)
     samples = [s for g in trained for s in g.samples]
     if not samples:
-        return Credited((), 0, {}, {})
+        return Credited((), 0, {}, {}, {})
     instances = _indices(s.rollout_id for s in samples)
     advantage = group_advantage(
         torch.tensor([s.reward.value for s in samples], dtype=torch.float32),
@@ -64,13 +66,14 @@ def credit(
         std=config.std,
         singleton=config.singleton,
     ).tolist()
-    sequences, num_tokens = [], 0
+    sequences = []
+    counted: dict[str, int] = {}
     for sample, value in zip(samples, advantage, strict=True):
         if sample.reward.is_missing:
             continue
         enters = value != 0.0 or keep_zero
         if enters or config.count_zero_groups:
-            num_tokens += int(sample.is_sampled.sum())
+            counted[sample.uid] = int(sample.is_sampled.sum())
         if enters:
             agent = agents[sample.agent]
             sequences.append(
@@ -84,10 +87,12 @@ def credit(
                     agent=names.index(sample.agent),
                     temperature=agent.temperature,
                     is_positive=sample.reward.correct >= 1,
+                    routed_experts=sample.routed_experts,
                 )
             )
     by_uid = {s.uid: v for s, v in zip(samples, advantage, strict=True) if not s.reward.is_missing}
-    return Credited(tuple(sequences), num_tokens, by_uid, variance_inflation(trained))
+    num_tokens = sum(counted.values())
+    return Credited(tuple(sequences), num_tokens, by_uid, variance_inflation(trained), counted)
 
 
 def outcome_rewards(trained: Sequence[Group], groups: Sequence[Group]) -> list[Group]:

@@ -21,6 +21,7 @@ def summarise(
     num_unfinished: int = 0,
     advantages: Mapping[str, float] | None = None,
     verifiers: Collection[str] | None = None,
+    frozen: Collection[str] = (),
 ) -> dict[str, float]:
     """The metrics of the groups that one step consumes.
 
@@ -30,6 +31,7 @@ def summarise(
         num_unfinished: samples carried over to a later stage.
         advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
         verifiers: agents that give verdicts; default: those with at least one that could be read.
+        frozen: agents whose policy has one version for ever; their samples are never stale.
 
     Returns:
         reward/all/mean               over the present rewards of all agents
@@ -52,7 +54,7 @@ def summarise(
     for finish in Finish:
         metrics[f"rollout/finish_{finish.value}"] = sum(sample.finish is finish for sample in samples)
     # a sample that an engine gave up before its first token has no segment and no age
-    staleness = [version - sample.oldest_version for sample in samples if sample.segments]
+    staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     if staleness:
         metrics["rollout/staleness_mean"] = _mean(staleness)
         metrics["rollout/staleness_max"] = max(staleness)

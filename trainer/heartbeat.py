@@ -110,7 +110,7 @@ class Heartbeat:
 
 def heartbeat() -> Heartbeat:
     """Of this rank, on a connection of its own to the store of the process group."""
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=SILENT_S))
     return Heartbeat(dist.PrefixStore("marsrl/heartbeat", store), dist.get_rank(), dist.get_world_size())
 

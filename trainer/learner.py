@@ -25,6 +25,7 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.fixed import Fixed
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.megatron.layout import check, resolve
@@ -33,7 +34,9 @@ from marsrl.trainer.run_directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.megatron.checkpoint_store import PendingSave
+    from marsrl.trainer.megatron.context import ContextCut
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
+    from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
 
 _KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
 _OUR_SUMS = ("nll", "weighted_nll")
@@ -51,6 +54,8 @@ class StepStats:
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
+    num_updates: optimizer updates that changed the weights.
+    replay: how the forced experts compare with the router's own choice; None where none were forced.
     """
 
     loss: float
@@ -65,6 +70,8 @@ class StepStats:
     prob_diff_max: float
     k3: float
     logprobs: tuple[Tensor, ...]
+    num_updates: int = 0
+    replay: ReplayCounts | None = None
 
 
 class Learner:
@@ -81,17 +88,34 @@ class Learner:
         total_steps: int,
         seed: int,
         old_policy: Literal["pois", "sais", "recompute"] = "pois",
+        router_replay: Literal["none", "recompute", "rollout"] = "none",
+        reference_dir: str | Path | None = None,
     ) -> None:
         """Build the model on this layout's process groups (made here where there are none) and read its weights.
 
         mpt.probability replaces objective.mpt_probability; mpt.scope "off" turns the masking off.
+        reference_dir: weights of objective.kl's reference, frozen; read and held only where there is such a term.
 
         Raises:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
+        if objective.kl != "none" and reference_dir is None:
+            raise ValueError(f"learner: objective.kl is {objective.kl} and reference_dir is None; name its weights")
         shape = read_shape(model_dir)
         layout = resolve(policy.layout)
         check(layout, shape, parallel.world_size())
+        if router_replay != "none" and not shape.num_experts:
+            raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
+        if layout.context > 1 and (objective.ratio == "sequence" or objective.correction == "sequence_mask"):
+            raise ValueError(
+                f"layout.context is {layout.context}, but loss.ratio={objective.ratio} with loss.correction="
+                f"{objective.correction} needs whole sequences on a rank; set 1, or per-token choices of both"
+            )
+        if policy.optimizer.offload and not torch.cuda.is_available():
+            raise ValueError(
+                "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no "
+                "CUDA device here, where the state is in host memory anyway; set false"
+            )
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -100,7 +124,8 @@ class Learner:
         from marsrl.trainer.megatron.model import build_model
         from marsrl.trainer.megatron.optimizer import Optimizer
 
-        self._vocab_size = shape.vocab_size
+        self._vocab_size, self._num_experts = shape.vocab_size, shape.num_experts
+        self._router_replay = router_replay
         self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
         probability = None if mpt.scope == "off" else mpt.probability
         self._objective = dataclasses.replace(objective, mpt_probability=probability)
@@ -110,15 +135,22 @@ class Learner:
         self._converter.load(model_dir)
         self._optimizer = Optimizer(self._ddp, policy.optimizer, self._config.params_dtype)
         self._optimizer.reload_weights()
+        self._reference: Any = None
+        if objective.kl != "none":
+            from marsrl.trainer.megatron.reference import frozen_model
+
+            assert reference_dir is not None
+            self._reference = frozen_model(reference_dir, layout, policy)
         self._run_schedule = get_forward_backward_func()
         self._is_last_stage = parallel_state.is_pipeline_last_stage()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        self._context_group = parallel_state.get_context_parallel_group()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
         has_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-        self.num_steps = 0  # calls of step(), skipped and empty ones included: what the schedule counts
+        self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
 
     @property
     def align(self) -> int:
@@ -144,10 +176,20 @@ class Learner:
 
         return int(parallel_state.get_data_parallel_world_size())
 
-    def step(self, micro_batches: Sequence[PackedBatch], *, normaliser: float, lr: float | None = None) -> StepStats:
+    def step(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        *,
+        normaliser: float,
+        lr: float | None = None,
+        fixed: Sequence[Fixed] | None = None,
+        is_last: bool = True,
+    ) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
 
         lr: of this step, in place of the policy's schedule.
+        fixed: what fix() gave for the same micro-batches before the first of several updates (updates.py); None: now.
+        is_last: False where other updates of the same step follow, which share its learning rate.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
 
@@ -159,31 +201,41 @@ class Learner:
         if lr is None:
             lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
         num_trained, num_tokens = self._agree(micro_batches)
-        self.num_steps += 1
+        self.num_steps += is_last
         if num_trained == 0:
             return self._stats(torch.zeros(self._num_sums), 0.0, lr, [], is_empty=True)
         if not normaliser > 0:
             raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
-        batches = [_on(batch, self._device) for batch in micro_batches]
-        old = self._old_logprobs(batches)
+        cuts = self._cut(micro_batches)
+        batches = [each.batch for each in cuts]
+        if fixed is None:
+            fixed = self._fixed(batches, is_first=True)
         self._set_aux_scale(num_tokens)
         self._optimizer.zero_grad()
-        results = self._forward_backward(batches, old, normaliser)
+        results, replay = self._forward_backward(batches, fixed, normaliser)
         sums, largest = self._reduced_sums(batches, results)
         raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
-        logprobs = [result.policy.logprobs.cpu() for result in results]
-        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite)
+        logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
+        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite, replay=replay)
+
+    def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        """What several updates of one step take as given, under the present weights: once, before the first of them.
+
+        is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
+        """
+        self._agree(batches)
+        return self._fixed([each.batch for each in self._cut(batches)], is_first=is_first)
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask."""
         self._agree(batches)
-        outputs = self._forward([_on(batch, self._device) for batch in batches], "score")
-        return [output.cpu() for output in outputs]
+        cuts = self._cut(batches)
+        return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
 
     @torch.no_grad()
     def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
@@ -196,14 +248,18 @@ class Learner:
 
         with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
             scores = self.score(batches)
-        return list(zip(scores, margins.of_batches([batch.num_tokens for batch in batches]), strict=True))
+        cuts = self._cut(batches)
+        found = margins.of_batches([each.batch.num_tokens for each in cuts])
+        return list(zip(scores, self._whole(cuts, found), strict=True))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
+        self._optimizer.gather_weights()
         return self._converter.export()
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""
+        self._optimizer.gather_weights()
         self._converter.save_hf(folder, self._model_dir)
 
     def save(self, folder: str | Path) -> None:
@@ -221,6 +277,7 @@ class Learner:
         """Plan a save into `folder`; with copy=True the rest of it may run beside training."""
         from marsrl.trainer.megatron.checkpoint_store import begin_save
 
+        self._optimizer.gather_weights()
         num_steps = self.num_steps
 
         def write_files(folder: Path) -> None:
@@ -254,6 +311,24 @@ class Learner:
 
     # The pieces of a step.
 
+    def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
+        """This rank's part of each batch, which all context-parallel ranks were given, on the device."""
+        from marsrl.trainer.megatron.context import ContextCut, cut
+
+        size, align = self._layout.context, self.align
+        if size == 1:
+            whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
+            return [ContextCut(_on(batch, self._device), whole, batch.num_tokens) for batch in batches]
+        cuts = [cut(batch, self._context_group.rank(), size, align) for batch in batches]
+        return [dataclasses.replace(c, batch=_on(c.batch, self._device), rows=c.rows.to(self._device)) for c in cuts]
+
+    def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
+        """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
+        if self._layout.context == 1:
+            return [each.cpu() for each in values]
+        pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
+        return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
+
     def _agree(self, batches: Sequence[PackedBatch]) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
         problem = 0
@@ -261,6 +336,8 @@ class Learner:
             problem = 1
         elif self._mpt.scope == "batch" and len(batches) > 1:
             problem = 2
+        elif self._router_replay == "rollout" and any(b.routed_experts is None and bool(b.mask.any()) for b in batches):
+            problem = 3
         counts = len(batches)
         trained = sum(int(batch.mask.sum()) for batch in batches)
         packed = sum(batch.num_tokens for batch in batches)
@@ -279,50 +356,97 @@ class Learner:
                 f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
                 f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
             )
+        if problem == 3:
+            raise ValueError(
+                "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
+            )
         if most != fewest or most == 0:
             raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
-        copies = self._layout.tensor * self._layout.pipeline
+        copies = self._layout.tensor * self._layout.pipeline * self._layout.context
         return int(share[0]) // copies, int(share[1]) // copies
 
     def _set_aux_scale(self, num_tokens: int) -> None:
         """The router's balancing loss as the token-weighted mean over all micro-batches.
 
-        Without megatron's division by tokens it would be a sum over packed tokens; a tensor-parallel rank counts its
-        share of them only.
+        Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
+        counts its share of them only.
         """
         if self._policy.router_aux_loss > 0 and self._config.num_moe_experts:
-            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * self._layout.tensor / num_tokens
+            sharers = self._layout.tensor * self._layout.context
+            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * sharers / num_tokens
 
-    def _old_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
-        if self._old_policy == "pois":
-            return [None] * len(batches)
-        if self._old_policy == "recompute":
-            with torch.no_grad():
-                return list(self._forward(batches, "score"))
-        if any(batch.rollout_logprobs is None for batch in batches):
-            raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
-        return [batch.rollout_logprobs for batch in batches]
+    @torch.no_grad()
+    def _fixed(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        needs_old = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
+        scores, experts = self._score_and_experts(batches, needs_old)
+        old: Sequence[Tensor | None] = scores
+        if self._old_policy == "sais":
+            if any(batch.rollout_logprobs is None for batch in batches):
+                raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+            old = [batch.rollout_logprobs for batch in batches]
+        elif not needs_old:
+            old = [None] * len(batches)
+        reference: Sequence[Tensor | None] = [None] * len(batches)
+        if self._reference is not None:
+            reference = self._forward(batches, "score", self._reference)
+        return [Fixed(*each) for each in zip(old, reference, experts, strict=True)]
+
+    def _score_and_experts(
+        self, batches: Sequence[PackedBatch], needs_scores: bool
+    ) -> tuple[list[Tensor], Sequence[Choices | None]]:
+        """Log-probs where they are needed, and the experts to force: R2 records them in the same forward pass."""
+        none: Sequence[Choices | None] = [None] * len(batches)
+        if self._router_replay != "recompute":
+            return self._forward(batches, "score") if needs_scores else [], self._rollout_experts(batches) or none
+        from marsrl.trainer.megatron.router_replay import record_experts
+
+        with record_experts(self._model, self._num_experts) as recorded:
+            scores = self._forward(batches, "score")
+        return scores, recorded.of_batches(len(batches))
+
+    def _rollout_experts(self, batches: Sequence[PackedBatch]) -> Sequence[Choices | None]:
+        if self._router_replay != "rollout":
+            return []
+        from marsrl.trainer.megatron.router_replay import experts_of_rank
+
+        cut = self._layout.uses_sequence_parallel
+        experts = [batch.routed_experts for batch in batches]
+        return [None if each is None else experts_of_rank(self._model, each, sequence_parallel=cut) for each in experts]
 
     def _forward_backward(
-        self, batches: Sequence[PackedBatch], old: Sequence[Tensor | None], normaliser: float
-    ) -> list[HeadResult]:
-        """The results of this rank's micro-batches; empty before the last stage."""
+        self, batches: Sequence[PackedBatch], fixed: Sequence[Fixed], normaliser: float
+    ) -> tuple[list[HeadResult], ReplayCounts | None]:
+        """The results of this rank's micro-batches, empty before the last stage; what replaying experts changed."""
         from marsrl.trainer.megatron.head import LossInputs
+        from marsrl.trainer.megatron.router_replay import replay_experts
 
         def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
             batch, inputs = next(data)
             return model(batch, inputs), _loss_of
 
-        inputs = [LossInputs(self._objective, self._mpt, self._num_agents, normaliser, each) for each in old]
-        return self._schedule(forward_step, list(zip(batches, inputs, strict=True)), forward_only=False)
+        inputs = [
+            LossInputs(
+                self._objective, self._mpt, self._num_agents, normaliser, each.old_logprobs, each.reference_logprobs
+            )
+            for each in fixed
+        ]
+        data = list(zip(batches, inputs, strict=True))
+        if self._router_replay == "none":
+            return self._schedule(forward_step, data, forward_only=False), None
+        choices = [each.experts for each in fixed]
+        with replay_experts(self._model, choices, self._num_experts) as replayed:
+            results = self._schedule(forward_step, data, forward_only=False)
+        return results, replayed.counts()
 
-    def _forward(self, batches: Sequence[PackedBatch], what: Literal["score", "logits"]) -> list[Tensor]:
-        """Forward passes; the last stage's [T] log-probs on every stage."""
+    def _forward(
+        self, batches: Sequence[PackedBatch], what: Literal["score", "logits"], model: Any = None
+    ) -> list[Tensor]:
+        """Forward passes of `model` (None: the policy); the last stage's [T] log-probs on every stage."""
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
             return model(next(data), None, what), _as_it_is
 
-        outputs = self._schedule(forward_step, list(batches), forward_only=True)
+        outputs = self._schedule(forward_step, list(batches), forward_only=True, model=model)
         if self._layout.pipeline > 1:
             if not self._is_last_stage:
                 outputs = [torch.empty(batch.num_tokens, device=self._device) for batch in batches]
@@ -330,12 +454,12 @@ class Learner:
                 dist.broadcast(output, self._last_rank, group=self._pipeline_group)
         return outputs
 
-    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool) -> list[Any]:
+    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool, model: Any = None) -> list[Any]:
         first = data[0][0] if isinstance(data[0], tuple) else data[0]
         return self._run_schedule(
             forward_step_func=forward_step,
             data_iterator=iter(data),
-            model=[self._ddp],
+            model=[self._ddp if model is None else model],
             num_microbatches=len(data),
             seq_length=first.num_tokens,
             micro_batch_size=1,
@@ -353,7 +477,7 @@ class Learner:
         largest = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._counts:
             for batch, result in zip(batches, results, strict=True):
-                head, biggest = _mismatch(batch, result)
+                head, biggest = _mismatch(batch, result, counts_samples=self._context_group.rank() == 0)
                 agents = [result.policy.agent_sums[name].double() for name in _KERNEL_SUMS]
                 total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
                 largest = torch.maximum(largest, biggest)
@@ -378,6 +502,7 @@ class Learner:
         largest: float = 0.0,
         is_skipped: bool = False,
         is_empty: bool = False,
+        replay: ReplayCounts | None = None,
     ) -> StepStats:
         loss, gated, compared, difference, k3, *rest = sums.tolist()
         agents = range(0, len(rest), self._num_agents)
@@ -395,6 +520,8 @@ class Learner:
             prob_diff_max=largest if compared else math.nan,
             k3=k3 / compared if compared else math.nan,
             logprobs=tuple(logprobs),
+            num_updates=int(not (is_skipped or is_empty)),
+            replay=replay,
         )
 
     def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:
@@ -425,10 +552,13 @@ def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
 
 
-def _mismatch(batch: PackedBatch, result: HeadResult) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|."""
+def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:
+    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
+
+    counts_samples: False on all but one of the ranks that a sample is cut over.
+    """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    gated = zero if result.gate is None else result.gate.sum().double()
+    gated = result.gate.sum().double() if counts_samples and result.gate is not None else zero
     loss = result.policy.loss.detach().double()
     if batch.rollout_logprobs is None:
         return torch.stack([loss, gated, zero, zero, zero]), zero

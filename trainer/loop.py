@@ -7,8 +7,10 @@ the groups; all ranks share the update. What a line hides lives in the file name
 from __future__ import annotations
 
 from marsrl.trainer.credit import credit
+from marsrl.trainer.mini_batches import mini_batches
 from marsrl.trainer.run import Run
-from marsrl.trainer.share import Work, share
+from marsrl.trainer.share import share
+from marsrl.trainer.updates import train_step
 
 
 def train(run: Run) -> None:
@@ -21,15 +23,15 @@ def train(run: Run) -> None:
             work = None
             if batch is not None:
                 with run.timed("credit"):
-                    credited = credit(
-                        run.groups_of(policy, batch), run.config.credit, run.agents, keep_zero=run.keeps_zero
-                    )
+                    groups = run.groups_of(policy, batch)
+                    credited = credit(groups, run.config.credit, run.agents, keep_zero=run.keeps_zero)
                     run.note_credit(credited)
-                    work = Work(credited.sequences, credited.num_tokens)
+                    num_updates = run.config.trainer.updates_per_step
+                    work = mini_batches(credited, groups, num_updates, seed=run.config.run.seed, step=step)
             with run.timed("pack"):
-                micro_batches, num_tokens = share(work, run.share_of_this_rank)
+                updates = share(work, run.share_of_this_rank)
             with run.timed("step"):
-                stats = learner.step(micro_batches, normaliser=float(num_tokens))
+                stats = train_step(learner, updates)
                 run.note_step(policy, stats, work)
             if stats.is_updated:
                 with run.timed("publish"):

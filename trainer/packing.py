@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 
 
@@ -22,6 +23,7 @@ class TrainSequence:
 
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
     supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
+    routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
     """
 
     uid: str
@@ -34,6 +36,7 @@ class TrainSequence:
     temperature: float
     is_positive: bool = False  # task reward before penalties >= 1 (DMMPT)
     token_weights: FloatArray | None = None
+    routed_experts: ExpertArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +68,7 @@ class PackedBatch:
     max_seqlen: int
     agent_of: Tensor  # [S] int64
     is_positive: Tensor  # [S] bool
+    routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
 
     @property
     def num_tokens(self) -> int:
@@ -187,4 +191,17 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         max_seqlen=int(np.diff(cu_seqlens).max()),
         agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
         is_positive=torch.tensor([s.is_positive for s in sequences], dtype=torch.bool),
+        routed_experts=_routed_experts(sequences, starts, total),
     )
+
+
+def _routed_experts(sequences: Sequence[TrainSequence], starts: IntArray, total: int) -> Tensor | None:
+    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None where no sequence has one."""
+    known = [s.routed_experts for s in sequences if s.routed_experts is not None]
+    if not known:
+        return None
+    packed = np.full((total, *known[0].shape[1:]), not_recorded(known[0].dtype), known[0].dtype)
+    for sequence, start in zip(sequences, starts[:-1], strict=True):
+        if sequence.routed_experts is not None:
+            packed[start : start + len(sequence.routed_experts)] = sequence.routed_experts
+    return torch.from_numpy(packed)

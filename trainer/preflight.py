@@ -10,7 +10,7 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
@@ -40,6 +40,11 @@ class Checked:
             notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
         if self.num_held_out:
             notes += f"\n{self.num_held_out} problems of data.train are held out for evaluation (no data.eval is given)"
+        for name, policy in self.config.policies.items():
+            if policy.reference != "none" and self.config.loss.kl == "none":
+                notes += (
+                    f"\nwarning: policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded"
+                )
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
@@ -60,9 +65,18 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
     config = with_agents(config, tuple(spec.name for spec in orchestration.agents))
     for name, policy in config.policies.items():
+        if policy.engine == "openai":
+            continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:
             shape = read_shape(policy.model)
-            check(resolve(policy.layout), shape, world_size)
+            if not policy.frozen:
+                check(resolve(policy.layout), shape, world_size)
+                if config.trainer.router_replay != "none" and not shape.num_experts:
+                    raise ConfigError(
+                        f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
+                        f"{shape.architecture} without experts; set it to none"
+                    )
+                _check_reference(config, name, shape, world_size)
             config = within_positions(config, name, shape.max_positions)
         elif config.task != "arithmetic":
             raise ConfigError(
@@ -72,6 +86,20 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     return Checked(
         config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out
     )
+
+
+def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
+    """A reference with a directory of its own fits the policy's layout and speaks its tokens."""
+    policy = config.policies[name]
+    if config.loss.kl == "none" or policy.reference in ("none", "start"):
+        return
+    reference = read_shape(policy.reference)
+    check(resolve(policy.layout), reference, world_size)
+    if reference.vocab_size != shape.vocab_size:
+        raise ConfigError(
+            f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
+            f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
+        )
 
 
 def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], list[Problem]]:

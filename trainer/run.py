@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.pool import EnginePool
-from marsrl.rollout.scheduler import Batch, Scheduler
+from marsrl.rollout.ledger import Batch
+from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Group, IntArray
 from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.checkpoint import CheckpointWriter, RolloutState, load_checkpoint
+from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.collective import barrier
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
@@ -37,7 +39,7 @@ from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
 
-_ENGINE_WORK = {"generate": "decode", "update_weights": "load weights", "score": "score the probe"}
+_ENGINE_WORK = {"generate": "decode", "collect": "decode", "update_weights": "load weights", "score": "score the probe"}
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class Driver:
     directory: RunDirectory
     console: RunConsole
     team: Team
-    scheduler: Scheduler
+    scheduler: Scheduler | BackgroundScheduler
     evaluator: Evaluator
     syncs: Mapping[str, WeightSync]
     metrics: MetricsLog | None = None
@@ -77,7 +79,7 @@ class Run:
         self.driver = driver
         self.started = started
         self.agents = config.agents
-        self.versions = dict.fromkeys(learners, 0)
+        self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
         self.consumed_version = (
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
@@ -106,7 +108,8 @@ class Run:
     @property
     def keeps_zero(self) -> bool:
         """Samples with advantage 0 still have a gradient."""
-        return self.config.loss.entropy_coef != 0
+        loss = self.config.loss
+        return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -125,15 +128,14 @@ class Run:
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
             self.step = restored.step
-            self.versions = restored.versions
+            self.versions = {**self.versions, **restored.versions}
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.metrics = MetricsLog(
                 self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
             )
             if restored is not None:
-                self.driver.scheduler.state = restored.rollout.scheduler
-                self.driver.scheduler.source.load(restored.rollout.source)
+                self.driver.scheduler.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
                 self._sync(policy)
@@ -151,7 +153,7 @@ class Run:
 
     def play(self) -> Batch | None:
         """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
-        self.consumed_version = max(self.versions.values())
+        self.consumed_version = max(self.versions[policy] for policy in self.learners)
         if self.driver is None:
             return None
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
@@ -213,7 +215,12 @@ class Run:
             for _ in tensors:
                 pass
             return
-        report = self.driver.syncs[policy].publish(tensors, version, (lambda _: probe) if probe is not None else None)
+        report = self.driver.syncs[policy].publish(
+            tensors,
+            version,
+            (lambda _: probe) if probe is not None else None,
+            engines_at_rest=self.driver.scheduler.resting(self.versions),
+        )
         self.driver.num_syncs += 1
         self.driver.row["sync/bytes"] = report.num_bytes
         self.driver.row["sync/seconds"] = report.seconds
@@ -243,13 +250,15 @@ class Run:
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
             verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+            frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         total = sum(self.seconds.values())
         decoded = batch.metrics.get("rollout/tokens", 0)
+        overlaps = self.config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
         speed = {
             "timing_s/total": total,
-            "rollout/tokens_per_s": decoded / self.seconds["rollout"],
+            "rollout/tokens_per_s": decoded / (total if overlaps else self.seconds["rollout"]),
             "perf/tokens_per_s": decoded / total,
         }
         assert driver.metrics is not None
@@ -272,7 +281,7 @@ class Run:
         if step == self.config.run.steps or (every and step % every == 0):
             state = None
             if self.driver is not None:
-                state = RolloutState(self.driver.scheduler.state, self.driver.scheduler.source.state())
+                state = self.driver.scheduler.snapshot()
             self.checkpoints.save(step, self.versions, self.learners, state)
 
     def finish(self) -> None:
@@ -313,7 +322,7 @@ class Run:
         write_json(before_file, driver.before.model_dump(mode="json"))
 
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
-        with self.console.progress(name, unit="tokens") as bar:
+        with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)
 
 

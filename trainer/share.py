@@ -11,11 +11,31 @@ from marsrl.trainer.packing import PackedBatch, TrainSequence, pack, plan_micro_
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What rank 0 tells the others about one update of one policy."""
+class MiniBatch:
+    """What one optimizer update trains on."""
 
     sequences: tuple[TrainSequence, ...]
     num_tokens: int  # the loss's denominator, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What rank 0 tells the others about one step of one policy: its updates, in order."""
+
+    updates: tuple[MiniBatch, ...]
+
+    @property
+    def sequences(self) -> tuple[TrainSequence, ...]:
+        """Those of all updates."""
+        return tuple(sequence for update in self.updates for sequence in update.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update as a rank does it: its micro-batches, and the denominator over all ranks."""
+
+    micro_batches: tuple[PackedBatch, ...]
+    normaliser: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +51,15 @@ class Share:
     align: int
 
 
-def share(work: Work | None, place: Share) -> tuple[list[PackedBatch], int]:
-    """This rank's packed micro-batches and the global denominator. Collective; `work` is rank 0's, None elsewhere.
+def share(work: Work | None, place: Share) -> list[Update]:
+    """This rank's packed micro-batches of every update. Collective; `work` is rank 0's, None elsewhere.
 
-    Every rank gets the same number of micro-batches, as the collectives inside a forward pass need.
+    Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
     """
-    work = _broadcast(work)
-    return micro_batches(work.sequences, place), work.num_tokens
+    return [
+        Update(tuple(micro_batches(update.sequences, place)), float(update.num_tokens))
+        for update in _broadcast(work).updates
+    ]
 
 
 def micro_batches(sequences: Sequence[TrainSequence], place: Share) -> list[PackedBatch]:

@@ -19,6 +19,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         "actor/grad_norm": stats.grad_norm,
         "actor/lr": stats.lr,
         "actor/tokens": tokens,
+        "actor/updates": stats.num_updates,
         "actor/empty_steps": float(stats.is_empty),
         "actor/skipped_steps": float(stats.is_skipped),
         "mpt/gated_samples": stats.gated_samples,
@@ -32,6 +33,9 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
         metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
         metrics["train_rollout/k3"] = stats.k3
+    if stats.replay is not None and stats.replay.tokens:
+        metrics["router/replayed_differ"] = stats.replay.tokens_differ / stats.replay.tokens
+        metrics["router/replayed_choices_differ"] = stats.replay.choices_differ / stats.replay.choices
     for agent in agents:
         count = sums["tokens"][agent]
         if count:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def summarise_run(run: Run, driver: Driver) -> Summary:
     """The summary of a run that has just ended."""
     config = run.config
-    info = next(iter(driver.team.pools.values())).infos()[0]
+    info = driver.team.pools[next(iter(run.learners))].infos()[0]  # of frozen policies the summary says nothing
     tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
     started = None
     if run.started is not None:

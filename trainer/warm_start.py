@@ -116,7 +116,7 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
         learner = Learner(
             PolicyConfig(
                 dtype="float32",
-                layout=next(iter(config.policies.values())).layout,
+                layout=next(iter(config.trained_policies.values())).layout,
                 optimizer=OptimizerConfig(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay),
                 router_aux_loss=settings.router_aux_loss,
             ),

@@ -95,10 +95,13 @@ class _Ours:
 
     def run(self) -> Results:
         rows, found, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms
-        self.kernels.statistics(self.logits, rows, self.head, found)
-        terms.evaluate(rows)
-        coefficients = terms.coefficient, terms.entropy_coefficient
-        self.kernels.gradients(self.logits, rows, self.head, found, *coefficients, self.out, self.active).wait()
+        if terms.in_one_walk is not None:
+            terms.in_one_walk(self.logits, rows, self.head, found, self.active).wait()
+        else:
+            self.kernels.statistics(self.logits, rows, self.head, found)
+            terms.evaluate(rows)
+            coefficients = terms.coefficient, terms.entropy_coefficient
+            self.kernels.gradients(self.logits, rows, self.head, found, *coefficients, self.out, self.active).wait()
         return {"logprobs": found.logprobs, "entropy": found.entropy, "dz": self.out}
 
 

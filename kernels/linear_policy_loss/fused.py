@@ -66,9 +66,7 @@ def _single_pass(
     terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
     sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight)
     for chunk, logits in sweep:
-        sweep.statistics(logits, chunk, statistics)
-        terms.evaluate(chunk)
-        sweep.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
+        sweep.policy_rows(logits, chunk, statistics, terms)
     return FusedLoss(statistics, terms, sweep.finish())
 
 

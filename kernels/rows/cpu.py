@@ -120,6 +120,30 @@ class CpuPolicyTerms:
             ctypes.byref(self._objective), ctypes.byref(self._tokens), address(rows.ids), rows.first, rows.count
         )
 
+    def in_one_walk(self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, active: Tensor) -> LateCount:
+        assert statistics.logprobs.data_ptr() == self._inputs.logprobs.data_ptr(), "terms of other log-probs"
+        kept = library.cpu_library().marsrl_policy_rows(
+            logits.data_ptr(),
+            head.width,
+            rows.count,
+            head.num_columns,
+            address(rows.ids),
+            rows.first,
+            head.targets.data_ptr(),
+            address(head.inverse_temperature),
+            head.inverse_temperature_of_all,
+            statistics.logprobs.data_ptr(),
+            statistics.entropy.data_ptr(),
+            statistics.maximum.data_ptr(),
+            statistics.log_sum.data_ptr(),
+            ctypes.byref(self._objective),
+            ctypes.byref(self._tokens),
+            active.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert kept >= 0, f"target of token {-1 - kept} is out of range, and no check saw it"
+        return LateCount(kept)
+
     def sums(self) -> Tensor:
         return self._sums
 

@@ -124,6 +124,8 @@ class CudaRowKernels:
 class CudaPolicyTerms:
     """PolicyTerms on the device; sums in double, in an order that the number of tokens fixes."""
 
+    in_one_walk = None
+
     def __init__(self, inputs: TermInputs):
         device = inputs.logprobs.device
         self.coefficient = torch.zeros_like(inputs.logprobs)

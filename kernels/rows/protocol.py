@@ -5,6 +5,7 @@
         statistics (or partials and two all-reduces)              RowKernels
         terms.evaluate: coefficients and sums of the loss         RowKernels
         gradients: rows with a coefficient to dz, side by side    RowKernels
+        (on the CPU these three in one: terms.in_one_walk)
         dX, dW from dz when enough rows are together              gemms.py, sweep.py
 
 Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
@@ -66,12 +67,26 @@ class TermInputs:
     normaliser: float | Tensor
 
 
+class RowsInOneWalk(Protocol):
+    """Statistics, evaluation and gradients of a chunk in one call: each row while it is in the cache."""
+
+    def __call__(self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, active: Tensor) -> LateCount:
+        """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other, in place.
+
+        For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of TermInputs.
+        """
+
+
 class PolicyTerms(Protocol):
     """The objective evaluated at tokens as they come. coefficient, entropy_coefficient: [T] float32, dL/dlogp, dL/dH,
     0 where nothing was evaluated."""
 
     coefficient: Tensor
     entropy_coefficient: Tensor
+
+    @property
+    def in_one_walk(self) -> RowsInOneWalk | None:
+        """None where the three steps stay separate calls, as on a device."""
 
     def evaluate(self, rows: Rows) -> None:
         """Evaluate these tokens, each token once. Those outside inputs.mask may be listed unless is_host."""

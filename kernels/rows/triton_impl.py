@@ -158,6 +158,8 @@ class TritonRowKernels:
 class TritonPolicyTerms:
     """PolicyTerms with the sums of each block of tokens kept apart until they are asked for: no atomics."""
 
+    in_one_walk = None
+
     def __init__(self, inputs: TermInputs):
         self._inputs = inputs
         self.coefficient, self.entropy_coefficient = (

@@ -58,7 +58,7 @@ class VerifierCorrector:
     """
 
     name = "verifier_corrector"
-    agents = (
+    agents: tuple[AgentSpec, ...] = (
         AgentSpec("solver", Role.SOLVER, None),
         AgentSpec("verifier1", Role.VERIFIER, "solver"),
         AgentSpec("corrector1", Role.CORRECTOR, "verifier1"),

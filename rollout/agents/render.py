@@ -10,6 +10,7 @@ occurrence of a control string is cut in two before it is tokenised: same text, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ class ChatRenderer:
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
         self._options = template_options
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
         self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
         for token in self._tokenizer.all_special_tokens:
@@ -82,10 +84,29 @@ class ChatRenderer:
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
-        numbers = [int(i) for i in ids]
+        numbers = ids.tolist()
         if numbers and numbers[-1] in self.stop_ids:
             numbers.pop()
+        if self._fast is not None:  # the wrapper looks at every id again, in Python: as long as the decoding itself
+            return str(self._fast.decode(numbers, skip_special_tokens=False))
         return str(self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def prompt_text(self, ids: IntArray) -> str:
+        """A prompt for a reader that takes text: its control words are exactly the control ids.
+
+        Where a content spells a control word in ordinary tokens, a zero-width space breaks it: a server that tokenises
+        the text would else see the control token that `render` has kept out.
+        """
+        parts = []
+        for is_control, run in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
+            text = str(self._tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            broken = "\u200b".join(part for part in self._break_controls(text) if part is not None)
+            parts.append(text if is_control else broken)
+        return "".join(parts)
+
+    def completion_ids(self, text: str) -> IntArray:
+        """[N] int32: a completion that came as text, in ordinary tokens only, without an end."""
+        return np.asarray(self._encode_pieces(list(self._break_controls(text))), np.int32)
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
         start = 0

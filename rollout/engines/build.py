@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import Engine
 
@@ -94,7 +94,9 @@ def make_pool(
             raise ValueError(
                 "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
             )
-        return EnginePool(LocalReplicas([scripted() for _ in range(config.engines)]), policy)
+        return EnginePool(
+            LocalReplicas([scripted() for _ in range(config.engines)]), policy, deadline_s=config.deadline_s
+        )
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement == "disaggregated":
@@ -120,13 +122,40 @@ def make_pool(
     ]
     if config.placement == "local":
         os.environ.update(specs[0].environment())
-        return EnginePool(LocalReplicas([build_engine(spec) for spec in specs]), policy)
+        return EnginePool(
+            LocalReplicas([build_engine(spec) for spec in specs]),
+            policy,
+            slots=config.vllm.max_num_seqs,
+            deadline_s=config.deadline_s,
+        )
     from marsrl.rollout.ray_cluster import RayCluster, RayReplicas
 
     cluster = RayCluster(
         address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
     )
-    return EnginePool(RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0), policy)
+    return EnginePool(
+        RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0),
+        policy,
+        slots=config.vllm.max_num_seqs,
+        deadline_s=config.deadline_s,
+    )
+
+
+def make_openai_pool(
+    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float, max_model_len: int
+) -> EnginePool:
+    """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
+
+    Raises:
+        ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
+        RuntimeError: httpx is not installed.
+    """
+    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.rollout.engines.openai_engine import OpenAIEngine
+
+    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), deadline_s=deadline_s, max_model_len=max_model_len)
+    return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
 
 
 def _require(module: str, setting: str, remedy: str) -> None:

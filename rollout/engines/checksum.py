@@ -1,59 +1,105 @@
-"""A 64-bit checksum of a tensor's bits: equal on CPU and GPU, sensitive to the order of the elements.
+"""A 64-bit checksum of a tensor: equal on CPU and GPU, sensitive to every bit and to where it stands.
 
-    checksum = sum over 8-byte words i of mix(word_i xor key_i)   (mod 2^64),   key_i = (i + 1) * golden ratio
+    sum over 8-byte words i of mix(word_i xor key_i)  +  hash(dtype, shape)   (mod 2^64),   key_i = (i + 1) * golden ratio
 
-with mix = multiply, fold the high half down, multiply (as in MurmurHash3's finaliser). A sum is associative, so any
-number of threads gives the same value. It finds corruption, not attacks.
+mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection:
+- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: it is always seen;
+- a change of several words (swapped elements, permuted rows or experts, another offset) moves the sum by a difference of
+  mixed words, which is 0 for one in 2^64 of such changes. The last shift-xor is what this rests on: without it, swapping
+  x and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time;
+- a sum is associative: parts of a tensor can be added up in any order, by any number of threads, on any device.
+It finds corruption, not attacks. csrc/cpu computes it at the speed of memory; PyTorch's operations, where that library is
+not built and on GPUs, give the same number.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_MIX_1 = -49064778989728563  # 0xFF51AFD7ED558CCD
-_MIX_2 = -4265267296055464877  # 0xC4CEB9FE1A85EC53
-_WORDS = 1 << 15  # words a round: 256 KiB, stays in the L2 cache of a CPU core
+from marsrl.kernels import library
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_WORDS = 1 << 15  # words a round of the PyTorch form: 256 KiB, stays in the L2 cache of a CPU core
 _WORDS_CUDA = 1 << 24
 
 
 def checksum(tensor: Tensor) -> int:
-    """The checksum of the tensor's values in row-major order, as a signed 64-bit integer.
+    """The checksum of the tensor's values in row-major order, 0 <= it < 2^64.
 
-    Shape does not enter, dtype does (through the bits): -0.0 and 0.0 differ, as do float32 and bfloat16 ones.
+    -0.0 and 0.0 differ; so do equal bytes of another dtype or shape.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    num_bytes = data.numel()
-    whole = num_bytes // 8 * 8
-    step = _WORDS_CUDA if data.is_cuda else _WORDS
-    words = _as_words(data[:whole])
-    key = torch.arange(1, min(step, max(words.numel(), 1)) + 1, device=data.device, dtype=torch.int64) * _GOLDEN
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), step):
-        block = words[start : start + step]
-        salt = _wrap(start * _GOLDEN)
-        total += _mix(block ^ (key[: block.numel()] + salt))
-    if whole < num_bytes:
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[: num_bytes - whole] = data[whole:]
-        total += _mix(tail.view(torch.int64) ^ _wrap((whole // 8 + 1) * _GOLDEN))
-    return _wrap(int(total.item()) + num_bytes * _MIX_1)
+    return checksum_of_parts([tensor], tensor.shape)
 
 
-def _as_words(data: Tensor) -> Tensor:
-    """[N] uint8 as [N/8] int64; a slice that does not start at a multiple of 8 bytes is copied."""
+def checksum_of_parts(parts: Iterable[Tensor], shape: Sequence[int]) -> int:
+    """checksum(the parts one after the other, as a tensor of `shape`), without making that tensor.
+
+    Args:
+        parts: at least one; all of one dtype, each on any device. One is held at a time.
+
+    Raises:
+        ValueError: the parts have not one dtype, or other numbers of elements than the shape.
+    """
+    total, num_bytes, num_elements = 0, 0, 0
+    rest: Tensor | None = None  # the bytes of a word whose end is in the next part
+    dtype: torch.dtype | None = None
+    for part in parts:
+        dtype = dtype or part.dtype
+        if part.dtype != dtype:
+            raise ValueError(f"checksum: a part has dtype {part.dtype} where others have {dtype}; expected one dtype")
+        num_elements += part.numel()
+        data = part.detach().contiguous().view(-1).view(torch.uint8)
+        if rest is not None:
+            data = torch.cat([rest.to(data.device), data])
+        whole = data.numel() // 8 * 8
+        total += _word_sum(data[:whole], num_bytes // 8)
+        num_bytes += whole
+        rest = data[whole:] if whole < data.numel() else None
+    if rest is not None:
+        last = torch.zeros(8, dtype=torch.uint8, device=rest.device)
+        last[: len(rest)] = rest
+        total += _word_sum(last, num_bytes // 8)
+    if num_elements != torch.Size(shape).numel():
+        raise ValueError(f"checksum: the parts have {num_elements} elements; expected shape {tuple(shape)}")
+    kind = hashlib.blake2b(f"{dtype} {list(shape)}".encode(), digest_size=8).digest()
+    return (total + int.from_bytes(kind, "little")) % (1 << 64)
+
+
+def _word_sum(data: Tensor, first_word: int) -> int:
+    """Sum of the mixed words of data [8 n] uint8, which begins at word first_word of its tensor."""
+    if data.device.type == "cpu" and library.why_no_cpu_library() is None:
+        return int(library.cpu_library().marsrl_word_sum(data.data_ptr(), data.numel() // 8, first_word))
+    return _word_sum_torch(data, first_word)
+
+
+def _word_sum_torch(data: Tensor, first_word: int) -> int:
     if data.storage_offset() % 8 or data.data_ptr() % 8:
-        data = data.clone()
-    return data.view(torch.int64)
+        data = data.clone()  # PyTorch reads words at multiples of 8 bytes only
+    words = data.view(torch.int64)
+    step = _WORDS_CUDA if data.is_cuda else _WORDS
+    key = torch.arange(1, min(step, len(words)) + 1, device=data.device, dtype=torch.int64) * _signed(_GOLDEN)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, len(words), step):
+        block = words[start : start + step]
+        total += _mix(block ^ (key[: len(block)] + _signed((first_word + start) * _GOLDEN))).sum()
+    return int(total.item())
 
 
 def _mix(words: Tensor) -> Tensor:
-    words = words.mul_(_MIX_1)
-    words ^= (words >> 32) & 0xFFFFFFFF  # int64 shifts are arithmetic: cut the sign off
-    return words.mul_(_MIX_2).sum()
+    """In place. int64 wraps around as uint64 does; its right shift copies the sign, which is cut off."""
+    words ^= (words >> 33) & 0x7FFFFFFF
+    words *= _signed(_MIX_1)
+    words ^= (words >> 33) & 0x7FFFFFFF
+    words *= _signed(_MIX_2)
+    words ^= (words >> 33) & 0x7FFFFFFF
+    return words
 
 
-def _wrap(value: int) -> int:
-    """Python's integer as the int64 that wraps around as tensors do."""
+def _signed(value: int) -> int:
+    """The int64 with the bits of value mod 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

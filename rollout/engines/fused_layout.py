@@ -12,6 +12,7 @@ engine on those that it received and on those that it really computes with.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -23,11 +24,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from marsrl.rollout.engines.checksum import checksum
+from marsrl.rollout.engines.checksum import checksum_of_parts
 
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
+_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,13 @@ def fusion_plan(names: Iterable[str]) -> dict[str, Fusion]:
     Raises:
         ValueError: a part is missing (q without k), or experts are not numbered 0..n-1.
     """
+    plan = _untied_plan(names)
+    if _EMBEDDING in plan and _HEAD not in plan:
+        plan[_HEAD] = plan[_EMBEDDING]
+    return plan
+
+
+def _untied_plan(names: Iterable[str]) -> dict[str, Fusion]:
     groups: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name in names:
         if expert := _EXPERT.match(name):
@@ -56,10 +66,7 @@ def fusion_plan(names: Iterable[str]) -> dict[str, Fusion]:
             groups[f"{base}.{fused}_proj.{kind}"][0, part] = name
         else:
             groups[name][0, ""] = name
-    plan = {fused: _fusion(fused, members) for fused, members in groups.items()}
-    if _EMBEDDING in plan and _HEAD not in plan:
-        plan[_HEAD] = plan[_EMBEDDING]
-    return plan
+    return {fused: _fusion(fused, members) for fused, members in groups.items()}
 
 
 def _fusion(fused: str, members: Mapping[tuple[int, str], str]) -> Fusion:
@@ -89,19 +96,82 @@ def _fusion(fused: str, members: Mapping[tuple[int, str], str]) -> Fusion:
     )
 
 
-def fuse(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, fused tensor) one after the other, cast to dtype: only one fused tensor is held at a time."""
+def fuse(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, fused tensor) one after the other, cast to dtype: only one fused tensor is held at a time.
+
+    device: where they are made, in memory of their own; None: where the parts are, and a tensor that is fused from
+    nothing may be the part itself. Each number is copied once at most.
+    """
     for name, fusion in fusion_plan(tensors).items():
-        rows = [
-            torch.cat([tensors[p] for p in parts]) if len(parts) > 1 else tensors[parts[0]] for parts in fusion.parts
-        ]
-        fused = torch.stack(rows) if fusion.is_stacked else rows[0]
-        yield name, fused if dtype is None else fused.to(dtype)
+        first = tensors[fusion.parts[0][0]]
+        if fusion.is_stacked or len(fusion.parts[0]) > 1:
+            yield name, _stacked(name, fusion, tensors, dtype or first.dtype, device or first.device)
+        else:
+            yield name, first.to(device or first.device, dtype or first.dtype, copy=device is not None)
+
+
+def _stacked(
+    name: str, fusion: Fusion, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    shapes = [tensors[part].shape for part in fusion.parts[0]]
+    rows = sum(shape[0] for shape in shapes)
+    fused = torch.empty((len(fusion.parts), rows, *shapes[0][1:]), dtype=dtype, device=device)
+    for out, parts in zip(fused, fusion.parts, strict=True):
+        at = 0
+        for part, shape in zip(parts, shapes, strict=True):
+            tensor = tensors[part]
+            if tensor.shape != shape or shape[1:] != shapes[0][1:]:
+                raise ValueError(
+                    f"weights: {part} has shape {list(tensor.shape)}, expected {[shape[0], *shapes[0][1:]]} as a part of {name}"
+                )
+            out[at : at + shape[0]].copy_(tensor)
+            at += shape[0]
+    return fused if fusion.is_stacked else fused[0]
 
 
 def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """{name of the fused tensor: checksum}, as an engine that computes in dtype must hold them."""
-    return {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
+    """{name of the fused tensor: checksum}, as an engine that computes in dtype must hold them; nothing is fused for it."""
+    return with_tied_head(untied_checksums(tensors, dtype))
+
+
+def untied_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """fused_checksums of some of a model's tensors (say a layer's, see by_layer): a head only where it is among them."""
+    found = {}
+    for name, fusion in _untied_plan(tensors).items():
+        shapes = [tensors[part].shape for part in fusion.parts[0]]
+        shape = [sum(part[0] for part in shapes), *shapes[0][1:]] if len(shapes) > 1 else list(shapes[0])
+        parts = (tensors[part].to(dtype) for expert in fusion.parts for part in expert)
+        found[name] = checksum_of_parts(parts, [len(fusion.parts), *shape] if fusion.is_stacked else shape)
+    return found
+
+
+def with_tied_head(checksums: Mapping[str, int]) -> dict[str, int]:
+    """The checksums of a whole model, whose head is its embedding where it has none of its own."""
+    tied = {_HEAD: checksums[_EMBEDDING]} if _EMBEDDING in checksums else {}
+    return {**tied, **checksums}
+
+
+def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """HF-named tensors a decoder layer at a time; what lies before, between and after layers comes as it is.
+
+    Raises:
+        ValueError: the tensors of a layer do not come one after the other.
+    """
+    seen: set[str] = set()
+    for layer, members in itertools.groupby(tensors, lambda named: _layer_of(named[0])):
+        if layer in seen:
+            raise ValueError(
+                f"weights: tensors of {layer}* come in several places; expected one layer after the other, each whole"
+            )
+        seen |= {layer} if layer else set()
+        yield dict(members)
+
+
+def _layer_of(name: str) -> str:
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 class WeightFiles(Mapping[str, Tensor]):
@@ -124,7 +194,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
 
 def _files_of(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX_FILE
     if index.is_file():
         files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
     else:

@@ -3,6 +3,9 @@
 An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
 
     engine.generate([DecodeRequest, ...], version=3)  -> [DecodeResult, ...]   same order as the requests
+    engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
+    engine.collect(timeout_s=0.2)                     -> [DecodeResult, ...]   what has ended, in any order
+    engine.abort()                                                             the rest comes back as far as it got
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
 """
 
@@ -32,6 +35,7 @@ class DecodeRequest:
     token_ids [N] int32: the prompt and what was decoded of the completion in earlier segments.
     seed: of this request alone, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
+    expected_new_tokens: a guess, by which a pool sends the longest first; None: max_new_tokens.
     """
 
     uid: str
@@ -40,12 +44,13 @@ class DecodeRequest:
     sampling: Sampling
     seed: int
     affinity: str
+    expected_new_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What was decoded. finish is STOP, LENGTH (max_new_tokens used up) or ERROR; logprobs in nats, at the sampling
-    temperature, of exactly the tokens drawn."""
+    """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
+    logprobs in nats, at the sampling temperature, of exactly the tokens drawn."""
 
     uid: str
     token_ids: IntArray
@@ -78,11 +83,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}."""
+    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}.
+
+    seconds: of the whole update; checksum_seconds: of the checksums in it.
+    """
 
     version: int
     checksums: Mapping[str, int]
     seconds: float
+    checksum_seconds: float = 0.0
 
 
 Progress = Callable[[int], None]
@@ -94,12 +103,25 @@ class WrongVersion(RuntimeError):
 
 
 class Engine(Protocol):
-    """One replica of one policy. Calls are synchronous; `num_decoded` may be read from another thread meanwhile."""
+    """One replica of one policy. One thread decodes (collect, generate, score, update_weights); `submit`, `abort` and
+    `num_decoded` may be called by another meanwhile."""
 
     def info(self) -> EngineInfo: ...
 
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        """Decode all requests; raises WrongVersion unless the engine holds `version`."""
+        """Decode all requests; raises WrongVersion unless the engine holds `version`. Nothing else is under way."""
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        """Take more requests, without waiting; raises WrongVersion unless the engine holds `version`."""
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """Decode until some requests have ended (these are returned) or timeout_s has passed; at least one step.
+
+        Returns at once where there is nothing to decode.
+        """
+
+    def abort(self) -> None:
+        """End all requests where they are: the next `collect` returns every one, partial ones as UNFINISHED."""
 
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
@@ -17,9 +17,19 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 Script = Callable[[DecodeRequest], "str | Sequence[int]"]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A request, all that is answered to it (None: not asked yet), and how much of that is decoded."""
+
+    request: DecodeRequest
+    answer: DecodeResult | None = None
+    num_done: int = 0
 
 
 class ScriptedEngine:
@@ -31,6 +41,8 @@ class ScriptedEngine:
     behind its prompt, the engine goes on from there, as a model would. A completion that fits gets the first stop token
     at its end unless it has one; `fail(request)` may name a reason for which a request ends in ERROR. Log-probs are a
     fixed function of token and position. `score` gives those of the probe (default: the same function).
+
+    tokens_per_step: of every request under way, at one `collect`; None: all that is left.
     """
 
     def __init__(
@@ -41,7 +53,11 @@ class ScriptedEngine:
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
         score: Callable[[IntArray], FloatArray] | None = None,
         version: int = 0,
+        tokens_per_step: int | None = None,
     ) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
+        self._is_aborting = False
         self._script, self._encode, self._fail, self._score, self._version = script, encode, fail, score, version
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
@@ -53,13 +69,41 @@ class ScriptedEngine:
         return self._num_decoded
 
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        return generate_all(self, requests, version=version, deadline_s=None)
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         if version != self._version:
             raise WrongVersion(
                 f"ScriptedEngine: asked for policy version {version}, but version {self._version} is loaded"
             )
-        return [self._answer(request) for request in requests]
+        self._under_way.extend(_UnderWay(request) for request in requests)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        results = []
+        is_last, self._is_aborting = self._is_aborting, False
+        for _ in range(len(self._under_way)):
+            work = self._under_way.popleft()
+            if work.answer is None:
+                work.answer = self._answer(work.request)
+            answer, before = work.answer, work.num_done
+            if not is_last:
+                work.num_done = min(len(answer.token_ids), before + (self._tokens_per_step or len(answer.token_ids)))
+            self._num_decoded += work.num_done - before
+            if work.num_done == len(answer.token_ids):
+                results.append(answer)
+            elif is_last:
+                n = work.num_done
+                part = replace(answer, token_ids=answer.token_ids[:n], logprobs=answer.logprobs[:n])
+                results.append(replace(part, finish=Finish.UNFINISHED))
+            else:
+                self._under_way.append(work)
+        return results
+
+    def abort(self) -> None:
+        self._is_aborting = True
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
+        """All that the script says to a request."""
         if reason := self._fail(request):
             none = np.zeros(0, np.int32)
             return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
@@ -70,7 +114,6 @@ class ScriptedEngine:
         self._answers[request.uid] = (prompt_length, whole)
         ids = np.asarray(whole[done : done + request.max_new_tokens], np.int32)
         is_whole = done + len(ids) == len(whole) and len(ids) > 0 and int(ids[-1]) in request.sampling.stop_token_ids
-        self._num_decoded += len(ids)
         logprobs = scripted_logprobs(ids, len(request.token_ids))
         finish = Finish.STOP if is_whole else Finish.LENGTH
         return DecodeResult(request.uid, ids, logprobs, finish, self._version, num_cached_tokens=max(done - 1, 0))
@@ -92,6 +135,10 @@ class ScriptedEngine:
         return [self._score(s) if self._score else scripted_logprobs(s[1:], 1) for s in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        import torch  # scripts without weights do not pay for it
+
+        from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
+
         start = time.perf_counter()
         checksums = fused_checksums(WeightFiles(update.path), torch.float32)
         self._version = update.version

@@ -4,14 +4,16 @@
     engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
     engine.generate(requests, version=0)
 
-Our own loop over LLMEngine.step(), so that progress can be read and a deadline holds. vLLM is imported when an engine
-is made, never with this file.
+Our own loop over LLMEngine.step(), so that requests can be taken, given up and counted between two steps. vLLM is
+imported when an engine is made, never with this file.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -99,8 +102,13 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._version = version
         self._deadline_s = deadline_s
+        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
+        self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
+        self._keys = itertools.count()
+        self._is_aborting = False
         self._decoded_before = 0
         self._decoding = 0
+        self._next_look = 0.0
         self._device = str(current_platform.device_type)
         self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
@@ -142,17 +150,29 @@ class VllmEngine:
             WrongVersion: the engine holds other weights.
             TimeoutError: it took longer than deadline_s; nothing is left running.
         """
-        self._check_version(version)
-        results: list[DecodeResult | None] = [self._refusal(request) for request in requests]
-        waiting = [i for i, result in enumerate(results) if result is None]
-        keys = [str(i) for i in waiting]
-        params = [self._sampling_params(key, requests[i]) for key, i in zip(keys, waiting, strict=True)]
-        outputs = self._run([(requests[i].token_ids, p) for i, p in zip(waiting, params, strict=True)])
-        lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        drawn = self._llm.collective_rpc("marsrl_take_logprobs", args=(keys, lengths))[0] if waiting else []
-        for i, output, logprobs in zip(waiting, outputs, drawn, strict=True):
-            results[i] = self._result(requests[i], output, logprobs)
-        return [result for result in results if result is not None]
+        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
+        if version != self._version:
+            raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
+        self._inbox.extend(requests)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """See Engine; a request that cannot be served comes back with Finish.ERROR and the reason."""
+        end = time.monotonic() + timeout_s
+        while True:
+            results = self._admit()
+            if self._is_aborting:
+                return results + self._give_up()
+            if results or not self._under_way:
+                return results
+            results = self._finished(self._step())
+            if results or time.monotonic() >= end:
+                return results
+
+    def abort(self) -> None:
+        self._is_aborting = True
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
@@ -178,8 +198,8 @@ class VllmEngine:
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         decoded = self._decoded_before
-        last = self._run([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
-        first = self._run([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
+        last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
+        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
         self._decoded_before = decoded  # the tokens that vLLM made beside the scores are nobody's
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
@@ -194,9 +214,11 @@ class VllmEngine:
         start = time.perf_counter()
         self._llm.collective_rpc("marsrl_load", args=(update.path,))
         self._reset_prefix_cache()
+        loaded = time.perf_counter()
         checksums = self._llm.collective_rpc("marsrl_checksums", args=(update.path,))[0]
         self._version = update.version
-        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
     def close(self) -> None:
         """Shut vLLM's core down; the engine is not used afterwards."""
@@ -209,10 +231,6 @@ class VllmEngine:
                 "weights are "
                 "left; requests are still running"
             )
-
-    def _check_version(self, version: int) -> None:
-        if version != self._version:
-            raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
 
     def _refusal(self, request: DecodeRequest) -> DecodeResult | None:
         """The result of a request that vLLM would raise on, or None."""
@@ -247,55 +265,87 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _result(self, request: DecodeRequest, output: Any, logprobs: FloatArray) -> DecodeResult:
-        completion = output.outputs[0]
-        return DecodeResult(
-            uid=request.uid,
-            token_ids=np.asarray(completion.token_ids, np.int32),
-            logprobs=logprobs,
-            finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
-            version=self._version,
-            num_cached_tokens=output.num_cached_tokens or 0,
-        )
+    def _admit(self) -> list[DecodeResult]:
+        """Give vLLM what was submitted; the results of those that it would refuse."""
+        refused = []
+        while self._inbox:
+            request = self._inbox.popleft()
+            if refusal := self._refusal(request):
+                refused.append(refusal)
+                continue
+            key = str(next(self._keys))
+            prompt = {"prompt_token_ids": request.token_ids.tolist()}
+            self._core.add_request(key, prompt, self._sampling_params(key, request))
+            self._under_way[key] = request
+        return refused
 
-    def _run(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
-        """Finished RequestOutputs in the order of work."""
-        start = time.monotonic()
-        place: dict[str, int] = {}
-        outputs: list[Any] = [None] * len(work)
-        finished_tokens = 0
-        next_look = start
-        try:
-            for i, (token_ids, params) in enumerate(work):
-                self._core.add_request(str(i), {"prompt_token_ids": token_ids.tolist()}, params)
-                place[str(i)] = i
-            while place:
-                for output in self._core.step():
-                    if output.finished:
-                        outputs[place.pop(output.request_id)] = output
-                        finished_tokens += len(output.outputs[0].token_ids)
-                now = time.monotonic()
-                if now >= next_look:
-                    self._decoding = finished_tokens + self._tokens_under_way()
-                    next_look = now + _PROGRESS_S
-                if self._deadline_s is not None and now - start > self._deadline_s:
-                    raise TimeoutError(
-                        f"VllmEngine: {len(place)} of {len(work)} requests are unfinished after rollout.deadline_s = "
-                        f"{self._deadline_s:g} s; raise it, or ask for fewer or shorter completions"
-                    )
-        finally:
-            if place:  # an error or Ctrl-C: leave an engine that can go on
-                self._core.abort_request(list(place))
-                while self._core.has_unfinished_requests():
-                    self._core.step()
-                self._llm.collective_rpc("marsrl_forget_draws")
-            self._decoded_before += finished_tokens
-            self._decoding = 0
-        return outputs
+    def _step(self) -> list[Any]:
+        """One step of vLLM; the RequestOutputs that it finished."""
+        finished = [output for output in self._core.step() if output.finished]
+        self._decoded_before += sum(len(output.outputs[0].token_ids) for output in finished)
+        if finished or time.monotonic() >= self._next_look:
+            self._decoding = sum(map(len, self._tokens_under_way().values()))
+            self._next_look = time.monotonic() + _PROGRESS_S
+        return finished
 
-    def _tokens_under_way(self) -> int:
+    def _finished(self, outputs: Sequence[Any]) -> list[DecodeResult]:
+        if not outputs:
+            return []
+        requests = [self._under_way.pop(output.request_id) for output in outputs]
+        completions = [output.outputs[0] for output in outputs]
+        lengths = [len(completion.token_ids) for completion in completions]
+        logprobs = self._take_logprobs([output.request_id for output in outputs], lengths)
+        return [
+            DecodeResult(
+                uid=request.uid,
+                token_ids=np.asarray(completion.token_ids, np.int32),
+                logprobs=drawn,
+                finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
+                version=self._version,
+                num_cached_tokens=output.num_cached_tokens or 0,
+            )
+            for request, output, completion, drawn in zip(requests, outputs, completions, logprobs, strict=True)
+        ]
+
+    def _give_up(self) -> list[DecodeResult]:
+        """What is under way as far as it got; leaves an engine that can go on."""
+        self._is_aborting = False
+        tokens = self._tokens_under_way()
+        keys = [key for key in self._under_way if tokens[key]]
+        self._core.abort_request(list(self._under_way))
+        while self._core.has_unfinished_requests():
+            self._core.step()
+        drawn = dict(zip(keys, self._take_logprobs(keys, [len(tokens[key]) for key in keys]), strict=True))
+        self._llm.collective_rpc("marsrl_forget_draws")
+        none = np.zeros(0, np.float32)
+        results = [
+            DecodeResult(
+                request.uid, np.asarray(tokens[key], np.int32), drawn.get(key, none), Finish.UNFINISHED, self._version
+            )
+            for key, request in self._under_way.items()
+        ]
+        self._under_way.clear()
+        self._decoded_before += sum(map(len, tokens.values()))
+        self._decoding = 0
+        return results
+
+    def _take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
+        return self._llm.collective_rpc("marsrl_take_logprobs", args=(keys, lengths))[0] if keys else []
+
+    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
+        """Finished RequestOutputs in the order of work; nothing else is under way."""
+        keys = [str(next(self._keys)) for _ in work]
+        for key, (token_ids, params) in zip(keys, work, strict=True):
+            self._core.add_request(key, {"prompt_token_ids": token_ids.tolist()}, params)
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(work):
+            outputs.update((output.request_id, output) for output in self._step())
+        return [outputs[key] for key in keys]
+
+    def _tokens_under_way(self) -> dict[str, list[int]]:
+        """Tokens decoded so far of every request in vLLM, by its key."""
         states = self._core.output_processor.request_states.values()
-        return sum(len(state.detokenizer.output_token_ids) for state in states if state.detokenizer is not None)
+        return {state.external_req_id: state.detokenizer.output_token_ids for state in states if state.detokenizer}
 
 
 def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:

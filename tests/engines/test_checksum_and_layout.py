@@ -1,45 +1,124 @@
-"""Under a second."""
+"""About two seconds."""
 
 import pytest
 import torch
 from engine_cases import tensors_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from marsrl.rollout.engines.checksum import checksum
-from marsrl.rollout.engines.fused_layout import fuse, fused_checksums, fusion_plan
+from marsrl.kernels import library
+from marsrl.rollout.engines.checksum import checksum, checksum_of_parts
+from marsrl.rollout.engines.fused_layout import by_layer, fuse, fused_checksums, fusion_plan
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [0, 1, 7, 9, 32768 * 2, 32768 * 2 + 3])  # around one word and one block
-def test_any_changed_bit_changes_the_checksum(dtype, size):
-    values = (torch.arange(size) % 251).to(dtype)
-    first = checksum(values)
-    assert first == checksum(values.clone())
-    for place in {0, size // 2, size - 1} if size else ():
-        changed = values.clone()
-        changed[place] += 1
-        assert checksum(changed) != first
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
 
-def test_order_and_length_enter_the_checksum():
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+@pytest.fixture(params=["csrc/cpu", "torch"])
+def implementation(request, monkeypatch):
+    """Both forms of the sum; that of PyTorch is what runs on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "why_no_cpu_library", lambda: "left out by the test")
+    elif reason := library.why_no_cpu_library():
+        pytest.skip(reason)
+
+
+def made_up(count, dtype, seed):
+    bits = torch.randint(0, 256, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    return bits.to(torch.uint8).view(dtype)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_flipped_bit_is_seen(implementation, data):
+    values = made_up(data.draw(st.integers(1, 300)), data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 99)))
+    bit = data.draw(st.integers(0, values.nbytes * 8 - 1))
+    flipped = values.clone()
+    flipped.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+    assert checksum(flipped) != checksum(values) == checksum(values.clone())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_two_swapped_elements_are_seen(implementation, data):
+    values = made_up(
+        data.draw(st.integers(2, 300)), data.draw(st.sampled_from(DTYPES[:4])), data.draw(st.integers(0, 99))
+    )
+    i, j = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=2, max_size=2, unique=True))
     swapped = values.clone()
-    swapped[[3, 900]] = swapped[[900, 3]]
+    swapped[[i, j]] = swapped[[j, i]]
+    assert torch.equal(swapped.view(torch.uint8), values.view(torch.uint8)) == (checksum(swapped) == checksum(values))
+
+
+def test_swapped_opposites_are_seen(implementation):
+    """x and -x differ in the top bit alone: a hash that ends in a multiplication misses half of these swaps."""
+    values = torch.ones(64)
+    values[33::2] = -1.0
+    first = checksum(values)
+    for i in range(1, 32, 2):
+        for j in range(33, 64, 2):
+            values[i], values[j] = -1.0, 1.0
+            assert checksum(values) != first
+            values[i], values[j] = 1.0, -1.0
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(range(6)), st.integers(1, 40), st.sampled_from(DTYPES[:3]))
+def test_permuted_rows_are_seen(implementation, order, width, dtype):
+    rows = torch.arange(6 * width).view(6, width).to(dtype)
+    assert (checksum(rows[list(order)]) == checksum(rows)) == (list(order) == sorted(order))
+
+
+@pytest.mark.parametrize("size", [1, 7, 9, 32768 * 2, 32768 * 2 + 3])  # around one word and one round
+def test_first_and_last_element_enter(implementation, size):
+    values = made_up(size, torch.bfloat16, 0)
+    for place in {0, size // 2, size - 1}:
+        changed = values.clone()
+        changed.view(torch.int16)[place] += 1
+        assert checksum(changed) != checksum(values)
+
+
+def test_shape_dtype_length_and_place_enter(implementation):
+    zeros = torch.zeros(64, dtype=torch.uint8)
+    others = [
+        zeros.view(8, 8), zeros.view(4, 16), zeros.view(1, 64), zeros.view(torch.float32), zeros.view(torch.bfloat16),
+        zeros.view(torch.float16), zeros[:63], zeros[:0], torch.zeros(65, dtype=torch.uint8),
+    ]  # fmt: skip
+    assert len({checksum(each) for each in [zeros, *others]}) == 10
     far = torch.randn(70000, generator=torch.Generator().manual_seed(1))
-    blocks = torch.cat([far[65536:], far[:65536]])  # the same words in another block
-    assert len({checksum(values), checksum(swapped), checksum(values.flip(0)), checksum(values[:-1])}) == 4
-    assert checksum(far) != checksum(blocks)
-    assert checksum(torch.zeros(8)) != checksum(torch.zeros(9))
+    assert checksum(far) != checksum(torch.cat([far[65536:], far[:65536]]))  # the same words in another round
 
 
-def test_a_view_has_the_checksum_of_its_values():
-    values = torch.randn(33, 17, generator=torch.Generator().manual_seed(0))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from(DTYPES))
+def test_parts_sum_up_to_the_whole(implementation, lengths, dtype):
+    whole = made_up(sum(lengths), dtype, 5)
+    assert checksum_of_parts(whole.split(lengths), whole.shape) == checksum(whole)
+
+
+def test_parts_that_do_not_fit_are_told():
+    with pytest.raises(ValueError, match=r"have 5 elements; expected shape \(2, 3\)"):
+        checksum_of_parts([torch.zeros(5)], (2, 3))
+    with pytest.raises(ValueError, match="bfloat16 where others have torch.float32"):
+        checksum_of_parts([torch.zeros(5), torch.zeros(1, dtype=torch.bfloat16)], (2, 3))
+
+
+def test_a_view_has_the_checksum_of_its_values(implementation):
+    values = torch.randn(33, 33, generator=torch.Generator().manual_seed(0))
     assert checksum(values.t()) == checksum(values.t().contiguous()) != checksum(values)
     assert checksum(values.view(-1)[1:]) == checksum(values.view(-1)[1:].clone())
 
 
-def test_the_checksum_is_this_number():
-    """A fixed value: trainer and engine may run different releases."""
-    assert checksum(torch.arange(5, dtype=torch.float32)) == 8744860380635678958
+def test_the_checksum_is_this_number(implementation):
+    """A fixed value: trainer and engine may run different releases, on different devices."""
+    assert checksum(torch.arange(50001, dtype=torch.float32)) == 0xCA9367CC560C9C96
+    assert checksum(torch.arange(10, dtype=torch.bfloat16).view(2, 5)) == 0x222E2134B4438719
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_the_checksum_of_the_cpu():
+    values = made_up(100_003, torch.bfloat16, 3)
+    assert checksum(values.cuda()) == checksum(values)
 
 
 def test_rows_are_fused_in_the_order_that_engines_use(checkpoint):
@@ -71,3 +150,28 @@ def test_a_missing_part_is_named(checkpoint):
     del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
     with pytest.raises(ValueError, match="up_proj of expert 4"):
         fusion_plan(tensors)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3_tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_without_fusing_are_those_of_the_fused_tensors(checkpoint, kind, dtype):
+    tensors = tensors_of(checkpoint(kind))
+    assert fused_checksums(tensors, dtype) == {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
+
+
+def test_a_part_of_another_shape_is_named(checkpoint):
+    tensors = tensors_of(checkpoint("qwen3_moe"))
+    name = "model.layers.0.mlp.experts.4.up_proj.weight"
+    tensors[name] = tensors[name][:1]  # one row would be copied into all of them
+    with pytest.raises(ValueError, match=r"experts\.4\.up_proj\.weight has shape \[1, .*as a part of .*w13_weight"):
+        dict(fuse(tensors))
+
+
+def test_layers_come_whole_and_in_turn(checkpoint):
+    tensors = list(tensors_of(checkpoint("qwen3_moe")).items())
+    layers = list(by_layer(tensors))
+    assert [named for layer in layers for named in layer.items()] == tensors
+    assert sum(any(".layers." in name for name in layer) for layer in layers) == 2
+    moved = next(i for i, (name, _) in enumerate(tensors) if "layers.0" in name)
+    with pytest.raises(ValueError, match=r"tensors of model\.layers\.0\.\* come in several places"):
+        list(by_layer([*tensors[:moved], *tensors[moved + 1 :], tensors[moved]]))

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from engine_cases import perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas, split_requests
+from marsrl.rollout.engines.dispatch import split_requests
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.types import Finish
@@ -37,6 +39,18 @@ def test_a_listener_hears_of_every_replicas_calls():
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "generate", True), (1, "generate", True)]
+
+
+def test_a_listener_hears_of_many_collects_as_one():
+    pool, heard = scripted_pool(1, tokens_per_step=1), []
+    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, start, end))
+    pool.submit([request("a.0", prompt(5), 3)], version=0)
+    start = time.time()
+    while not pool.collect(0.0):
+        pass
+    pool.drain()
+    ((replica, method, first, last),) = heard
+    assert (replica, method) == (0, "collect") and start <= first <= last <= time.time()
 
 
 def test_load_is_even_where_affinities_allow_it():
@@ -84,6 +98,19 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
             assert (one.uid, one.finish, one.version) == (other.uid, other.finish, other.version)
         assert sum(pool.num_decoded()) == 24 * 30 == progress[-1] and all(pool.num_decoded())
+        pool.submit(asks[:10], version=0)
+        ended = pool.collect(0.0)
+        pool.submit(asks[10:], version=0)  # while they decode
+        while len(ended) < 24:
+            ended += pool.collect(5.0)
+        for one, other in zip(alone, sorted(ended, key=lambda r: [a.uid for a in asks].index(r.uid)), strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        long = [request(f"long{i}.0", prompt(10), 118, seed=i) for i in range(4)]
+        pool.submit(long, version=0)
+        pool.collect(0.05)
+        parts = pool.drain()
+        assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
+        assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
         with pytest.raises(WrongVersion):
             pool.generate(asks, version=1)
@@ -93,9 +120,13 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         sync.close()
         assert report.num_tensors == 21 and report.max_probe_difference < 1e-4
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
+        pool.submit(asks[:1], version=0)
+        with pytest.raises(WrongVersion):
+            for _ in range(50):
+                pool.collect(1.0)
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=60)
     assert not left
 
 

@@ -1,14 +1,19 @@
 """Files, comparison and messages of the sync, over a small local engine: about 2 s."""
 
-from pathlib import Path
+import os
+import shutil
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import perturbed, tensors_of
+from safetensors.torch import load_file
 
+from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.trainer.weight_files import write_shards
 from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score
 
 
@@ -41,13 +46,87 @@ def test_a_publish_is_counted_and_the_probe_comes_every_second_version(sync, ten
     assert sync.publish(tensors.items(), 4, None).max_probe_difference is None
 
 
-def test_two_files_are_kept_and_all_are_removed_at_the_end(sync, tensors, tmp_path):
-    for version in range(4):
+def test_the_newest_version_is_kept_and_all_are_removed_at_the_end(sync, tensors, tmp_path):
+    for version in range(3):
         sync.publish(tensors.items(), version, None)
-    assert sorted(p.name for p in tmp_path.glob("*/*")) == ["version_2.safetensors", "version_3.safetensors"]
+    assert [p.name for p in tmp_path.glob("*/*")] == ["version_2"]
+    sync.publish(tensors.items(), 2, None)  # a version may be published again
     sync.close()
     assert list(tmp_path.iterdir()) == []
     sync.close()
+
+
+def test_the_version_before_stays_until_the_new_one_is_proven(sync, engine, tensors, tmp_path, monkeypatch):
+    sync.publish(tensors.items(), 0, None)
+    present = []
+    update = engine.update_weights
+    monkeypatch.setattr(
+        engine, "update_weights", lambda new: present.extend(p.name for p in tmp_path.glob("*/*")) or update(new)
+    )
+    sync.publish(tensors.items(), 1, None)
+    assert sorted(present) == ["version_0", "version_1"]
+
+
+def test_shards_hold_what_one_file_would(checkpoint, tmp_path):
+    tensors = tensors_of(checkpoint("qwen3_moe"))
+    largest = max(t.nbytes for t in tensors.values())
+    num_bytes = write_shards(tmp_path / "new", tensors.items(), shard_bytes=20_000)
+    files = WeightFiles(tmp_path / "new")
+    assert num_bytes == sum(t.nbytes for t in tensors.values()) and set(files) == set(tensors)
+    assert all(torch.equal(files[name], tensor) for name, tensor in tensors.items())
+    shards = list((tmp_path / "new").glob("shard_*.safetensors"))
+    assert len(shards) >= num_bytes // max(largest, 20_000)
+    assert all(path.stat().st_size < max(largest, 20_000) + 8192 for path in shards)  # 8192: more than a header
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_shard_is_what_the_format_says(tmp_path, dtype):
+    tensors = {
+        "a": torch.arange(7).to(dtype),
+        "b": torch.arange(6).view(2, 3).to(dtype),
+        "none": torch.zeros(0, 3).to(dtype),
+    }
+    write_shards(tmp_path / "new", tensors.items())
+    found = load_file(tmp_path / "new" / "shard_00000.safetensors")
+    assert all(found[n].dtype == dtype and torch.equal(found[n], t) for n, t in tensors.items())
+
+
+def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, checkpoint, tmp_path):
+    tensors = tensors_of(checkpoint("qwen3"))
+    alive, most = [], 0
+
+    def export():
+        nonlocal most
+        for name, tensor in tensors.items():
+            fresh = tensor.clone()
+            alive.append((weakref.ref(fresh), name))
+            most = max(most, sum(t.nbytes for ref, _ in alive if (t := ref()) is not None))
+            yield name, fresh
+            del fresh
+
+    small = WeightSync(sync._pool, vocab_size=160, directory=tmp_path, shard_bytes=1)
+    small.publish(export(), 1, None)
+    small.close()
+    layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
+    largest = max(t.nbytes for t in tensors.values())
+    assert most <= layer + 2 * largest < sum(t.nbytes for t in tensors.values())
+
+
+def test_no_room_is_told_before_anything_is_written(sync, tensors, tmp_path, monkeypatch):
+    sync.publish(tensors.items(), 0, None)
+    room = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("marsrl.trainer.weight_files.shutil.disk_usage", lambda path: room)
+    with pytest.raises(
+        RuntimeError, match=r"version 1 could not be written .*MiB are to be written and 0\.0 MiB are free.*shm-size"
+    ):
+        sync.publish(iter(lambda: pytest.fail("exported in vain"), None), 1, None)
+    assert [p.name for p in tmp_path.glob("*/*")] == ["version_0"]
+
+
+def test_the_parts_of_a_sync_add_up(sync, tensors, checkpoint, judge):
+    report = sync.publish(tensors.items(), 0, lambda seqs: judge.probe(checkpoint("qwen3"), None, list(seqs)))
+    assert set(report.seconds_of) == {"export", "checksum", "write", "load", "engine_checksum", "probe"}
+    assert 0.5 * report.seconds < sum(report.seconds_of.values()) <= report.seconds
 
 
 def test_other_logprobs_than_the_trainers_are_named_with_their_place(sync, tensors, checkpoint, judge):
@@ -83,15 +162,24 @@ def test_a_tensor_that_was_not_sent_is_named(sync, tensors, engine, checkpoint):
         sync.publish(tensors.items(), 1, None)
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_file(sync, tensors, tmp_path, monkeypatch):
-    def full(named, path):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("marsrl.trainer.weight_sync.save_file", full)
-    with pytest.raises(RuntimeError, match=r"could not be written to .*MiB free.*No space left"):
+def test_a_disk_that_gets_full_is_told_and_leaves_no_half_version(sync, tensors, tmp_path, monkeypatch):
+    monkeypatch.setattr("marsrl.trainer.weight_files._write", Full())
+    with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device; make room"):
         sync.publish(perturbed(tensors, "norm").items(), 1, None)
     assert not list(tmp_path.glob("*/*"))
+
+
+class Full:
+    """Takes the header, then has no room."""
+
+    def __init__(self):
+        self._num_calls = 0
+
+    def __call__(self, descriptor, data):
+        self._num_calls += 1
+        if self._num_calls > 2:
+            raise OSError(28, "No space left on device")
+        os.write(descriptor, data)
 
 
 def test_positions_from_a_router_tie_on_are_not_compared(sync, tensors, checkpoint, judge):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build
 from marsrl.trainer.init_model import init_model
 from marsrl.trainer.loop import train
@@ -36,29 +42,54 @@ def script(request: DecodeRequest) -> str:
     return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
 
 
+class ScriptedWithWeights(ScriptedEngine):
+    """Says what the script says, and scores a weight sync's probe with the weights that it was sent."""
+
+    def __init__(self, model: Path, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._local = LocalEngine(model, dtype="float32", max_model_len=256)
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        return self._local.score(sequences, temperature)
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        super().update_weights(update)
+        return self._local.update_weights(update)
+
+
+Play = Callable[..., Path]
+
+
 @pytest.fixture
-def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """play("key=value", ...) trains and gives the run's directory."""
     data = tmp_path / "train.jsonl"
     lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
-    engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
+    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+    engine = functools.partial(ScriptedWithWeights, model, script, encode=encode)
     monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
-    settings = [
+    common = [
         "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
         "rollout.engine=scripted", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
-        "run.steps=6", "evaluate.num_problems=3", "evaluate.probe_size=4", "sync.tolerance=1e6",
+        "evaluate.num_problems=3", "evaluate.probe_size=4",
     ]  # fmt: skip
-    checked = preflight(read_config(None, settings)[0], world_size=1)
-    directory = RunDirectory.create(tmp_path / "runs", "scripted", "math_default", "off")
-    directory.write_config(checked.config.model_dump(mode="json"))
-    with build.open_run(checked, directory) as run:
-        train(run)
-    return directory.path
+
+    def trained(*settings: str) -> Path:
+        checked = preflight(read_config(None, [*common, *settings])[0], world_size=1)
+        directory = RunDirectory.create(tmp_path / "runs", "scripted", "math_default", checked.config.run.resume)
+        directory.write_config(checked.config.model_dump(mode="json"))
+        with build.open_run(checked, directory) as run:
+            train(run)
+        return directory.path
+
+    return trained
 
 
-def test_five_agents_are_played_credited_trained_and_reported(run_directory: Path) -> None:
+def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
+    run_directory = play("run.steps=6")
     samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
     assert {r.agent for r in samples} == AGENTS
     rewards = {r.uid: r for r in samples}
@@ -79,3 +110,19 @@ def test_five_agents_are_played_credited_trained_and_reported(run_directory: Pat
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 7
     page = (run_directory / "report.html").read_text()
     assert "<script>alert(1)</script>" not in page and "&lt;script&gt;" in page
+
+
+def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(play: Play) -> None:
+    settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
+    play(*settings, "run.steps=3")
+    run_directory = play(*settings, "run.steps=7", "run.resume=auto")
+    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    assert len(rows) == 7
+    assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
+    assert max(row["rollout/staleness_mean"] for row in rows) > 0
+    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    assert max(Counter(r.uid for r in samples).values()) == 1
+    solved = Counter(r.problem_id for r in samples if r.agent == "solver")
+    assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
+    assert {r.agent for r in samples} >= {"solver", "verifier1"}
+    assert not [t for t in threading.enumerate() if t.name.startswith("marsrl-")]

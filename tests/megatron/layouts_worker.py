@@ -54,9 +54,10 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     """Always the same two, so that the router loss agrees: both on one data-parallel rank, or one on each of two."""
-    samples = sequences(SAMPLES)
+    samples = sequences(SAMPLES, multiple=4)
     batches = [pack(samples[::2], align=2), pack(samples[1::2], align=2)]
-    ranks_of_data = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
+    ranks_of_data = dist.get_world_size() // sharers
     return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
 
 
@@ -64,7 +65,7 @@ def third_step(learner: Learner, layout: dict[str, int]) -> list[float]:
     """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
     found = []
     for _ in range(2):
-        stats = learner.step(batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES)))
+        stats = learner.step(batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
         found += [stats.loss, stats.grad_norm]
     return found
 
@@ -81,7 +82,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     read = reads_of_this_process()
     learner = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
-    samples, mine = sequences(SAMPLES), batches_of_this_rank(layout)
+    samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
     untouched = {name: tensor.clone() for name, tensor in learner.export()}
     stats = []
     for _ in range(2):

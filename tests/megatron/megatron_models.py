@@ -48,13 +48,17 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
 
 
 def sequences(
-    num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB
+    num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB, multiple: int = 1
 ) -> list[TrainSequence]:
-    """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive."""
+    """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive.
+
+    multiple: of which every length is one, so that context parallelism pads nothing (padding enters the router's loss).
+    """
     rng = np.random.default_rng(seed)
     out = []
     for i in range(num):
         prompt, n = rng.integers(2, 6), int(rng.integers(mean // 2, mean * 2))
+        n += -(int(prompt) + n) % multiple
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
         out.append(

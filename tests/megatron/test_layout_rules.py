@@ -25,7 +25,7 @@ SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e
         ({"tensor": 2}, 3, "is 2, which does not divide the 3 ranks"),
         ({"expert": 4}, 2, "is 4, which does not divide the 2 ranks"),
         ({"tensor": 2, "expert_tensor": 1}, 2, "expert 1 with expert_tensor 1 and tensor 2"),
-        ({"context": 2}, 2, "context parallelism is not supported"),
+        ({"context": 2}, 3, "layout.context is 2, which does not divide the 3 ranks"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(layout: dict[str, int], world: int, says: str) -> None:

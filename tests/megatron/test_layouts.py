@@ -25,8 +25,9 @@ TWO = {
         "tp2_etp2": {"tensor": 2},
         "tp2_ep2": {"tensor": 2, "expert": 2},
         "pp2": {"pipeline": 2},
+        "cp2": {"context": 2},
     },
-    "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
+    "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}},
 }
 
 

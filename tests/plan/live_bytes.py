@@ -19,7 +19,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> LiveBytes:
+        """Recomputation empties and refills storages, which no operation shows."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: Any, size: int) -> Any:
+            done = resize(storage, size)
+            if storage in self._known:
+                self._change(self._known[storage], storage.nbytes())
+            return done
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -35,14 +52,14 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.live
 
     def _add(self, storage: Any) -> None:
-        size = storage.nbytes()
-        self._known[storage] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, size)
+        size = self._known[storage] = [0]
+        self._change(size, storage.nbytes())
+        weakref.finalize(storage, self._change, size, 0)
 
-    def _free(self, size: int) -> None:
-        self.live -= size
+    def _change(self, size: list[int], to: int) -> None:
+        self.live += to - size[0]
+        self.peak = max(self.peak, self.live)
+        size[0] = to
 
 
 class CudaBytes:

@@ -73,6 +73,8 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
         ("qwen3_moe", "none", "bfloat16", {}),
         ("qwen3_moe", "full", "bfloat16", {}),
         ("qwen3_moe", "selective", "float32", {}),
+        ("qwen3_moe", "selective", "bfloat16", {}),
+        ("qwen3", "selective", "bfloat16", {"intermediate_size": 512}),
         ("qwen3_moe", "full", "bfloat16", {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
         ("qwen3_moe", "none", "bfloat16", {"vocab_size": 2048, "hidden_size": 32}),  # the head is the fullest moment
         ("qwen3_moe", "none", "bfloat16", {"moe_intermediate_size": 192}),  # experts wider than the model
@@ -94,6 +96,7 @@ LAYOUTS: list[tuple[str, str, dict[str, int], str, str]] = [
     ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16"),
     ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16"),
     ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16"),
+    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16"),
     ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16"),
 ]
 

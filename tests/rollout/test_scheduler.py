@@ -12,7 +12,8 @@ import pytest
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.scheduler import Scheduler, SchedulerState
+from marsrl.rollout.ledger import SchedulerState
+from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Sample
 
@@ -191,3 +192,23 @@ def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(
     resumed.source.load(first.source.state())
     resumed.engine._answers = first.engine._answers  # type: ignore[attr-defined]  # what the script was in the middle of
     assert strip(before + stages(resumed, 3, first_version=3)) == strip(unbroken)
+
+
+def test_a_stage_may_end_when_a_share_of_its_samples_has_finished(tmp_path: Path, scheduler: Make) -> None:
+    """One sample of each group of four is long: three quarters finish, the rest is carried over as far as it got."""
+
+    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
+        return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
+
+    whole = samples(stages(scheduler(tmp_path / "a", script=script), 1)[0])
+    player = scheduler(tmp_path / "b", SMALL.model_copy(update={"finish_share": 0.75}), script=script)
+    player.engine._tokens_per_step = 2  # type: ignore[attr-defined]
+    first, second = stages(player, 2)
+    assert first == () and {g.agent for g in second} == {"solver"}
+    after = {s.uid: s for s in samples(second)}
+    for sample in whole:
+        cut = after[sample.uid]
+        assert cut.token_ids.tolist() == sample.token_ids.tolist()
+        assert cut.rollout_logprobs.tolist() == sample.rollout_logprobs.tolist()
+        versions = [segment.version for segment in cut.segments]
+        assert versions == ([0, 1] if sample.uid.endswith(":0") else [0])

@@ -98,3 +98,24 @@ def test_first_fit_decreasing_stays_within_its_bound(lengths: list[int]) -> None
 def test_a_sequence_that_fits_no_micro_batch_says_which_setting_to_raise() -> None:
     with pytest.raises(ValueError, match=r"101 tokens but trainer.max_tokens_per_micro_batch is 100"):
         plan_micro_batches([101], 1, 100)
+
+
+def work(lengths: list[int]) -> float:
+    """Linear layers and causal attention, which weigh the same at 16384 tokens."""
+    return sum(n + n * n / 16384 for n in lengths)
+
+
+@given(lengths=st.lists(st.integers(1, 65536), min_size=8, max_size=60), ranks=st.integers(2, 4))
+def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int) -> None:
+    """Dealing the heaviest micro-batch to the lightest rank leaves at most one micro-batch's work between them."""
+    plan = plan_micro_batches(lengths, ranks, 65536)
+    loads = [sum(work([lengths[i] for i in members]) for members in rank) for rank in plan]
+    heaviest = max(work([lengths[i] for i in members]) for rank in plan for members in rank)
+    assert max(loads) - min(loads) <= heaviest * (1 + 1e-9)
+
+
+def test_equal_tokens_are_not_equal_work() -> None:
+    """Two long sequences and many short ones, equally many tokens a micro-batch: each rank gets one of the long ones."""
+    lengths = [32768, 32768] + [1024] * 64
+    plan = plan_micro_batches(lengths, 2, 32768)
+    assert [sum(lengths[i] == 32768 for members in rank for i in members) for rank in plan] == [1, 1]

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
+from marsrl.trainer.megatron.context import Keys
 
 
 @dataclass
@@ -24,10 +25,13 @@ class Segments(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     cu_seqlens: Tensor | None = None  # [S+1] int32
+    keys: Keys | None = None  # of context parallelism
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> Segments:
-        return cls(cu_seqlens=cu_seqlens)
+    def of(cls, cu_seqlens: Tensor, num_tokens: int, context_group: Any) -> Segments:
+        """Of a micro-batch, or of this rank's part of it."""
+        is_cut = context_group.size() > 1
+        return cls(cu_seqlens=cu_seqlens, keys=Keys.of(cu_seqlens, num_tokens, context_group) if is_cut else None)
 
 
 class PackedAttention(MegatronModule):
@@ -59,7 +63,12 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None and packed_seq_params.cu_seqlens is not None, "attention needs Segments"
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        output = attention_varlen(q, k, v, packed_seq_params.cu_seqlens, scale=self.scale)
+        bounds, keys = packed_seq_params.cu_seqlens, packed_seq_params.keys
+        if keys is None:
+            output = attention_varlen(q, k, v, bounds, scale=self.scale)
+        else:
+            k, v = keys.gather(k), keys.gather(v)
+            output = attention_varlen(q, k, v, keys.cu_seqlens, cu_seqlens_k=keys.cu_seqlens_k, scale=self.scale)
         return output.reshape(output.shape[0], 1, -1)
 
 

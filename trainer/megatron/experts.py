@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -28,6 +29,7 @@ class GroupedExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
+        self.recomputes_activation = config.recompute_granularity == "selective"
         self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
         self.data_group = pg_collection.expt_dp
         width = config.moe_ffn_hidden_size // self.tensor_group.size()
@@ -38,11 +40,25 @@ class GroupedExperts(MegatronModule):
             set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
 
+    @staticmethod
+    def _activate(products: Tensor, weights: Tensor) -> Tensor:
+        gate, up = products.chunk(2, dim=-1)
+        return (silu(gate) * up * weights.unsqueeze(-1)).to(products.dtype)
+
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias."""
-        gate, up = grouped_linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert).chunk(2, dim=-1)
-        inner = (silu(gate) * up * weights.unsqueeze(-1)).to(rows.dtype)
-        return grouped_linear(inner, self.down, tokens_per_expert), None
+        """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias.
+
+        With selective recompute the activation's results are dropped and made again from `gate x` and `up x`: megatron's
+        moe_act, which it offers to its own experts only.
+        """
+        products = grouped_linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert)
+        if not (self.recomputes_activation and torch.is_grad_enabled()):
+            return grouped_linear(self._activate(products, weights), self.down, tokens_per_expert), None
+        activation = CheckpointWithoutOutput(fp8=None)  # its False means on
+        inner = activation.checkpoint(self._activate, products, weights)
+        output = grouped_linear(inner, self.down, tokens_per_expert)
+        activation.discard_output_and_register_recompute(output)
+        return output, None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -24,13 +24,17 @@ from marsrl.trainer.packing import PackedBatch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the last stage needs beside the batch. old_logprobs [T] float32 nats, None: pseudo on-policy."""
+    """What the last stage needs beside the batch.
+
+    old_logprobs, reference_logprobs: [T] float32, nats; None: pseudo on-policy, no KL term.
+    """
 
     objective: PolicyObjective
     mpt: MptConfig
     num_agents: int
     normaliser: float
     old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
         # [T, 1, 1, D] angles: those of the longest sequence, gathered by position.
-        angles = self.rotary_pos_emb(batch.max_seqlen)[batch.position_ids]
+        angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=angles,
-            packed_seq_params=Segments.of(batch.cu_seqlens),
+            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, self.pg_collection.cp),
         )
         if not self.post_process:
             return hidden
@@ -141,6 +145,7 @@ class PolicyModel(GPTModel):
             gate=gate,
             old_logprobs=loss.old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=loss.reference_logprobs,
             normaliser=loss.normaliser,
             temperature=batch.temperature,
             main_grad=self._main_grad(weight),
@@ -159,8 +164,9 @@ class PolicyModel(GPTModel):
     def _gate(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Whose mastered tokens are masked: one sweep over the same hidden states, before the loss is formed.
 
-        Scope `sample` sweeps the positive samples alone, and nothing when there are none. Scope `batch` sweeps all
-        tokens of all ranks (one micro-batch a step; the learner checks that).
+        Scope `sample` sweeps the positive samples alone, and nothing when there are none; a sample's mean is over the
+        context-parallel ranks that it is cut over. Scope `batch` sweeps all tokens of all ranks (one micro-batch a
+        step; the learner checks that).
         """
         if loss.mpt.scope == "off":
             return None
@@ -184,5 +190,10 @@ class PolicyModel(GPTModel):
             batch.is_positive,
             entropy_threshold=loss.mpt.entropy,
             scope=loss.mpt.scope,
-            process_group=parallel_state.get_data_parallel_group() if is_batch else None,
+            process_group=self._gate_group(is_batch),
         )
+
+    def _gate_group(self, is_batch: bool) -> Any:
+        if is_batch:
+            return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return self.pg_collection.cp if self.pg_collection.cp.size() > 1 else None

@@ -66,8 +66,6 @@ def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
 def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
     """None where the layout fits, else the reason with its numbers."""
     tp, ep, etp, pp, cp = layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline, layout.context
-    if cp > 1:
-        return f"layout.context is {cp}: context parallelism is not supported yet; set 1, use layout.tensor"
     if ep > 1 and not shape.num_experts:
         return f"layout.expert is {ep}, but {shape.architecture} has no experts; set 1"
     divisions = [

@@ -25,7 +25,9 @@ from marsrl.trainer.megatron.mapping import padded_rows
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    # Norms, and of a dense layer the whole MLP; experts.py adds their activation. Fused attention keeps no scores, so
+    # that its recomputation would buy little.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -128,9 +130,16 @@ def build_model(
     wrapped = Float16Module(config, model) if config.bf16 else model
     ddp = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=policy.optimizer.distributed,
+            overlap_grad_reduce=policy.optimizer.overlap_grad_reduce,
+            overlap_param_gather=policy.optimizer.overlap_param_gather,
+        ),
         wrapped,
     )
+    if policy.optimizer.overlap_grad_reduce:
+        config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
     # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options

@@ -33,7 +33,10 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over a DDP model, sharded over data-parallel ranks. Vectors (norms, biases) get no weight decay."""
+    """AdamW over a DDP model, its state cut over data-parallel ranks unless the config says otherwise.
+
+    Vectors (norms, biases) get no weight decay.
+    """
 
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> None:
         self._model = model
@@ -47,7 +50,8 @@ class Optimizer:
             clip_grad=config.grad_clip,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=config.distributed,
+            overlap_param_gather=config.overlap_param_gather,
             optimizer_cpu_offload=config.offload,
         )
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
@@ -75,6 +79,11 @@ class Optimizer:
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=grad_norm)
         self._whole.step_with_ready_grads()
+
+    def gather_weights(self) -> None:
+        """Bring every rank's weights up to date now, where the gather is left to the next forward. Collective."""
+        if self._model.ddp_config.overlap_param_gather:
+            self._model.start_param_sync(force_sync=True)
 
     def reload_weights(self) -> None:
         """Take the float32 copies of bfloat16 weights from the model again, after it was loaded."""

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def install() -> bool:
         RuntimeError: megatron was imported before, without the shim.
     """
     if torch.cuda.is_available():
-        _define_missing_gemm()
+        _mend_without_transformer_engine()
         return False
     if not _installed:
         if "megatron.core" in sys.modules:
@@ -42,7 +43,7 @@ def install() -> bool:
         _installed.append(_CudaToCpu())
         _installed[0].__enter__()
         _after_import()
-    _define_missing_gemm()
+    _mend_without_transformer_engine()
     return True
 
 
@@ -101,12 +102,17 @@ def _after_import() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = uneven_gather, uneven_scatter
 
 
-def _define_missing_gemm() -> None:
-    """Without TransformerEngine every MoE forward of megatron-core 0.16.1 raises NameError, on GPUs too."""
+def _mend_without_transformer_engine() -> None:
+    """What megatron-core 0.16.1 leaves undefined without TransformerEngine, on GPUs too."""
+    import megatron.core.tensor_parallel as tensor_parallel
+    import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+        moe_utils.te_general_gemm = None  # else every MoE forward raises NameError
+    if not hasattr(random, "FP8GlobalStateManager"):
+        # It takes its default fp8=False for yes, and recomputing norms raises NameError.
+        tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -79,7 +79,9 @@ ITERATION_S = Constant("engine's host time an iteration", 0.004, "s", f"{_ASSUME
 HOST_BANDWIDTH = Constant(
     "host memory, one process", 8e9, "bytes/s", f"{_ASSUMED}: copy and write of a file in /dev/shm"
 )
-CHECKSUM = Constant("checksum of weights, one process", 0.35e9, "bytes/s", "measured on one core of a 2.5 GHz Xeon")
+CHECKSUM = Constant(
+    "checksum of weights, one process", 4.2e9, "bytes/s", "measured on one core of a busy 2.5 GHz Xeon, bound by memory"
+)
 HOST_ADAM = Constant("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", f"{_ASSUMED}: 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
 POSITIVE_SHARE = Constant("samples that DMMPT's entropy sweep visits", 0.5, "share", f"{_ASSUMED}: the rewarded ones")

@@ -92,7 +92,7 @@ def most_loaded_rank(setup: Training) -> RankMemory:
 def rank_memory(setup: Training, stage: int) -> RankMemory:
     """Bytes of a rank of one pipeline stage.
 
-        peak = weights + gradients + optimizer + in_flight L layer + max(head, working of a layer, update)
+        peak = weights + gradients + optimizer + in_flight L layer + max(head, remade and working of a layer, update)
 
     in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn).
     """
@@ -104,8 +104,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     is_last = stage == layout.pipeline - 1
     saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
     head = head_bytes(setup) if is_last else 0
-    recomputed = layer_bytes(setup, "none") if setup.recompute == "full" else 0
-    layer = recomputed + layer_working_bytes(setup)
+    layer = remade_bytes(setup) + layer_working_bytes(setup)
     # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
     update = 0 if setup.offloads_optimizer else optimizer // (3 if setup.dtype == "bfloat16" else 2)
     working, moment = max((head, "head"), (layer, "layer"), (update - saved, "optimizer"))
@@ -134,14 +133,17 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
     """What one layer keeps of one micro-batch for its backward.
 
-    full: its input, T H e / t. selective: all but the attention's statistics. none, with sequence parallelism:
+    full: its input, T H e / t. none, with sequence parallelism:
 
         norms      2 T/t (H norm + 4); QK-norm: T/t (N D q + K D k + 4 (N + K))
                    fused: norm = q = e, k = 0 (it is a view); else norm = q = 8, k = 8 in bfloat16, 4 in float32
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
         attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T D e [angles] + 4 T N/t [statistics]
+                   with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
         dense MLP  T/t F e 5 [gate, up, silu, up + offset, product]
         experts    R (H e [rows] + F/ETP e 5 [gate, up, silu, product, weighted] + 4) + T/t (20 k + 5 E) [routing]
+
+    selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     t, tokens = layout.tensor, setup.tokens_of_rank
@@ -149,21 +151,39 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     if recompute == "full":
         return round(local * s.hidden_size * e)
     heads, kv = s.num_heads / t, s.num_kv_heads / t
+    is_selective = recompute == "selective"
     norm = e if setup.has_fused_norm else 8
-    total = 2 * local * (s.hidden_size * norm + 4)
+    if is_selective:
+        total = 2 * local * s.hidden_size * e
+    else:
+        total = 2 * local * (s.hidden_size * norm + 4) + 2 * local * s.hidden_size * e
     if s.has_qk_norm:
         of_key = 0 if setup.has_fused_norm else 8 if setup.dtype == "bfloat16" else 4
         total += tokens * (s.head_size * (heads * norm + kv * of_key) + 4 * (heads + kv))
-    total += 2 * local * s.hidden_size * e
-    total += tokens * s.head_size * e * (3 * heads + 3 * kv + 4)
-    total += tokens * heads * 4 if recompute == "none" else 0
+    keys = kv if layout.context == 1 else (2 * layout.context + 1) * kv
+    total += tokens * s.head_size * e * (3 * heads + 2 * kv + keys + 4)
+    total += tokens * heads * 4
     if s.num_experts:
         width = s.ffn_size / layout.expert_tensor
-        total += setup.rows * (s.hidden_size * e + 5 * width * e + 4)
+        total += setup.rows * (s.hidden_size * e + (2 if is_selective else 5) * width * e + 4)
         total += local * (20 * s.experts_per_token + 5 * s.num_experts)
-    else:
+    elif not is_selective:
         total += tokens * s.ffn_size / t * e * 5
     return round(total)
+
+
+def remade_bytes(setup: Training) -> int:
+    """What recomputation makes again at once: a layer; selective: one norm's output and copies, and the MLP or the
+    experts' activation: R F/ETP e 3."""
+    s, layout, e = setup.shape, setup.layout, setup.size
+    if setup.recompute == "none":
+        return 0
+    if setup.recompute == "full":
+        return layer_bytes(setup, "none")
+    of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * (e + (e if setup.has_fused_norm else 8))
+    if s.num_experts:
+        return round(of_norm + setup.rows * 3 * s.ffn_size / layout.expert_tensor * e)
+    return round(of_norm + setup.tokens_of_rank * 5 * s.ffn_size / layout.tensor * e)
 
 
 def angle_bytes(setup: Training) -> int:

@@ -96,21 +96,26 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     config = with_agents(config, tuple(agent.name for agent in agents))
     is_apart = config.rollout.placement == "disaggregated"
     per_policy = config.rollout.engines * config.rollout.vllm.tensor_parallel
-    engine_gpus = per_policy * len(config.policies) if is_apart else 0
+    served_here = [name for name, policy in config.policies.items() if policy.engine != "openai"]
+    engine_gpus = per_policy * len(served_here) if is_apart else 0
     if engine_gpus >= num_gpus:
         raise ConfigError(
-            f"rollout: {len(config.policies)} policy(s) x {config.rollout.engines} engines x "
+            f"rollout: {len(served_here)} policy(s) x {config.rollout.engines} engines x "
             f"{config.rollout.vllm.tensor_parallel} GPUs = {engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to "
             "train on; lower rollout.engines or rollout.vllm.tensor_parallel, or give more"
         )
     trainers = num_gpus - engine_gpus
     policies, notes = [], _notes_on_engines(config, num_gpus)
-    for name, policy in config.policies.items():
+    for name, policy in config.trained_policies.items():
         if policy.model is None and config.task != "arithmetic":
             raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
         planned, more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
         policies.append(planned)
         notes += more
+    if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
+        notes.append(
+            f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
+        )
     if len(policies) > 1:
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"

@@ -54,7 +54,8 @@ def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) ->
     """Of one update of one policy.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
-    attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal; r = 1 with any recompute
+                selective: r = 1 for a dense layer's MLP only
+    attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
@@ -71,15 +72,16 @@ def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) ->
     again = 1.0 if setup.recompute == "full" else 0.0
     flops = gpu.flops
     dense = counts.layer_cut + counts.layer_whole
-    linear = 2 * tokens * dense * shape.num_layers * (3 + again) / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
+    mlp = 0 if shape.num_experts else 3 * shape.hidden_size * shape.ffn_size
+    remade = dense * again + (mlp if setup.recompute == "selective" else 0)
+    linear = 2 * tokens * (3 * dense + remade) * shape.num_layers / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
     experts = 0.0
     if shape.num_experts:
         active = counts.layer_experts * shape.experts_per_token / shape.num_experts * hw.IMBALANCE.value
         experts = 2 * tokens * active * shape.num_layers * (3 + again) / ranks_of_replica
         experts /= flops * hw.EXPERT_SHARE.value
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
-    passes = 3.5 + (0.0 if setup.recompute == "none" else 1.0)
-    attention = attended * passes / ranks_of_replica / (flops * gpu.attention)
+    attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
     head = shape.vocab_size * shape.hidden_size * work.trained / replicas * (6 + 2 * swept)
     head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value

@@ -1,16 +1,19 @@
-"""LocalEngine: prefill packed, one prompt once; then decode all rows of a wave together until each has ended.
+"""LocalEngine: prompts are prefilled packed, each once, and their rows join those that are being decoded.
 
-    requests -> waves of max_num_seqs -> prefill(distinct prompts) -> copy the cache to the group -> [step, compact]*
+    submitted -> prefill(distinct prompts) -> copy the cache to the group -> join the batch -> [draw, drop the ended, step]*
     -> results
 
-The batch loses its finished rows once an eighth of them is done (a gather of the cache, so not at every row).
+The batch loses its finished rows once an eighth of them is done, and takes new ones when all that wait fit, or an
+eighth of it is free (both copy the cache, so not at every row).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.sampler import RowSampling, draw
+from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -61,6 +65,9 @@ class LocalEngine:
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version, self._deadline_s = version, deadline_s
+        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
+        self._batch: _Batch | None = None
+        self._is_aborting = False
         self._num_decoded = 0
 
     def info(self) -> EngineInfo:
@@ -70,28 +77,31 @@ class LocalEngine:
     def num_decoded(self) -> int:
         return self._num_decoded
 
-    @torch.inference_mode()
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         if version != self._version:
             raise WrongVersion(
                 f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded"
             )
-        end = None if self._deadline_s is None else time.monotonic() + self._deadline_s
-        results: dict[int, DecodeResult] = {}
-        served = []
-        for i, request in enumerate(requests):
-            if reason := self._refusal(request):
-                none = np.zeros(0, np.int32)
-                results[i] = DecodeResult(
-                    request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason
-                )
-            else:
-                served.append(i)
-        for start in range(0, len(served), self._max_num_seqs):
-            wave = served[start : start + self._max_num_seqs]
-            for i, result in zip(wave, self._decode([requests[i] for i in wave], end), strict=True):
-                results[i] = result
-        return [results[i] for i in range(len(requests))]
+        self._inbox.extend(requests)
+
+    @torch.inference_mode()
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        end = time.monotonic() + timeout_s
+        while True:
+            if self._is_aborting:
+                return self._give_up()
+            results = self._admit()
+            if results or self._batch is None:
+                return results
+            results = self._step(self._batch)
+            if results or time.monotonic() >= end:
+                return results
+
+    def abort(self) -> None:
+        self._is_aborting = True
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
@@ -104,11 +114,15 @@ class LocalEngine:
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        if self._batch is not None or self._inbox:
+            raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
         self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
-        self._version = update.version  # caches live for one generate(): there is no prefix to drop
+        self._version = update.version  # caches live as long as their requests: there is no prefix to drop
+        loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
-        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
     def close(self) -> None:
         self._model.weights.clear()
@@ -125,61 +139,78 @@ class LocalEngine:
             return f"a token id is outside of the vocabulary of {self._shape.vocab_size}"
         return ""
 
-    def _decode(self, requests: Sequence[DecodeRequest], end: float | None) -> list[DecodeResult]:
-        """One wave: all requests together."""
+    def _admit(self) -> list[DecodeResult]:
+        """Let submitted requests join the batch, as many as there is room for; the results of those refused."""
+        refused: list[DecodeResult] = []
+        joining: list[DecodeRequest] = []
+        room = self._max_num_seqs - (self._batch.num_going if self._batch else 0)
+        if room < min(len(self._inbox), self._max_num_seqs // 8):
+            return []
+        while self._inbox and len(joining) < room:
+            request = self._inbox.popleft()
+            if reason := self._refusal(request):
+                refused.append(_Row(request, 0, Finish.ERROR).result(self._version, reason))
+            else:
+                joining.append(request)
+        if joining:
+            joined = self._prefilled(joining)
+            if self._batch is not None:
+                self._batch.keep_going()
+                joined = self._batch.joined_by(joined)
+            self._batch = joined
+        return refused
+
+    def _prefilled(self, requests: Sequence[DecodeRequest]) -> _Batch:
+        """The requests ready for their first draw."""
         prompts, prompt_of, first = _distinct([request.token_ids for request in requests])
         cache = _Cache(self._model, len(prompts), max(len(p) for p in prompts))
         last = self._prefill_last(prompts, cache)
         rows = torch.tensor(prompt_of, device=self._device)
         cache.select(rows)
-        budget = [min(r.max_new_tokens, self._max_model_len - len(r.token_ids)) for r in requests]
-        lengths = torch.tensor([len(r.token_ids) for r in requests], device=self._device)  # [B] tokens known
-        sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], self._device)
-        stops = [set(r.sampling.stop_token_ids) for r in requests]
-        tokens: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        finish: list[Finish | None] = [None] * len(requests)
-        alive = list(range(len(requests)))  # row of the batch -> request
-        hidden = last[rows]
-        while True:
-            drawn, drawn_logprobs = draw(self._model.logits(hidden), sampling, lengths)
-            for i, token, logprob in zip(alive, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
-                if finish[i] is not None:
-                    continue  # a finished row that is not compacted yet
-                tokens[i].append(token)
-                logprobs[i].append(logprob)
-                self._num_decoded += 1
-                if token in stops[i]:
-                    finish[i] = Finish.STOP
-                elif len(tokens[i]) >= budget[i]:
-                    finish[i] = Finish.LENGTH
-            going = [row for row, i in enumerate(alive) if finish[i] is None]
-            if not going:
-                break
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError(
-                    f"LocalEngine: {len(going)} requests are unfinished after rollout.deadline_s = "
-                    f"{self._deadline_s:g} s; "
-                    "raise it, or ask for fewer or shorter completions"
-                )
-            if len(going) <= len(alive) * 7 // 8:
-                keep = torch.tensor(going, device=self._device)
-                cache.select(keep)
-                drawn, lengths, sampling = drawn[keep], lengths[keep], sampling.select(keep)
-                alive = [alive[row] for row in going]
-            hidden = self._step(drawn, lengths, cache)
-            lengths = lengths + 1
-        return [
-            DecodeResult(
-                uid=request.uid,
-                token_ids=np.asarray(tokens[i], np.int32),
-                logprobs=np.asarray(logprobs[i], np.float32),
-                finish=finish[i] or Finish.LENGTH,
-                version=self._version,
-                num_cached_tokens=0 if first[prompt_of[i]] == i else len(request.token_ids) - 1,
-            )
-            for i, request in enumerate(requests)
-        ]
+        return _Batch(
+            rows=[
+                _Row(request, 0 if first[prompt_of[i]] == i else len(request.token_ids) - 1)
+                for i, request in enumerate(requests)
+            ],
+            cache=cache,
+            hidden=last[rows],
+            lengths=torch.tensor([len(r.token_ids) for r in requests], device=self._device),
+        )
+
+    def _step(self, batch: _Batch) -> list[DecodeResult]:
+        """Draw a token for every row and compute the next; the results of those that have ended."""
+        ended = []
+        drawn, drawn_logprobs = draw(self._model.logits(batch.hidden), batch.sampling, batch.lengths)
+        for row, token, logprob in zip(batch.rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
+            if row.finish is not None:
+                continue  # a finished row that is still in the batch
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            self._num_decoded += 1
+            if token in row.request.sampling.stop_token_ids:
+                row.finish = Finish.STOP
+            elif len(row.tokens) >= min(row.request.max_new_tokens, self._max_model_len - len(row.request.token_ids)):
+                row.finish = Finish.LENGTH
+            if row.finish is not None:
+                ended.append(row.result(self._version))
+        batch.drawn = drawn
+        if batch.num_going == 0:
+            self._batch = None
+            return ended
+        if batch.num_going <= len(batch.rows) * 7 // 8:
+            batch.keep_going()
+        batch.hidden = self._forward(batch.drawn, batch.lengths, batch.cache)
+        batch.lengths = batch.lengths + 1
+        return ended
+
+    def _give_up(self) -> list[DecodeResult]:
+        """What is under way as far as it got."""
+        self._is_aborting = False
+        rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
+        self._batch = None
+        while self._inbox:
+            rows.append(_Row(self._inbox.popleft(), 0))
+        return [row.result(self._version) for row in rows]
 
     def _prefill_last(self, prompts: Sequence[IntArray], cache: _Cache) -> Tensor:
         """Hidden state [P, H] of the last token of each prompt; the cache is filled, in forwards of bounded size."""
@@ -213,7 +244,7 @@ class LocalEngine:
 
         return self._model.forward(ids, positions, attend)
 
-    def _step(self, tokens: Tensor, lengths: Tensor, cache: _Cache) -> Tensor:
+    def _forward(self, tokens: Tensor, lengths: Tensor, cache: _Cache) -> Tensor:
         """Hidden states [B, H] of the tokens [B] just drawn, each at position lengths [B]."""
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -228,6 +259,66 @@ class LocalEngine:
             return attention_decode(q, *known, num_known)
 
         return self._model.forward(tokens, lengths, attend)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in the batch. num_cached: of its prompt, by a row that joined with it. finish None: not ended."""
+
+    request: DecodeRequest
+    num_cached: int
+    finish: Finish | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def result(self, version: int, error: str = "") -> DecodeResult:
+        return DecodeResult(
+            uid=self.request.uid,
+            token_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish=self.finish or Finish.UNFINISHED,
+            version=version,
+            num_cached_tokens=self.num_cached,
+            error=error,
+        )
+
+
+class _Batch:
+    """Rows that are decoded together, B of them, before their next draw.
+
+    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn.
+    """
+
+    def __init__(self, rows: list[_Row], cache: _Cache, hidden: Tensor, lengths: Tensor) -> None:
+        self.rows, self.cache, self.hidden, self.lengths = rows, cache, hidden, lengths
+        self.drawn = lengths  # of no meaning before the first draw
+        requests = [row.request for row in rows]
+        self.sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], hidden.device)
+
+    @property
+    def num_going(self) -> int:
+        return sum(row.finish is None for row in self.rows)
+
+    def keep_going(self) -> None:
+        """Drop the rows that have ended."""
+        going = [i for i, row in enumerate(self.rows) if row.finish is None]
+        if len(going) == len(self.rows):
+            return
+        keep = torch.tensor(going, device=self.hidden.device)
+        self.rows = [self.rows[i] for i in going]
+        self.cache.select(keep)
+        self.hidden, self.lengths, self.drawn = self.hidden[keep], self.lengths[keep], self.drawn[keep]
+        self.sampling = self.sampling.select(keep)
+
+    def joined_by(self, other: _Batch) -> _Batch:
+        """Both batches as one; neither is used afterwards."""
+        self.cache.append(other.cache)
+        return _Batch(
+            self.rows + other.rows,
+            self.cache,
+            torch.cat([self.hidden, other.hidden]),
+            torch.cat([self.lengths, other.lengths]),
+        )
 
 
 class _Cache:
@@ -245,6 +336,17 @@ class _Cache:
         """Keep (or repeat) these rows."""
         self.keys = [k[rows] for k in self.keys]
         self.values = [v[rows] for v in self.values]
+
+    def append(self, other: _Cache) -> None:
+        """The rows of another cache behind these."""
+        room = max(self._capacity, other._capacity)
+
+        def joined(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([F.pad(each, (0, 0, 0, room - each.shape[2])) for each in (ours, theirs)])
+
+        self.keys = [joined(*pair) for pair in zip(self.keys, other.keys, strict=True)]
+        self.values = [joined(*pair) for pair in zip(self.values, other.values, strict=True)]
+        self._capacity = room
 
     def grow(self, needed: int) -> None:
         """Make room for `needed` positions; doubles, so that a long decode copies little."""

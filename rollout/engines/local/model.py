@@ -27,7 +27,7 @@ class LocalModel:
             ValueError: a tensor is missing or has a wrong shape.
         """
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.weights = {name: tensor.to(device, copy=True) for name, tensor in fuse(tensors, dtype)}
+        self.weights = dict(fuse(tensors, dtype, device))
         _check(shape, self.weights)
         half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
         self._inverse_frequency = 1.0 / shape.rope_theta**half  # [D/2]

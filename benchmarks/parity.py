@@ -1,0 +1,322 @@
+"""Every parallel layout against one rank, and one rank against transformers: losses, gradients, trained weights.
+
+    python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
+
+Four gloo ranks are started once and take the layouts in turn; what a layout leaves over is data parallel. float32, a
+tiny Qwen3-MoE, packed samples of uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line a layout:
+
+    loss       |difference| of one step                                                            at most 2e-6
+    gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1e-6 overall
+    sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
+    adam       the same after two AdamW steps; reported: where a gradient is rounding, AdamW steps by its sign
+
+The gradient is read off the weights after one SGD step of a large power of two, so that reduction, scatter, update and
+gather all lie between. Ends with the number of lines that FAIL; the exit code is 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+WORLD = 4
+LIMITS = {"loss": 2e-6, "gradient": 1e-6, "sgd": 1e-6}
+REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
+PROBE_LR = 4096.0  # a power of two: (before - after) / lr is the gradient to its own rounding
+SGD_LR = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table: sizes of the layout, and settings of the policy and its optimizer."""
+
+    name: str
+    layout: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+OVERLAP = {"overlap_grad_reduce": True}
+CASES = (
+    Case("dp4"),
+    Case("dp4, whole optimizer", optimizer={"distributed": False}),
+    Case("dp4, overlapped", optimizer={**OVERLAP, "overlap_param_gather": True}),
+    Case("ep2 dp4", {"expert": 2}),
+    Case("ep4 dp4", {"expert": 4}),
+    Case("tp2 dp2", {"tensor": 2}),
+    Case("tp2 ep2 etp1 dp2", {"tensor": 2, "expert": 2}),
+    Case("tp2 ep2 etp2 dp2", {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+    Case("tp2 ep4 dp2", {"tensor": 2, "expert": 4}),
+    Case("pp2 dp2", {"pipeline": 2}),
+    Case("tp2 pp2", {"tensor": 2, "pipeline": 2}),
+    Case("ep2 pp2 dp2", {"expert": 2, "pipeline": 2}),
+    Case("cp2 dp2", {"context": 2}),
+    Case("cp4", {"context": 4}),
+    Case("cp2 ep2 dp2", {"context": 2, "expert": 2}),
+    Case("cp2 pp2", {"context": 2, "pipeline": 2}),
+    Case("tp2 cp2 ep2", {"tensor": 2, "context": 2, "expert": 2}),
+    Case("recompute full, tp2 cp2", {"tensor": 2, "context": 2}, {"recompute": "full"}),
+    Case("recompute selective, tp2 ep2", {"tensor": 2, "expert": 2}, {"recompute": "selective"}),
+    Case("overlapped, whole optimizer, ep2 dp4", {"expert": 2}, optimizer={**OVERLAP, "distributed": False}),
+)
+REFUSED = (
+    Case("tp2 etp1", {"tensor": 2, "expert_tensor": 1}),
+    Case("tp4", {"tensor": 4}),
+    Case("pp4", {"pipeline": 4}),
+    Case("optimizer offload", optimizer={"offload": True}),
+)
+NOT_RUN = {"dp2, tp2, pp2, cp2 on two ranks": "a world of two: tests/megatron/test_layouts.py runs them"}
+
+
+def samples() -> list[Any]:
+    """24 samples of 8 to 40 tokens, every length a multiple of 8 (context parallelism then pads nothing)."""
+    from marsrl.trainer.packing import TrainSequence
+
+    rng = np.random.default_rng(0)
+    out = []
+    for i in range(24):
+        prompt, total = int(rng.integers(2, 6)), 8 * int(rng.integers(1, 6))
+        n = total - prompt
+        is_sampled = rng.random(n) > 0.15
+        is_sampled[-1] = True
+        tokens = rng.integers(0, 256, total).astype(
+            np.int32
+        )  # 256 is the padding token, which transformers does not train
+        out.append(
+            TrainSequence(
+                uid=f"s{i}",
+                prompt_ids=tokens[:prompt],
+                token_ids=tokens[prompt:],
+                is_sampled=is_sampled,
+                rollout_logprobs=rng.normal(0, 0.1, n).astype(np.float32),  # of the reference's, see with_logprobs
+                advantage=float(rng.normal()),
+                agent=i % 2,
+                temperature=1.0,
+                is_positive=i % 3 == 0,
+            )
+        )
+    return out
+
+
+# Far, for float32, from the entropies and probabilities that the model has: four of the eight positive samples are masked.
+MPT = {"scope": "sample", "entropy": 5.702, "probability": 0.004}
+
+
+def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
+    """transformers, a sequence at a time: (samples with rollout log-probs near these, loss, gradients, masked tokens)."""
+    import transformers
+    from safetensors.torch import load_file
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    num_trained = sum(s.num_sampled for s in sequences)
+    total, masked, out = torch.zeros(()), 0, []
+    for s in sequences:
+        ids = torch.tensor([*s.prompt_ids.tolist(), *s.token_ids.tolist()])
+        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].float()
+        logp = logits.log_softmax(-1)
+        chosen = logp.gather(1, torch.from_numpy(s.token_ids).long()[:, None])[:, 0]
+        rollout = chosen.detach() + torch.from_numpy(s.rollout_logprobs)
+        out.append(dataclasses.replace(s, rollout_logprobs=rollout.numpy()))
+        trained = torch.from_numpy(s.is_sampled)
+        keep = trained.clone()
+        entropy = -(logp.exp() * logp).sum(-1)[trained].mean()
+        if s.is_positive and float(entropy.detach()) < MPT["entropy"]:
+            keep &= chosen.detach().exp() < MPT["probability"]
+        masked += int((trained & ~keep).sum())
+        ratio = (chosen - rollout).exp()
+        surrogate = torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.2) * s.advantage)
+        total = total - (surrogate * keep).sum()
+    loss = total / num_trained
+    loss.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers stacks the experts; what it saves has a tensor for each
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(model_dir.parent / "gradient")
+    return out, float(loss.detach()), load_file(model_dir.parent / "gradient" / "model.safetensors"), masked
+
+
+def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
+    """On the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
+    from marsrl.kernels import PolicyObjective
+    from marsrl.trainer.config import MptConfig, PolicyConfig
+    from marsrl.trainer.learner import Learner
+    from marsrl.trainer.megatron import parallel
+    from marsrl.trainer.share import Share, micro_batches
+
+    optimizer = {"lr": 1e-3, "grad_clip": 1e9, **case.optimizer}
+    policy = PolicyConfig.model_validate(
+        {"dtype": "float32", "layout": case.layout, "optimizer": optimizer, **case.policy}
+    )
+    try:
+        learner = Learner(
+            policy,
+            model_dir,
+            objective=PolicyObjective(),
+            mpt=MptConfig.model_validate(MPT),
+            num_agents=2,
+            total_steps=8,
+            seed=0,
+            old_policy="sais",
+        )
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    place = Share(learner.data_rank, learner.data_size, 160, learner.align)
+    batches = micro_batches(sequences, place)
+    normaliser = float(sum(s.num_sampled for s in sequences))
+    before = dict(learner.export())
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        stats = learner.step(batches, normaliser=normaliser)
+    found["adam"] = dict(learner.export())
+    with_sgd(learner)
+    for name, lrs in (("gradient", (PROBE_LR,)), ("sgd", (SGD_LR, SGD_LR))):
+        learner._converter.load(model_dir)
+        learner._optimizer.reload_weights()
+        for lr in lrs:
+            stats = learner.step(batches, normaliser=normaliser, lr=lr)
+            found.setdefault("loss", stats.loss)
+            found.setdefault("gated", stats.gated_samples)
+            found.setdefault("masked", sum(stats.agent_sums["masked_tokens"]))
+        found[name] = dict(learner.export())
+    found["gradient"] = {n: (before[n].double() - w.double()) / PROBE_LR for n, w in found["gradient"].items()}
+    parallel.stop(keep_world=True)
+    return found
+
+
+def with_sgd(learner: Any) -> None:
+    """Plain SGD in AdamW's place, over the same shards (views of megatron's buffer, which a constructor refuses)."""
+    for part in learner._optimizer._parts():
+        sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+        sgd.param_groups = [{**sgd.defaults, **group} for group in part.optimizer.param_groups]
+        part.optimizer = sgd
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """See the head of this file."""
+    out = {"loss": abs(found["loss"] - expected["loss"])}
+    for name in ("gradient", "sgd", "adam"):
+        if name in expected:
+            assert found[name].keys() == expected[name].keys(), "a parameter is missing"
+            off = {n: float((found[name][n] - expected[name][n]).abs().max()) for n in expected[name]}
+            largest = max(float(g.abs().max()) for g in expected[name].values())
+            out[name] = max(off.values()) / (largest if name == "gradient" else 1.0)
+    return out
+
+
+def worker(folder: Path, names: list[str]) -> None:
+    """One of the ranks; rank 0 prints a line a layout and writes the report."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    from marsrl.rollout.state import decode
+    from marsrl.trainer.learner import Learner  # noqa: F401  # here, so that the first line's seconds are its own
+    from marsrl.trainer.share import Work
+
+    sequences = list(decode(Work, (folder / "samples").read_bytes()).sequences)
+    one = torch.load(folder / "one.pt", weights_only=True)
+    report: list[dict[str, Any]] = []
+    for case in (*CASES, *REFUSED):
+        if names and case.name not in names:
+            continue
+        begin = time.perf_counter()
+        found = train(str(folder / "model"), case, sequences)
+        if os.environ["RANK"] != "0":
+            continue
+        line: dict[str, Any] = {"layout": case.name, "seconds": time.perf_counter() - begin}
+        if "refused" in found:
+            line |= {"is_ok": case in REFUSED, "refused": found["refused"]}
+        else:
+            line |= differences(found, one)
+            within = all(line[name] <= limit for name, limit in LIMITS.items())
+            same = (found["gated"], found["masked"]) == (one["gated"], one["masked"])
+            line["is_ok"] = within and same and case not in REFUSED
+        print(row(line), flush=True)
+        report.append(line)
+    if os.environ["RANK"] == "0":
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def row(line: dict[str, Any]) -> str:
+    """One layout, ending in ok or FAIL."""
+    verdict = "ok" if line["is_ok"] else "FAIL"
+    if "refused" in line:
+        return f"{line['layout']:38s}refused: {line['refused']}  {verdict}"
+    cells = "".join(f"{line[name]:10.1e}" if name in line else f"{'':10s}" for name in (*LIMITS, "adam"))
+    return f"{line['layout']:38s}{cells}{line['seconds']:7.1f} s  {verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT", help="of the table, by name")
+    parser.add_argument("--json", metavar="FILE", help="write the lines there")
+    parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(Path(arguments.worker), arguments.only)
+        return 0
+    known = [case.name for case in (*CASES, *REFUSED)]
+    if unknown := [name for name in arguments.only if name not in known]:
+        parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(known)}")
+    begin = time.perf_counter()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from marsrl.rollout.state import encode
+    from marsrl.trainer.init_model import InitShape, init_model
+    from marsrl.trainer.share import Work
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=323), "bytes", folder / "model")
+        given, loss, gradient, masked = reference(model, samples())
+        one = train(str(model), Case("one rank"), given)
+        titles = "".join(f"{title:>10s}" for title in (*LIMITS, "adam"))
+        print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.0e}" for limit in LIMITS.values()))
+        first = {"layout": "one rank against transformers", "seconds": time.perf_counter() - begin}
+        first |= differences(one, {"loss": loss, "gradient": gradient})
+        first["is_ok"] = all(first[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
+        print(row(first), flush=True)
+        torch.save(one, folder / "one.pt")
+        (folder / "samples").write_bytes(encode(Work(tuple(given), 0)))
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(WORLD), __file__, "--worker", str(folder)]
+        command += ["--only", *arguments.only] if arguments.only else []
+        keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+        with (folder / "stderr").open("wb") as noise:  # warnings of four ranks
+            done = subprocess.run(command, env={**keep, "OMP_NUM_THREADS": "1"}, stderr=noise)
+        lines = [first]
+        if done.returncode == 0:
+            lines += json.loads((folder / "report.json").read_text("utf-8"))
+        else:
+            print((folder / "stderr").read_text("utf-8", errors="replace")[-6000:])
+    for what, why in NOT_RUN.items():
+        print(f"{what:38s}not run here: {why}")
+    failed = sum(not line["is_ok"] for line in lines) + (done.returncode != 0)
+    if done.returncode:
+        print(f"the ranks ended with exit code {done.returncode}")
+    print(f"{len(lines)} lines, {failed} FAIL, {time.perf_counter() - begin:.0f} s")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The team that a simulation plays: the project's Verifier-Corrector rules on texts that one token stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from marsrl.rollout.agents.orchestration import VerifierCorrector
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import IntArray, Message, Problem, Reward
+
+from .cost_model import Constants
+from .lengths import Outcomes
+from .simulated_pool import TOKEN_GRAIN, SimulatedReplicas
+
+_TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
+
+
+def last_token(outcomes: Outcomes, uid: str) -> int:
+    """The token that stands for what the completion says."""
+    if uid[uid.rindex("/") + 1 :].startswith("verifier"):
+        return 3 if outcomes.says_correct(uid) else 4
+    return 1 if outcomes.is_right(uid) else 2
+
+
+@dataclass(frozen=True)
+class StandInRenderer:
+    """Prompts are as long as the constants say; a completion's text is what its last token stands for."""
+
+    constants: Constants
+    stop_ids: tuple[int, ...] = (1, 2, 3, 4)
+
+    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
+        num_shown = (
+            len(messages) - 1
+        )  # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
+        return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
+
+    def decode(self, ids: IntArray) -> str:
+        return _TEXTS[ids[-1]] if len(ids) else ""
+
+
+class SolverOnly(VerifierCorrector):
+    """One agent, as in UloRL."""
+
+    agents = VerifierCorrector.agents[:1]
+
+
+class Problems:
+    """An endless stream of problems that differ in their ids."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def next_problem(self) -> Problem:
+        self._drawn += 1
+        return Problem(f"p{self._drawn}", "?", "7", "math")
+
+    def state(self) -> CursorState:
+        return CursorState(0, self._drawn)
+
+    def load(self, state: CursorState) -> None:
+        self._drawn = state.position
+
+
+def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+    """Takes no time: judges work while the engines decode."""
+    return [_RIGHT if answer == problem.answer else _WRONG for problem, answer in answers]
+
+
+_RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
+
+
+def simulated_team(replicas: SimulatedReplicas, constants: Constants, *, is_solver_only: bool = False) -> Team:
+    kind = SolverOnly if is_solver_only else VerifierCorrector
+    agents = {spec.name: AgentConfig() for spec in kind.agents}
+    renderer = cast(ChatRenderer, StandInRenderer(constants))
+    pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
+    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": pool}, judge)

@@ -1,0 +1,136 @@
+"""The study as text: constants first, then the fit, its predictions, the pipelines, the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .calibrate import MISS, PUBLISHED_S, ULORL, Fit
+from .cost_model import MEASURED_ITL, Constants, constants_table
+from .lengths import MEDIAN_TOKENS
+from .play import Outcome, Setting
+from .study import Grid, Study, ours, overlapped, reference
+
+
+def constants_text() -> str:
+    """What was set before anything was fitted."""
+    measured = ", ".join(f"{b}: {1e3 * itl:.1f}" for b, itl in MEASURED_ITL)
+    rows = [*constants_table(Constants())]
+    rows.append(
+        ("decode step", measured, "ms", "sequences: time; ML.ENERGY leaderboard, this model on two H100s, GPQA")
+    )
+    rows.append(
+        ("median length", str(MEDIAN_TOKENS), "tokens", "792 completions of this model on GPQA, ML.ENERGY leaderboard")
+    )
+    rows.append(("prompts a step", str(ULORL.problems), "", "MarsRL, by the same authors; groups of 8"))
+    rows.append(("engines (UloRL)", str(ULORL.engines), "", "ASSUMED: 32 H100s; the paper's number is not known to us"))
+    return "Constants, before any fitting\n" + columns(("constant", "value", "unit", "source"), rows)
+
+
+def fit_text(fitted: Fit) -> str:
+    """Sigma, and the predictions beside what UloRL published."""
+    rows = []
+    for segments, published in PUBLISHED_S.items():
+        error = fitted.error(segments)
+        verdict = "fitted" if segments == 1 else "within 15%" if abs(error) <= MISS else "MISS"
+        rows.append(
+            (str(segments), f"{published:.0f}", f"{fitted.step_s[segments]:.0f}", f"{100 * error:+.0f}%", verdict)
+        )
+    head = f"UloRL: sigma of the log-normal lengths fitted to 1 segment: {fitted.sigma:.3f}"
+    return head + "\n" + columns(("segments", "published s", "simulated s", "off by", ""), rows)
+
+
+def sensitivity_text(study: Study) -> str:
+    """Fitted again with every constant 20% lower and higher: how far the predictions move."""
+    rows = []
+    for constant, fits in study.sensitivity.items():
+        cells = [constant]
+        for fitted in fits.values():
+            if fitted.sigma is None:
+                cells += ["none", "", ""]
+            else:
+                cells += [f"{fitted.sigma:.2f}"] + [
+                    f"{fitted.step_s[n]:.0f} ({100 * fitted.error(n):+.0f}%)" for n in (2, 4)
+                ]
+        rows.append(tuple(cells))
+    heads = ("x 0.8: sigma", "2 segments s", "4 segments s", "x 1.2: sigma", "2 segments s", "4 segments s")
+    return "Sensitivity, fitted again (none: no sigma gives 1240 s)\n" + columns(("constant", *heads), rows)
+
+
+def pipelines_text(study: Study, grid: Grid) -> str:
+    """Trajectory against agentic at the centre of the grid."""
+    rows = []
+    for setting, outcome in study.rows.items():
+        if setting == Setting(
+            grid.engines, grid.problems, setting.pipeline, setting.segments
+        ):  # not those of overlap_text
+            rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
+    head = f"{grid.engines} engines, {grid.problems} new problems a step, five agents, 64k"
+    return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
+
+
+def overlap_text(study: Study, grid: Grid) -> str:
+    """Agentic with 4 segments, with and without a trainer that works beside the engines."""
+    rows = [(str(overlap), *_cells(study.rows[overlapped(grid, overlap)])) for overlap in (0, 1)]
+    head = (
+        f"rollout.overlap, agentic with 4 segments, {grid.overlap_at[0]} engines, {grid.overlap_at[1]} problems "
+        "(with 1 the trainer has GPUs of its own: twice as many in all)"
+    )
+    return f"{head}\n" + columns(("overlap", *_HEADS), rows)
+
+
+def axes_text(study: Study, grid: Grid) -> str:
+    """One axis at a time, the reference against ours."""
+    rows = []
+    places = [(e, grid.problems) for e in grid.engine_axis] + [(grid.engines, p) for p in grid.problem_axis]
+    for place in dict.fromkeys(places):
+        slow, fast = study.rows[reference(*place)], study.rows[ours(*place)]
+        cells = [f"{o.s_per_sample:.3f}" for o in (slow, fast)] + [f"{100 * o.idle_share:.0f}%" for o in (slow, fast)]
+        rows.append((str(place[0]), str(place[1]), *cells, f"{study.ratio(*place):.2f}"))
+    heads = ("engines", "problems", "trajectory x1: s/sample", "agentic x4: s/sample", "idle x1", "idle x4", "ratio")
+    return "One axis at a time\n" + columns(heads, rows)
+
+
+def adds_text(study: Study, grid: Grid) -> str:
+    """What each half of the change adds, at the centre."""
+    slow, fast = reference(grid.engines, grid.problems), ours(grid.engines, grid.problems)
+    time_of = {setting: study.rows[setting].s_per_sample for setting in study.rows}
+    pipeline_alone = time_of[slow] / time_of[replace(slow, pipeline="agentic")]
+    segments_alone = time_of[slow] / time_of[replace(fast, pipeline="trajectory")]
+    return (
+        f"Agentic pipelining alone (1 segment): {pipeline_alone:.2f}x; 4 segments alone (trajectory): {segments_alone:.2f}x; "
+        f"both: {time_of[slow] / time_of[fast]:.2f}x"
+    )
+
+
+_HEADS = (
+    "step s", "rollout s", "train s", "idle", "samples/step", "s/sample", "GPU s/sample", "first token to trained: mean s",
+    "p90 s", "staleness mean", "0", "1", "2", "3", "4+",
+)  # fmt: skip
+
+
+def _cells(o: Outcome) -> tuple[str, ...]:
+    shares = [o.staleness.get(v, 0.0) for v in range(4)]
+    shares.append(max(0.0, 1 - sum(shares)))
+    return (
+        f"{o.step_s:.0f}", f"{o.rollout_s:.0f}", f"{o.train_s:.0f}", f"{100 * o.idle_share:.0f}%", f"{o.samples_per_step:.0f}",
+        f"{o.s_per_sample:.3f}", f"{o.gpu_s_per_sample:.1f}", f"{o.latency_mean_s:.0f}", f"{o.latency_p90_s:.0f}",
+        f"{o.staleness_mean:.2f}", *(f"{100 * share:.0f}%" for share in shares),
+    )  # fmt: skip
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned by the widest cell; the first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [
+            cell.ljust(width) if i == 0 or not _is_number(rows, i) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
+    return all(not row[column] or row[column][0] in "0123456789+-n" for row in rows)

@@ -1,0 +1,160 @@
+"""Which replica gets which request, and when: prefixes go where they are cached, the longest first, nobody idles.
+
+    dispatch.add(requests)          each is queued at one replica:
+                                        a sample that comes back: where it was, unless the way to another is shorter
+                                        a new affinity, whole:    the replica with the least work
+    dispatch.take() -> shares       every replica with free slots gets the longest of its own queue; when that is
+                                    empty, the longest of the fullest queue of the others
+    dispatch.end(uid) -> replica    its slot is free
+
+Work is counted in decoded tokens: expected ones, plus PREFILL_COST for each prompt token that is not cached there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from marsrl.rollout.engines.protocol import DecodeRequest
+
+PREFILL_COST = 0.1
+"""Work of a prompt token over that of a decoded one: decoding is bound by memory, prefill is not."""
+
+_MAX_HOMES = 1 << 16  # remembered places of samples; older ones are forgotten, which costs a prefill
+
+
+class Dispatcher:
+    """Queues in front of replicas. See the module.
+
+    slots: requests that one replica decodes at a time; None: any number (then nothing ever waits).
+    """
+
+    def __init__(self, num_replicas: int, slots: int | None) -> None:
+        self._slots = slots
+        self._queues: list[list[tuple[float, int, DecodeRequest]]] = [[] for _ in range(num_replicas)]  # heaps
+        self._work = [0.0] * num_replicas  # queued and running
+        self._running: list[set[str]] = [set() for _ in range(num_replicas)]
+        self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
+        self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
+        self._ticket = itertools.count()
+        self.num_waiting = 0  # in all queues
+
+    @property
+    def busy(self) -> list[int]:
+        """Replicas that decode something."""
+        return [replica for replica, running in enumerate(self._running) if running]
+
+    @property
+    def num_running(self) -> list[int]:
+        return [len(running) for running in self._running]
+
+    def add(self, requests: Sequence[DecodeRequest]) -> None:
+        """Queue requests; raises ValueError where a uid is under way already."""
+        strangers: dict[str, list[DecodeRequest]] = defaultdict(list)
+        for request in requests:
+            if request.uid in self._place:
+                raise ValueError(f"request {request.uid} is submitted while it is being decoded")
+            home = self._homes.get(request.uid)
+            if home is None:
+                strangers[request.affinity].append(request)
+                continue
+            least = self._least()
+            stays = self._work[home] <= self._work[least] + PREFILL_COST * len(request.token_ids)
+            self._queue(request, home if stays else least, is_cached=stays)
+        cost = {key: sum(_cost(request) for request in group) for key, group in strangers.items()}
+        for key in sorted(strangers, key=lambda key: -cost[key]):  # stable: equal ones in the order given
+            replica = self._least()
+            for request in strangers[key]:
+                self._queue(request, replica, is_cached=False)
+
+    def take(self) -> dict[int, list[DecodeRequest]]:
+        """Requests to send now, by replica, longest first."""
+        shares: dict[int, list[DecodeRequest]] = {}
+        if not self.num_waiting:
+            return shares
+        replicas = range(len(self._queues))
+        for replica in replicas:
+            while self._queues[replica] and self._is_free(replica):
+                self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
+        while self.num_waiting:
+            idle = min((r for r in replicas if self._is_free(r)), key=lambda r: self._work[r], default=None)
+            if idle is None:
+                break
+            fullest = max((r for r in replicas if self._queues[r]), key=lambda r: self._work[r])
+            request = heapq.heappop(self._queues[fullest])[2]
+            self._work[fullest] -= self._place.pop(request.uid)[1]
+            self._place[request.uid] = (idle, _cost(request))
+            self._work[idle] += _cost(request)
+            self._send(request, idle, shares)
+        return shares
+
+    def end(self, uid: str) -> int:
+        """A request has ended; returns the replica that had it."""
+        replica, work = self._place.pop(uid)
+        self._work[replica] -= work
+        self._running[replica].discard(uid)
+        return replica
+
+    def drop_waiting(self) -> list[DecodeRequest]:
+        """Take back everything that was not sent yet."""
+        waiting = [entry for queue in self._queues for entry in queue]
+        for queue in self._queues:
+            queue.clear()
+        self.num_waiting = 0
+        dropped = [request for _, _, request in sorted(waiting, key=lambda entry: entry[1])]
+        for request in dropped:
+            self.end(request.uid)
+        return dropped
+
+    def forget_homes(self) -> None:
+        """Prefix caches are empty: any replica is as good as another."""
+        self._homes.clear()
+
+    def _least(self) -> int:
+        return min(range(len(self._work)), key=self._work.__getitem__)
+
+    def _is_free(self, replica: int) -> bool:
+        return self._slots is None or len(self._running[replica]) < self._slots
+
+    def _queue(self, request: DecodeRequest, replica: int, *, is_cached: bool) -> None:
+        work = _expected(request) if is_cached else _cost(request)
+        heapq.heappush(self._queues[replica], (-_expected(request), next(self._ticket), request))
+        self.num_waiting += 1
+        self._place[request.uid] = (replica, work)
+        self._work[replica] += work
+
+    def _send(self, request: DecodeRequest, replica: int, shares: dict[int, list[DecodeRequest]]) -> None:
+        self.num_waiting -= 1
+        self._running[replica].add(request.uid)
+        self._homes.pop(request.uid, None)  # to the end: the order is that of forgetting
+        self._homes[request.uid] = replica
+        if len(self._homes) > _MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        shares.setdefault(replica, []).append(request)
+
+
+def split_requests(requests: Sequence[DecodeRequest], num_replicas: int) -> list[list[int]]:
+    """Indices of the requests that each replica gets: affinities whole, costliest first to the least loaded."""
+    if num_replicas == 1:
+        return [list(range(len(requests)))]
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, request in enumerate(requests):
+        members[request.affinity].append(i)
+    cost = {key: sum(_cost(requests[i]) for i in group) for key, group in members.items()}
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    load = [0.0] * num_replicas
+    for key in sorted(members, key=lambda key: (-cost[key], members[key][0])):
+        replica = min(range(num_replicas), key=lambda r: (load[r], r))
+        shares[replica] += members[key]
+        load[replica] += cost[key]
+    return [sorted(share) for share in shares]
+
+
+def _expected(request: DecodeRequest) -> float:
+    return request.max_new_tokens if request.expected_new_tokens is None else request.expected_new_tokens
+
+
+def _cost(request: DecodeRequest) -> float:
+    return _expected(request) + PREFILL_COST * len(request.token_ids)

@@ -1,0 +1,339 @@
+"""A frozen policy behind a server that speaks OpenAI's completions protocol, as an Engine.
+
+    DecodeRequest (ids) -> prompt text -> POST base_url/completions -> text -> ids (renderer's tokenizer) -> DecodeResult
+
+The server draws with a tokenizer and weights of its own, so its completions are text: their ids are our encoding of it
+(for parsing, lengths and the log), their log-probs are unknown (NaN), and nothing of it may be trained. What it sends is
+not trusted: sizes are bounded, types checked. A request that fails for good ends as Finish.ERROR, a missing reward.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any
+from weakref import WeakSet
+
+import httpx
+import numpy as np
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import OpenAIOptions
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    WeightReceipt,
+    WeightUpdate,
+    WrongVersion,
+)
+from marsrl.rollout.engines.whole_call import generate_all
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+_VERSION = 0  # of weights that never change
+_LONGEST_WAIT_S = 60.0
+_MOST_STOPS = 4  # the protocol allows no more
+_MOST_SHOWN = 200  # characters of a server's words in a message
+
+
+class _Refused(Exception):
+    """The server's answer is of no use, and asking again would not help."""
+
+
+class _Again(Exception):
+    """The attempt failed in a way that may pass. wait_s: what the server asked for, if it did."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class _Line:
+    """A client whose requests can be cut off while they wait for the server, which closing it does not do."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
+        self.is_cut = threading.Event()
+        self._streams: WeakSet[Any] = WeakSet()
+
+    def cut(self) -> None:
+        """Requests under way fail at once, later ones too."""
+        self.is_cut.set()
+        for stream in list(self._streams):
+            _shut(stream)
+        self.client.close()
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        """Told by httpx what a request does; here: that a connection was made."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._streams.add(info["return_value"])
+            if self.is_cut.is_set():
+                _shut(info["return_value"])
+
+
+def _shut(stream: Any) -> None:
+    connection = stream.get_extra_info("socket")
+    if connection is not None:
+        with suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class OpenAIEngine:
+    """Sends requests to the server, options.concurrency at a time. See protocol.Engine for the contract.
+
+    engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
+    """
+
+    def __init__(
+        self,
+        options: OpenAIOptions,
+        renderer: ChatRenderer,
+        *,
+        deadline_s: float | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            deadline_s: a generate() that takes longer is stopped with TimeoutError.
+            max_model_len: prompt and completion together, in the renderer's tokens; None: what the server allows.
+
+        Raises:
+            ValueError: the variable that options.api_key_env names is not set or cannot be a header.
+        """
+        self._options, self._renderer = options, renderer
+        self._deadline_s, self._max_model_len = deadline_s, max_model_len
+        self._key = _key(options)
+        self._stops = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids][:_MOST_STOPS]
+        self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="marsrl-openai")
+        self._line = self._connect()
+        self._lock = threading.Lock()
+        self._num_decoded = 0
+        self._under_way: dict[str, tuple[DecodeRequest, Future[DecodeResult]]] = {}
+        self._aborted: list[DecodeResult] = []
+
+    def info(self) -> EngineInfo:
+        name = f"{__name__}.OpenAIEngine"
+        return EngineInfo("openai", name, "httpx", httpx.__version__, self._options.base_url, "unknown")
+
+    def num_decoded(self) -> int:
+        return self._num_decoded
+
+    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        """Answer all requests; one that cannot be answered comes back with Finish.ERROR and the reason.
+
+        Raises:
+            WrongVersion: another version than 0.
+            TimeoutError: it took longer than deadline_s; nothing is left running.
+        """
+        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        """Queue requests; uids under way are different ones."""
+        if version != _VERSION:
+            raise WrongVersion(
+                f"OpenAIEngine: asked for policy version {version}, but a server's weights stay {_VERSION}"
+            )
+        with self._lock:
+            for request in requests:
+                if request.uid in self._under_way:
+                    raise ValueError(
+                        f"OpenAIEngine: request {request.uid} is under way already; expected uids to differ"
+                    )
+                work = self._threads.submit(self._answer, request, self._line)
+                self._under_way[request.uid] = (request, work)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """What has been answered, waiting timeout_s at most for the first."""
+        with self._lock:
+            aborted, self._aborted = self._aborted, []
+            waiting = {work: uid for uid, (_, work) in self._under_way.items()}
+        done = wait(waiting, 0.0 if aborted else timeout_s, FIRST_COMPLETED).done if waiting else set()
+        with self._lock:
+            ended = [self._under_way.pop(waiting[work]) for work in done if waiting[work] in self._under_way]
+        results = [work.result() for _, work in ended]
+        self._num_decoded += sum(len(result.token_ids) for result in results)
+        return [*aborted, *results]
+
+    def abort(self) -> None:
+        """End all requests: they come back UNFINISHED and empty, as no part of an answer is known."""
+        with self._lock:
+            for request, work in self._under_way.values():
+                work.cancel()
+                self._aborted.append(_result(request, Finish.UNFINISHED))
+            self._under_way.clear()
+            line, self._line = self._line, self._connect()
+        line.cut()  # nobody asks for the results any more
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        raise RuntimeError("OpenAIEngine: a server takes no weights; its policy is frozen")
+
+    def close(self) -> None:
+        """Give up what is under way; may be called twice."""
+        self.abort()
+        self._line.cut()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _connect(self) -> _Line:
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # a small answer stays small
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        limits = httpx.Limits(max_connections=self._options.concurrency)
+        # redirects are not followed: the key goes to the host in the config and to no other
+        return _Line(httpx.Client(headers=headers, timeout=self._options.timeout_s, limits=limits))
+
+    def _answer(self, request: DecodeRequest, line: _Line) -> DecodeResult:
+        """In a thread: ask until there is an answer or no hope."""
+        if reason := self._refusal(request):
+            return _result(request, Finish.ERROR, error=reason)
+        body = self._body(request)
+        jitter = random.Random(request.seed)  # requests that were refused together do not come back together
+        for attempt in range(self._options.retries + 1):
+            try:
+                return self._completion(request, self._ask(line, body))
+            except _Refused as error:
+                return self._error(request, str(error))
+            except _Again as error:
+                reason, wait_s = str(error), error.wait_s
+            if attempt < self._options.retries:
+                backoff = self._options.backoff_s * 2**attempt * (0.5 + 0.5 * jitter.random())
+                if line.is_cut.wait(min(_LONGEST_WAIT_S, max(backoff, wait_s or 0.0))):
+                    break
+        return self._error(request, f"given up after {attempt + 1} attempts: {reason}")
+
+    def _error(self, request: DecodeRequest, reason: str) -> DecodeResult:
+        if self._key is not None:
+            reason = reason.replace(self._key, "[key]")  # a server may repeat it
+        return _result(request, Finish.ERROR, error=f"{self._options.base_url}: {reason}")
+
+    def _refusal(self, request: DecodeRequest) -> str:
+        n = len(request.token_ids)
+        if n == 0:
+            return "the prompt is empty"
+        if self._max_model_len is not None and n >= self._max_model_len:
+            return f"the prompt has {n} tokens, which leaves no room in {self._max_model_len} (max_model_len)"
+        return "" if request.max_new_tokens >= 1 else f"max_new_tokens is {request.max_new_tokens}"
+
+    def _body(self, request: DecodeRequest) -> bytes:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._options.model,
+            "prompt": request.token_ids.tolist()
+            if self._options.prompt == "tokens"
+            else self._renderer.prompt_text(request.token_ids),
+            "max_tokens": request.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": request.seed % (1 << 31),
+            "stop": self._stops,
+            "n": 1,
+            "stream": False,
+        }
+        if sampling.top_k > 0:
+            body["top_k"] = sampling.top_k  # not OpenAI's, but the open servers know it
+        return json.dumps(body).encode()
+
+    def _ask(self, line: _Line, body: bytes) -> bytes:
+        """The answer's bytes, at most max_response_kib of them, within timeout_s however slowly they drip."""
+        end = time.monotonic() + self._options.timeout_s
+        most = self._options.max_response_kib << 10
+        url = f"{self._options.base_url}/completions"
+        received = bytearray()
+        try:
+            with line.client.stream(
+                "POST",
+                url,
+                content=body,
+                headers={"Content-Type": "application/json"},
+                extensions={"trace": line.trace},
+            ) as response:
+                for chunk in response.iter_raw():
+                    received += chunk
+                    if len(received) > most:
+                        raise _Refused(f"the answer is larger than openai.max_response_kib = {most >> 10} KiB")
+                    if time.monotonic() > end:
+                        raise _Again(f"no whole answer within openai.timeout_s = {self._options.timeout_s:g} s")
+                status, retry_after = response.status_code, response.headers.get("retry-after")
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
+            raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
+        if status == 200:
+            return bytes(received)
+        what = f"HTTP {status}: {received[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
+        if status in (408, 409, 429) or status >= 500:
+            raise _Again(what, _seconds(retry_after))
+        raise _Refused(what)
+
+    def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
+        text, finish = _parse(answer)
+        ids = self._renderer.completion_ids(text)
+        if finish == "stop":
+            ids = np.append(ids, np.int32(self._renderer.eos_id))
+        elif len(ids) == 0:
+            raise _Refused("the answer has no text and no end: finish_reason is 'length'")
+        is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
+        # its tokens are not ours: our encoding of as many may be longer
+        return _result(request, Finish.STOP if is_whole else Finish.LENGTH, ids[: request.max_new_tokens])
+
+
+def _result(request: DecodeRequest, finish: Finish, ids: IntArray | None = None, error: str = "") -> DecodeResult:
+    ids = np.zeros(0, np.int32) if ids is None else ids
+    return DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION, error=error)
+
+
+def _parse(answer: bytes) -> tuple[str, str]:
+    """(text, "stop" or "length") of a completions answer; _Refused says what is wrong with another one."""
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(
+            f"the answer is not JSON ({error}): {answer[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
+        ) from None
+    choices = value.get("choices") if isinstance(value, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _Refused(f"the answer has no list `choices` of one object: {_shown(value)}")
+    text, finish = choices[0].get("text"), choices[0].get("finish_reason")
+    if not isinstance(text, str) or finish not in ("stop", "length"):
+        raise _Refused(f"expected a text and finish_reason stop or length, found {_shown(choices[0])}")
+    return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can spell half of a surrogate pair
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_MOST_SHOWN]
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Of a Retry-After header: seconds, or a date."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return seconds if 0 < seconds < math.inf else None
+
+
+def _key(options: OpenAIOptions) -> str | None:
+    if options.api_key_env is None:
+        return None
+    key = os.environ.get(options.api_key_env, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"openai.api_key_env names {options.api_key_env}, which is "
+            f"{'not a key that a header can carry' if key else 'not set or empty'}; export it before the run starts"
+        )
+    return key

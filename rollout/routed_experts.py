@@ -1,0 +1,24 @@
+"""The experts that a forward pass chose for each token, as they travel with a sample (router replay, R3).
+
+    [tokens, MoE layers, top_k], one byte an expert (two where a model has more than 255)
+
+They take layers x top_k bytes a token: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens, and as much
+again while they are packed and sent. A token that the model was never fed, as the last one of a completion, has no record.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+ExpertArray = npt.NDArray[np.uint8 | np.int16]
+
+
+def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.int16]:
+    """The smallest type that holds every expert and NOT_RECORDED."""
+    return np.dtype(np.uint8) if num_experts <= np.iinfo(np.uint8).max else np.dtype(np.int16)
+
+
+def not_recorded(dtype: npt.DTypeLike) -> int:
+    """The value in place of an expert where there is no record: the type's largest, which is no expert's number."""
+    return int(np.iinfo(np.dtype(dtype)).max)

@@ -1,0 +1,74 @@
+"""A server that speaks OpenAI's completions protocol by a script, in a thread of this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = Callable[["Handler", dict[str, Any], int], None]
+"""(handler, the request's JSON, how many requests with this prompt came before): sends the whole answer."""
+
+
+@dataclass
+class Server:
+    base_url: str
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    most_at_once: int = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    reply: Reply
+    server_record: Server
+    lock: threading.Lock
+    now: list[int]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            before = sum(b["prompt"] == body["prompt"] and b["seed"] == body["seed"] for b in self.server_record.bodies)
+            self.server_record.bodies.append(body)
+            self.server_record.headers.append({"path": self.path, **dict(self.headers)})
+            self.now[0] += 1
+            self.server_record.most_at_once = max(self.server_record.most_at_once, self.now[0])
+        try:
+            type(self).reply(self, body, before)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the client gave up, as some tests want
+        finally:
+            with self.lock:
+                self.now[0] -= 1
+
+    def send(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def complete(self, text: object, finish: object = "stop") -> None:
+        self.send(200, json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}]}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def completions_server(reply: Reply) -> Iterator[Server]:
+    record = Server("")
+    names = {"reply": staticmethod(reply), "server_record": record, "lock": threading.Lock(), "now": [0]}
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Handler,), names)) as server:
+        server.daemon_threads = True
+        record.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield record
+        finally:
+            server.shutdown()
+            thread.join()

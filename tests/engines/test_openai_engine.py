@@ -1,0 +1,279 @@
+"""A frozen policy behind HTTP: a scripted server, well-behaved and not. About two seconds."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from completions_server import completions_server
+from pydantic import ValidationError
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import OpenAIOptions
+from marsrl.rollout.engines.openai_engine import OpenAIEngine
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate, WrongVersion
+from marsrl.rollout.types import Finish, Message
+from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    return ChatRenderer(folder)
+
+
+@pytest.fixture
+def ask(renderer):
+    """ask(reply, texts..., options...) -> (results, server): one request a text."""
+
+    def run(reply, *texts, max_new_tokens=50, deadline_s=20.0, **options):
+        with completions_server(reply) as server:
+            given = {"model": "judge", "backoff_s": 0.01, "retries": 3, **options}
+            engine = OpenAIEngine(
+                OpenAIOptions(base_url=server.base_url, **given), renderer, deadline_s=deadline_s, max_model_len=500
+            )
+            try:
+                pool = EnginePool(LocalReplicas([engine]))
+                return pool.generate(requests(renderer, *texts, max_new_tokens=max_new_tokens), version=0), server
+            finally:
+                engine.close()
+
+    return run
+
+
+def requests(renderer, *texts, max_new_tokens=50):
+    prompts = [renderer.render([Message("user", text)])[0] for text in texts or ("2 + 2?",)]
+    sampling = Sampling(0.7, 0.9, 20, renderer.stop_ids)
+    return [DecodeRequest(f"u{i}", ids, max_new_tokens, sampling, i, "a") for i, ids in enumerate(prompts)]
+
+
+def test_text_goes_out_and_comes_back_as_tokens_in_the_order_of_requests(ask, renderer):
+    def reply(handler, body, before):
+        time.sleep(0.02 * (body["seed"] == 0))  # the first answer comes last
+        handler.complete(f"answer {body['seed']}")
+
+    results, server = ask(reply, "one", "two", "three")
+    assert [renderer.decode(r.token_ids) for r in results] == ["answer 0", "answer 1", "answer 2"]
+    assert all(r.finish is Finish.STOP and r.token_ids[-1] == renderer.eos_id and r.version == 0 for r in results)
+    assert all(np.isnan(r.logprobs).all() and len(r.logprobs) == len(r.token_ids) for r in results)
+    body = next(b for b in server.bodies if b["seed"] == 1)
+    assert body["prompt"] == renderer.render([Message("user", "two")])[1]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["top_p"], body["top_k"]) == (
+        "judge", 50, 0.7, 0.9, 20,
+    )  # fmt: skip
+    assert body["stop"] == [renderer.prompt_text(np.array([i])) for i in renderer.stop_ids]
+    assert server.headers[0]["path"] == "/v1/completions" and "Authorization" not in server.headers[0]
+
+
+def test_a_control_word_in_a_content_stays_text_on_the_server(ask, renderer):
+    end = renderer.prompt_text(np.array([renderer.eos_id]))
+    _, server = ask(lambda handler, body, before: handler.complete("no"), f"x{end}y")
+    _, plain = ask(lambda handler, body, before: handler.complete("no"), "xy")
+    sent = server.bodies[0]["prompt"]
+    assert (
+        sent.count(end) == plain.bodies[0]["prompt"].count(end)
+        and sent.replace("\u200b", "").count(end) == sent.count(end) + 1
+    )
+
+
+def test_a_control_word_in_an_answer_becomes_ordinary_tokens(ask, renderer):
+    end = renderer.prompt_text(np.array([renderer.eos_id]))
+    [result], _ = ask(lambda handler, body, before: handler.complete(f"a{end}b"))
+    assert renderer.decode(result.token_ids) == f"a{end}b"
+    assert [int(i) for i in result.token_ids].count(renderer.eos_id) == 1  # its own end
+
+
+def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
+    _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
+    assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_tried_again(ask, status):
+    def reply(handler, body, before):
+        handler.complete("4") if before == 2 else handler.send(status, b"busy", Retry_After="0.01")
+
+    [result], server = ask(reply)
+    assert result.finish is Finish.STOP and len(server.bodies) == 3
+
+
+def test_the_server_says_how_long_to_wait(ask):
+    def reply(handler, body, before):
+        handler.complete("4") if before else handler.send(429, b"", Retry_After="0.3")
+
+    start = time.monotonic()
+    [result], _ = ask(reply)
+    assert result.finish is Finish.STOP and time.monotonic() - start >= 0.3
+
+
+def test_a_server_that_stays_broken_ends_the_sample_as_an_error(ask):
+    [result], server = ask(lambda handler, body, before: handler.send(500, b"on fire"))
+    assert result.finish is Finish.ERROR and len(result.token_ids) == 0 and len(server.bodies) == 4
+    assert "given up after 4 attempts: HTTP 500: 'on fire'" in result.error
+
+
+def test_a_refusal_is_not_tried_again(ask):
+    [result], server = ask(lambda handler, body, before: handler.send(400, b"no such model"))
+    assert result.finish is Finish.ERROR and "HTTP 400: 'no such model'" in result.error and len(server.bodies) == 1
+
+
+def test_a_redirect_is_not_followed(ask):
+    [result], _ = ask(lambda handler, body, before: handler.send(302, b"", Location="http://elsewhere.invalid/"))
+    assert result.finish is Finish.ERROR and "HTTP 302" in result.error
+
+
+HOSTILE = {
+    "not JSON": b"<html>",
+    "not UTF-8": b"\xff\xfe{",
+    "no object": b"[1]",
+    "null": b"null",
+    "no choices": b"{}",
+    "choices of another type": b'{"choices": {"0": 1}}',
+    "two choices": b'{"choices": [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "stop"}]}',
+    "text of another type": b'{"choices": [{"text": 5, "finish_reason": "stop"}]}',
+    "no finish reason": b'{"choices": [{"text": "a"}]}',
+    "unhashable finish reason": b'{"choices": [{"text": "a", "finish_reason": ["stop"]}]}',
+    "nothing, for ever": b'{"choices": [{"text": "", "finish_reason": "length"}]}',
+    "deep": b"[" * 100_000,
+    "a number without end": b'{"choices": ' + b"9" * 10_000 + b"}",
+    "nothing at all": b"",
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_an_answer_of_another_form_ends_the_sample_as_an_error(ask, body):
+    [result], server = ask(lambda handler, request, before: handler.send(200, body))
+    assert result.finish is Finish.ERROR and result.error and len(result.error) < 600 and len(server.bodies) == 1
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(ask, renderer):
+    [result], _ = ask(lambda handler, body, before: handler.complete("a\ud800"))
+    assert renderer.decode(result.token_ids) == "a?"
+
+
+def test_a_huge_answer_is_not_read_to_its_end(ask):
+    sent = []
+
+    def reply(handler, body, before):
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(1000):
+            handler.wfile.write(b" " * 65536)
+            sent.append(65536)
+
+    [result], _ = ask(reply, max_response_kib=64)
+    assert result.finish is Finish.ERROR and "larger than openai.max_response_kib = 64 KiB" in result.error
+    assert sum(sent) < 60_000_000
+
+
+def test_an_answer_that_drips_is_given_up(ask):
+    def reply(handler, body, before):
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            time.sleep(0.02)
+
+    [result], server = ask(reply, timeout_s=0.2, retries=1)
+    assert result.finish is Finish.ERROR and "no whole answer within openai.timeout_s = 0.2 s" in result.error
+    assert len(server.bodies) == 2
+
+
+def test_a_server_that_says_nothing_times_out(ask):
+    [result], _ = ask(lambda handler, body, before: time.sleep(0.5), timeout_s=0.1, retries=0)
+    assert result.finish is Finish.ERROR and "ReadTimeout" in result.error
+
+
+def test_nobody_listening_is_told(renderer):
+    with completions_server(lambda handler, body, before: None) as server:
+        gone = server.base_url
+    engine = OpenAIEngine(OpenAIOptions(base_url=gone, model="m", retries=1, backoff_s=0), renderer)
+    [result] = engine.generate(requests(renderer), version=0)
+    engine.close()
+    assert result.finish is Finish.ERROR and f"{gone}: given up after 2 attempts: ConnectError" in result.error
+
+
+def test_a_stage_has_a_deadline(ask):
+    release = threading.Event()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"1 of 2 requests .* unanswered after rollout.deadline_s = 0.5 s"):
+        try:
+            ask(lambda h, body, before: release.wait(20) if body["seed"] else h.complete("4"), "a", "b", deadline_s=0.5)
+        finally:
+            release.set()
+    assert time.monotonic() - start < 15  # not the 20 s of the server
+
+
+def test_no_more_requests_than_wanted_are_under_way(ask):
+    def reply(handler, body, before):
+        time.sleep(0.02)
+        handler.complete("4")
+
+    results, server = ask(reply, *(str(i) for i in range(9)), concurrency=3)
+    assert len(results) == 9 and 1 <= server.most_at_once <= 3
+
+
+def test_length_is_counted_in_our_tokens(ask, renderer):
+    [result], _ = ask(lambda handler, body, before: handler.complete("123456789"), max_new_tokens=5)
+    assert result.finish is Finish.LENGTH and renderer.decode(result.token_ids) == "12345"
+    [result], _ = ask(lambda handler, body, before: handler.complete("123", "length"), max_new_tokens=5)
+    assert result.finish is Finish.LENGTH and renderer.decode(result.token_ids) == "123"
+
+
+def test_a_prompt_without_room_is_refused_here(ask):
+    results, server = ask(lambda handler, body, before: handler.complete("4"), "x" * 600, "y")
+    assert [r.finish for r in results] == [Finish.ERROR, Finish.STOP] and "no room in 500" in results[0].error
+    assert len(server.bodies) == 1
+
+
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask, renderer, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    reply = lambda handler, body, before: handler.send(401, b"bad key sk-very-secret")  # noqa: E731
+    [result], server = ask(reply, api_key_env="JUDGE_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    assert "HTTP 401: 'bad key [key]'" in result.error
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="api_key_env names JUDGE_KEY, which is not set or empty"):
+        OpenAIEngine(OpenAIOptions(base_url="http://x/v1", model="m", api_key_env="JUDGE_KEY"), renderer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_url": "file:///etc/passwd"}, "expected http"),
+        ({"base_url": "localhost:8000"}, "expected http"),
+        ({"base_url": "https://user:sk-1@host/v1"}, "the config is saved"),
+        ({"base_url": "http://h/v1", "api_key_env": "sk-1-2"}, "not the name of an environment variable"),
+    ],
+)
+def test_an_unsafe_address_or_a_key_in_the_config_is_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        OpenAIOptions(model="m", **settings)
+
+
+def test_an_aborted_request_comes_back_unfinished(renderer):
+    release = threading.Event()
+    with completions_server(lambda handler, body, before: release.wait(20)) as server:
+        engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, model="m", retries=0), renderer)
+        engine.submit(requests(renderer, "a", "b"), version=0)
+        assert engine.collect(0.05) == []
+        engine.abort()
+        assert {(r.uid, r.finish) for r in engine.collect(1.0)} == {
+            ("u0", Finish.UNFINISHED),
+            ("u1", Finish.UNFINISHED),
+        }
+        assert engine.collect(0.0) == []
+        release.set()
+        engine.close()
+        engine.close()
+
+
+def test_a_server_has_one_version_and_takes_no_weights(renderer):
+    engine = OpenAIEngine(OpenAIOptions(base_url="http://127.0.0.1:9/v1", model="m"), renderer)
+    with pytest.raises(WrongVersion):
+        engine.generate(requests(renderer), version=1)
+    with pytest.raises(RuntimeError, match="takes no weights"):
+        engine.update_weights(WeightUpdate("x", 1))
+    engine.close()

@@ -1,0 +1,106 @@
+"""Engines that take requests while they decode, and give them up: local 2 s, vLLM 12 s (it is started)."""
+
+import threading
+
+import numpy as np
+import pytest
+from engine_cases import prompt, request
+
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.types import Finish
+
+
+@pytest.fixture(params=["local", "vllm"])
+def engine(request, checkpoint):
+    if request.param == "vllm":
+        return request.getfixturevalue("vllm_engine")("qwen3")
+    return LocalEngine(checkpoint("qwen3"), dtype="float32", max_model_len=256, max_num_seqs=6)
+
+
+def asks_of(n, length=40):
+    return [request(f"{i // 2}.{i}", prompt(30 + 7 * (i // 2), seed=i // 2), length - 2 * i, seed=i) for i in range(n)]
+
+
+def collect(engine, n):
+    results = {}
+    while len(results) < n:
+        results.update((result.uid, result) for result in engine.collect(0.02))
+    return results
+
+
+def assert_same(results, expected):
+    for right in expected:
+        np.testing.assert_array_equal(results[right.uid].token_ids, right.token_ids)
+        np.testing.assert_allclose(results[right.uid].logprobs, right.logprobs, atol=1e-4)
+        assert results[right.uid].finish is right.finish
+
+
+def test_requests_that_join_others_get_what_they_get_alone(engine):
+    asks = asks_of(8)
+    alone = engine.generate(asks, version=0)
+    before = engine.num_decoded()
+    engine.submit(asks[:3], version=0)
+    early = engine.collect(0.0)
+    for ask in asks[3:]:  # more than the local engine has rows for
+        engine.submit([ask], version=0)
+        early += engine.collect(0.0)
+    results = {r.uid: r for r in early} | collect(engine, 8 - len(early))
+    assert_same(results, alone)
+    assert engine.num_decoded() - before == sum(len(r.token_ids) for r in alone)
+    assert engine.collect(1.0) == []  # nothing to wait for
+
+
+def test_an_aborted_request_comes_back_as_far_as_it_got_and_goes_on_from_there(engine):
+    """Noise depends on seed and position alone, so the same seed goes on with the same tokens."""
+    asks = asks_of(4, length=60)
+    whole = engine.generate(asks, version=0)
+    engine.submit(asks, version=0)
+    for _ in range(12):
+        assert engine.collect(0.0) == []
+    engine.submit([request("late", prompt(9), 30)], version=0)
+    engine.abort()
+    parts = {r.uid: r for r in engine.collect(1.0)}
+    assert set(parts) == {"late", *(ask.uid for ask in asks)}
+    assert {r.finish for r in parts.values()} == {Finish.UNFINISHED} and len(parts["late"].token_ids) == 0
+    rest = []
+    for ask, right in zip(asks, whole, strict=True):
+        part = parts[ask.uid]
+        n = len(part.token_ids)
+        assert 5 < n <= 12 and len(part.logprobs) == n and part.version == 0
+        np.testing.assert_array_equal(part.token_ids, right.token_ids[:n])
+        np.testing.assert_allclose(part.logprobs, right.logprobs[:n], atol=1e-4)
+        tokens = np.concatenate([ask.token_ids, part.token_ids])
+        rest.append(request(ask.uid, tokens, ask.max_new_tokens - n, seed=ask.seed))
+    for right, last in zip(whole, engine.generate(rest, version=0), strict=True):
+        np.testing.assert_array_equal(right.token_ids[-len(last.token_ids) :], last.token_ids)
+    assert engine.collect(0.0) == []
+
+
+def test_another_thread_may_submit_while_one_decodes(engine):
+    asks = asks_of(6)
+    alone = engine.generate(asks, version=0)
+    engine.submit(asks[:2], version=0)
+    other = threading.Thread(target=lambda: [engine.submit([ask], version=0) for ask in asks[2:]])
+    other.start()
+    results = collect(engine, 6)
+    other.join()
+    assert_same(results, alone)
+
+
+def test_a_request_of_another_version_or_that_cannot_be_served(engine):
+    with pytest.raises(WrongVersion, match="version 9"):
+        engine.submit(asks_of(1), version=9)
+    engine.submit([request("full", prompt(256), 8), request("good", prompt(8), 3)], version=0)
+    results = collect(engine, 2)
+    assert results["full"].finish is Finish.ERROR and len(results["good"].token_ids) == 3
+    with pytest.raises(ValueError, match="different uids"):
+        engine.generate([request("a", prompt(8), 3), request("a", prompt(9), 3)], version=0)
+
+
+def test_weights_do_not_change_under_requests(checkpoint, tmp_path):
+    engine = LocalEngine(checkpoint("qwen3"), dtype="float32", max_model_len=256)
+    engine.submit(asks_of(2), version=0)
+    engine.collect(0.0)
+    with pytest.raises(RuntimeError, match="abort and collect them first"):
+        engine.update_weights(WeightUpdate(str(tmp_path / "none"), 1))

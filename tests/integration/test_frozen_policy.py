@@ -1,0 +1,110 @@
+"""A team of a trained policy and a frozen one behind HTTP: the whole loop, and the settings that are refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
+from completions_server import Handler, completions_server
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.build import make_pool
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.trainer import build
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.loop import train
+from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import ConfigError, read_config
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import read_samples, sample_files
+from marsrl.trainer.summary import load_summary
+from marsrl.trainer.weight_sync import WeightSync
+
+TRAINED = "[solver, corrector1, corrector2]"
+VERIFIERS = ("agents.verifier1.policy=judge", "agents.verifier2.policy=judge")
+
+
+def judge_settings(folder: Path, base_url: str = "http://127.0.0.1:9/v1") -> list[str]:
+    return [
+        f"policies.judge={{frozen: true, engine: openai, model: {folder}, openai: {{base_url: '{base_url}', model: judge-7b, "
+        "backoff_s: 0.01, retries: 2}}",
+        *VERIFIERS,
+    ]
+
+
+def solve(request: DecodeRequest) -> str:
+    return f"So the answer is \\boxed{{{random.Random(request.uid).choice(['7', '8'])}}}."
+
+
+def verify(handler: Handler, body: dict[str, object], before: int) -> None:
+    """Verdicts by a coin; now and then busy, now and then broken for good."""
+    seed = int(str(body["seed"]))
+    if seed % 5 == 0 and not before:
+        handler.send(429, b"busy")
+    elif seed % 11 == 0:
+        handler.send(400, b"no")
+    else:
+        handler.complete(f"Findings: none\nVerdict: {random.Random(seed).choice(['correct', 'wrong'])}")
+
+
+def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "train.jsonl"
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    renderer = ChatRenderer(model)
+    engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
+    monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
+    monkeypatch.setattr(WeightSync, "_compare_probe", lambda *_: (0.0, 1))  # a script has no log-probs to compare
+    with completions_server(verify) as server:
+        settings = [
+            "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",
+            "rollout.engine=scripted", "rollout.prompts_per_step=2", "rollout.group_size=4",
+            "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false",
+            f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
+        ]  # fmt: skip
+        checked = preflight(read_config(None, settings)[0], world_size=1)
+        directory = RunDirectory.create(tmp_path / "runs", "frozen", "math_default", "off")
+        directory.write_config(checked.config.model_dump(mode="json"))
+        with build.open_run(checked, directory) as run:
+            train(run)
+            assert run.versions == {"main": 3, "judge": 0} and list(run.learners) == ["main"]
+    samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
+    verdicts = [r for r in samples if r.agent == "verifier1"]
+    assert len(server.bodies) > len(verdicts) > 0  # some were asked twice
+    assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
+    rows = read_metrics(directory.path / "metrics.jsonl")
+    assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
+    summary = load_summary(directory.summary)
+    assert summary.engine.kind == "scripted" and summary.verified_syncs == 4
+    assert not list(tmp_path.glob("marsrl-weights-*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["policies.judge.frozen=false"],
+            r"policies\.judge: .*cannot be trained: .*neither the token ids nor the log-probs",
+        ),
+        (["credit.train_agents=all"], r"agents\.verifier1 is trained, but its policy judge is frozen and served by"),
+        (["policies.judge.openai=null"], r"policies\.judge: engine=openai and the section openai .*go together"),
+        (["policies.judge.model=null"], r"policies\.judge: a frozen policy needs `model`"),
+        (["policies.judge.openai.base_url=ftp://x"], "expected http"),
+        (["policies.main.frozen=true", "policies.main.model=x"], "nothing is left to train"),
+    ],
+)
+def test_settings_that_would_train_a_server_are_refused(tmp_path: Path, settings: list[str], message: str) -> None:
+    base = ["policies.main={}", f"credit.train_agents={TRAINED}", *judge_settings(tmp_path)]
+    with pytest.raises((ConfigError, ValueError), match=message):
+        preflight(read_config(None, [*base, *settings])[0], world_size=1)

@@ -1,0 +1,26 @@
+"""`make parity` on a few of its layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
+    report = tmp_path / "lines.json"
+    layouts = ["dp4, overlapped", "tp2 cp2 ep2", "cp2 pp2", "optimizer offload"]
+    command = [sys.executable, str(PARITY), "--json", str(report), "--only", *layouts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    lines = json.loads(report.read_text("utf-8"))
+    assert [line["layout"] for line in lines] == ["one rank against transformers", *layouts]
+    assert all(line["is_ok"] for line in lines)
+    assert "host memory anyway" in lines[-1]["refused"]
+    assert sum(line.endswith("  ok") for line in done.stdout.splitlines()) == len(lines)

@@ -1,0 +1,206 @@
+"""Replayed experts: one's own change no bit, others give the gradient of a mixture of experts written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from megatron_models import VOCAB, micro_batches, num_trained, save_model, sequences
+from test_learner import OPTIMIZER, gradients, hf_logprobs, largest_difference, weights
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.routed_experts import expert_dtype, not_recorded
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.packing import TrainSequence, pack
+from marsrl.trainer.share import Update
+from marsrl.trainer.updates import train_step
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+
+
+def learner(folder: Path, router_replay: str, **changes: Any) -> Learner:
+    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
+    return Learner(
+        policy,
+        folder,
+        objective=PolicyObjective(),
+        mpt=MptConfig(scope="off"),
+        num_agents=2,
+        total_steps=10,
+        seed=0,
+        router_replay=router_replay,  # type: ignore[arg-type]
+    )
+
+
+def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Every token but the last of each sample forced to two random experts in every layer."""
+    rng = np.random.default_rng(3)
+    found = []
+    for s in samples:
+        order = rng.random((s.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1)
+        found.append(replace(s, routed_experts=order[..., :TOP_K].astype(np.uint8)))
+    return found
+
+
+class HandWritten:
+    """A transformers model whose experts are a loop over tokens; `experts` [tokens, layers, top_k] forces the first ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.experts: np.ndarray | None = None
+        self.seen: list[Tensor] = []  # own choice of every layer, in order
+        for index, layer in enumerate(self.model.model.layers):
+            layer.mlp.forward = MethodType(lambda block, x, index=index: self.mixture(block, x, index), layer.mlp)
+
+    def mixture(self, block: Any, x: Tensor, index: int) -> Tensor:
+        rows, out = x.reshape(-1, x.shape[-1]), []
+        router = linear(rows, block.gate.weight).softmax(-1)
+        own = router.topk(TOP_K, -1).indices
+        self.seen.append(own)
+        for t, row in enumerate(rows):
+            is_forced = self.experts is not None and t < len(self.experts)
+            chosen = self.experts[t, index].tolist() if is_forced else own[t].tolist()  # type: ignore[index]
+            total = sum(router[t, e] for e in chosen) if block.gate.norm_topk_prob else 1.0
+            parts = []
+            for e in chosen:
+                gate, up = linear(row, block.experts.gate_up_proj[e]).chunk(2)
+                parts.append(router[t, e] / total * linear(silu(gate) * up, block.experts.down_proj[e]))
+            out.append(sum(parts))
+        return torch.stack(out).reshape(x.shape)
+
+    def gradient(self, samples: list[TrainSequence]) -> tuple[float, dict[str, Tensor]]:
+        """(loss, {name: gradient}) of the on-policy gradient step, experts forced where a sample has them."""
+        total = torch.zeros(())
+        for s in samples:
+            self.experts = s.routed_experts
+            logp = hf_logprobs(self.model, s)[0]
+            total = total - ((logp - logp.detach()).exp() * s.advantage).sum()
+        self.experts = None
+        loss = total / num_trained(samples)
+        self.model.zero_grad()
+        loss.backward()
+        return float(loss.detach()), {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+def compared(policy: Learner, by_hand: dict[str, Tensor]) -> float:
+    """Largest difference of the gradients of routers, experts, norms, embedding and head."""
+    ours = gradients(policy)
+    off = [(ours["embedding.word_embeddings.weight"][:VOCAB] - by_hand["model.embed_tokens.weight"]).abs().max()]
+    off.append((ours["output_layer.weight"][:VOCAB] - by_hand["lm_head.weight"]).abs().max())
+    for i in range(LAYERS):
+        at, hf = f"decoder.layers.{i}", f"model.layers.{i}"
+        off.append((ours[f"{at}.mlp.router.weight"] - by_hand[f"{hf}.mlp.gate.weight"]).abs().max())
+        off.append((ours[f"{at}.mlp.experts.down"] - by_hand[f"{hf}.mlp.experts.down_proj"]).abs().max())
+        off.append(
+            (ours[f"{at}.mlp.experts.gate_up"].flatten(1, 2) - by_hand[f"{hf}.mlp.experts.gate_up_proj"]).abs().max()
+        )
+        off.append(
+            (ours[f"{at}.pre_mlp_layernorm.weight"] - by_hand[f"{hf}.post_attention_layernorm.weight"]).abs().max()
+        )
+    return float(max(off))
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_forced_experts_give_the_gradient_of_a_hand_written_mixture(normalises: bool, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=normalises)
+    samples = with_random_experts(sequences(5))
+    unclipped = OPTIMIZER.model_copy(update={"grad_clip": 1e9})
+    policy = learner(folder, "rollout", optimizer=unclipped)
+    stats = policy.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+    by_hand = HandWritten(folder)
+    loss, gradient = by_hand.gradient(samples)
+    assert stats.loss == pytest.approx(loss, abs=5e-7)
+    assert compared(policy, gradient) < 1e-6
+    assert float(gradient["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3  # the trainer's router has a gradient
+    assert stats.replay is not None
+    differ = choices = 0
+    layers = [torch.stack(by_hand.seen[i : i + LAYERS], 1) for i in range(0, len(by_hand.seen), LAYERS)]
+    for s, own in zip(samples, layers, strict=True):
+        assert s.routed_experts is not None
+        forced = torch.from_numpy(s.routed_experts).long().sort(-1).values
+        is_other = (own[:-1].sort(-1).values != forced).any(-1)
+        differ, choices = differ + int(is_other.any(-1).sum()), choices + int(is_other.sum())
+    assert (stats.replay.tokens_differ, stats.replay.choices_differ) == (differ, choices)
+    assert stats.replay.tokens == sum(s.num_tokens - 1 for s in samples) > differ > 0
+    without = learner(folder, "none", optimizer=unclipped)
+    without.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+    assert compared(without, gradient) > 1e-3  # the test would see experts that are not forced
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ones_own_choices_change_no_bit(recompute: str, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(6)
+    found = []
+    for router_replay in ("none", "recompute"):
+        policy = learner(folder, router_replay, recompute=recompute)
+        stats = [policy.step(micro_batches(samples, 2), normaliser=num_trained(samples)) for _ in range(2)]
+        found.append((stats, weights(policy)))
+    (plain, expected), (replayed, same) = found
+    assert largest_difference(expected, same) == 0.0
+    assert [(s.loss, s.grad_norm) for s in plain] == [(s.loss, s.grad_norm) for s in replayed]
+    assert [s.replay for s in plain] == [None, None]
+    for each in replayed:
+        assert each.replay is not None
+        assert each.replay.tokens == sum(s.num_tokens for s in samples)
+        assert each.replay.choices == LAYERS * each.replay.tokens and each.replay.choices_differ == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_later_updates_keep_the_experts_of_the_weights_before_the_first(recompute: str, tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(8)
+    parts = [samples[:4], samples[4:]]
+    own = HandWritten(folder)  # what the start weights choose
+    recorded = []
+    with torch.no_grad():
+        for s in samples:
+            own.seen.clear()
+            hf_logprobs(own.model, s)
+            recorded.append(torch.stack(own.seen, 1)[:-1].numpy().astype(np.uint8))
+    forced = [replace(s, routed_experts=e) for s, e in zip(samples, recorded, strict=True)]
+    stats, after = [], []
+    for router_replay, batches in (("recompute", parts), ("rollout", [forced[:4], forced[4:]]), ("none", parts)):
+        policy = learner(folder, router_replay, recompute=recompute)
+        stats.append(train_step(policy, [Update(tuple(micro_batches(p, 2)), num_trained(p)) for p in batches]))
+        after.append(weights(policy))
+    assert stats[0].replay is not None and stats[1].replay is not None
+    assert stats[0].replay.tokens_differ == stats[1].replay.tokens_differ > 0  # the first update moved some choices
+    # R2 and R3 agree but for each sample's last token, which R3 has no record of and which predicts nothing.
+    assert float(torch.tensor([(after[0][n] - after[1][n]).abs().max() for n in after[0]]).max()) < 1e-6
+    assert largest_difference(after[0], after[2]) > 1e-3
+
+
+def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(3)
+    policy = learner(folder, "rollout")
+    with pytest.raises(ValueError, match="needs the experts chosen in decoding"):
+        policy.step(micro_batches(samples, 1), normaliser=9.0)
+    stats = policy.step([pack(with_random_experts(samples)), pack([])], normaliser=9.0)
+    assert stats.replay is not None and stats.replay.tokens == sum(s.num_tokens - 1 for s in samples)
+    other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in with_random_experts(samples)]  # type: ignore[index]
+    with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
+        policy.step([pack(other)], normaliser=9.0)
+    with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):
+        learner(save_model("qwen3", tmp_path / "d"), "recompute")
+
+
+def test_a_record_is_one_byte_an_expert_until_there_are_255() -> None:
+    assert expert_dtype(128) == expert_dtype(255) == np.uint8 and expert_dtype(256) == np.int16
+    assert not_recorded(np.uint8) >= 255 and not_recorded(np.int16) > 256
+    first, second = sequences(2)
+    (packed,) = [pack([with_random_experts([first])[0], second], align=4).routed_experts]
+    assert packed is not None and packed.dtype == torch.uint8
+    assert bool((packed[first.num_tokens - 1 :] == 255).all()) and bool(
+        (packed[: first.num_tokens - 1] < EXPERTS).all()
+    )

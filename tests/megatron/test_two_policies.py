@@ -1,0 +1,135 @@
+"""Two policies on the same ranks: each is trained by its own agents' samples, as it would be alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_models import VOCAB, save_model
+from test_learner import largest_difference, weights
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.scheduler import Batch
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.trainer.config import MptConfig, RunConfig
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.credit import credit
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.mini_batches import mini_batches
+from marsrl.trainer.run import Run
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.share import share
+from marsrl.trainer.updates import train_step
+
+
+def config(*policies: str) -> RunConfig:
+    """The Solver is policy `a`, the Verifier policy `b`, each with a reference of its own."""
+    optimizer = {"a": {"lr": 1e-2}, "b": {"lr": 3e-3, "decay": "linear"}}
+    agents = {"solver": {"policy": "a"}, "verifier1": {"policy": "b"}}
+    return RunConfig.model_validate(
+        {
+            "policies": {n: {"dtype": "float32", "optimizer": optimizer[n], "reference": "start"} for n in policies},
+            "agents": {name: agent for name, agent in agents.items() if agent["policy"] in policies},
+            "loss": {"kl": "k3", "kl_coef": 0.1},
+            "trainer": {"updates_per_step": 2, "router_replay": "recompute"},
+        }
+    )
+
+
+def stage(seed: int) -> Batch:
+    """Four groups of each agent."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for agent in ("solver", "verifier1"):
+        for g in range(4):
+            name = f"{seed}{g}/{agent}"
+            samples = []
+            for i in range(3):
+                n = int(rng.integers(4, 12))
+                samples.append(
+                    Sample(
+                        uid=f"{name}:{i}",
+                        rollout_id=f"{seed}{g}",
+                        problem_id="p",
+                        agent=agent,
+                        group_id=name,
+                        parent_uid=None,
+                        prompt_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
+                        token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
+                        is_sampled=np.ones(n, bool),
+                        rollout_logprobs=np.full(n, -4.0, np.float32),
+                        segments=(Segment(0, n, 0),),
+                        finish=Finish.STOP,
+                        reward=Reward(float(i == g % 3), float(i == g % 3)),
+                    )
+                )
+            groups.append(Group(name, f"{seed}{g}", agent, tuple(samples)))
+    return Batch(tuple(groups), {})
+
+
+def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[str, dict[str, Tensor]]:
+    """The weights of every policy of `settings` after three steps of the loop's own calls."""
+    learners = {}
+    for name, policy in settings.policies.items():
+        learners[name] = Learner(
+            policy,
+            models[name],
+            objective=PolicyObjective(kl=settings.loss.kl, kl_coef=settings.loss.kl_coef),
+            mpt=MptConfig(scope="off"),
+            num_agents=len(settings.agents),
+            total_steps=3,
+            seed=0,
+            router_replay=settings.trainer.router_replay,
+            reference_dir=models[name],
+        )
+    run = Run(settings, RunDirectory(folder), RunConsole(1), learners, None, None)
+    for step in range(1, 4):
+        batch = stage(step)
+        for name, learner in run.learners.items():
+            groups = (
+                run.groups_of(name, batch)
+                if set(settings.agents) == {"solver", "verifier1"}
+                else [g for g in batch.groups if g.agent in settings.agents]
+            )
+            credited = credit(groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
+            work = mini_batches(credited, groups, settings.trainer.updates_per_step, seed=0, step=step)
+            stats = train_step(learner, share(work, run.share_of_this_rank))
+            assert stats.num_updates == 2 and sum(stats.agent_sums["tokens"]) > 0
+    return {name: weights(learner) for name, learner in learners.items()}
+
+
+def test_two_policies_train_as_two_runs_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"a": save_model("qwen3_moe", tmp_path / "a"), "b": save_model("qwen3_moe", tmp_path / "b", seed=1)}
+    from marsrl.trainer.megatron import shim
+
+    shim.install()
+    from megatron.core import parallel_state
+
+    made: list[object] = []
+    original = parallel_state.initialize_model_parallel
+
+    def counted(*args: object, **kwargs: object) -> None:
+        made.append(args)
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", counted)
+    (tmp_path / "run").mkdir()
+    both = trained(config("a", "b"), models, tmp_path / "run")
+    assert len(made) == 1  # the process groups are shared
+    for name in ("a", "b"):
+        parallel.stop(keep_world=True)
+        alone = trained(config(name), models, tmp_path / "run")
+        assert largest_difference(alone[name], both[name]) == 0.0
+    start = Learner(
+        config("a").policies["a"],
+        models["a"],
+        objective=PolicyObjective(),
+        mpt=MptConfig(scope="off"),
+        num_agents=1,
+        total_steps=1,
+        seed=0,
+    )
+    assert largest_difference(weights(start), both["a"]) > 1e-3

@@ -1,0 +1,154 @@
+"""Several optimizer updates a step, and the KL term: against plain PyTorch that does the same by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from safetensors.torch import load_file
+from test_learner import OPTIMIZER, hf_logprobs, largest_difference, weights
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.share import Update
+from marsrl.trainer.updates import train_step
+
+CLIP = 0.05
+
+
+def learner(folder: Path, *, kl: str = "none", kl_coef: float = 0.0, **changes: Any) -> Learner:
+    reference = changes.pop("reference_dir", None)
+    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
+    return Learner(
+        policy,
+        folder,
+        objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, kl=kl, kl_coef=kl_coef),  # type: ignore[arg-type]
+        mpt=MptConfig(scope="off"),
+        num_agents=2,
+        total_steps=10,
+        seed=0,
+        reference_dir=reference,
+    )
+
+
+def update(samples: list[TrainSequence], cuts: int = 1) -> Update:
+    return Update(tuple(micro_batches(samples, cuts)), num_trained(samples))
+
+
+def plain_updates(
+    folder: Path,
+    parts: list[list[TrainSequence]],
+    *,
+    kl: str = "none",
+    kl_coef: float = 0.0,
+    reference: Path | None = None,
+) -> tuple[dict[str, Tensor], list[float], list[float], int, float]:
+    """(weights after, losses, gradient norms, clipped tokens, sum of the KL estimate), one sequence at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        frozen = transformers.AutoModelForCausalLM.from_pretrained(reference or folder, dtype=torch.float32).eval()
+        old = {s.uid: hf_logprobs(model, s)[0] for part in parts for s in part}
+        of_reference = {s.uid: hf_logprobs(frozen, s)[0] for part in parts for s in part}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    losses, norms, clipped, estimate = [], [], 0, 0.0
+    for part in parts:
+        total = torch.zeros(())
+        for sample in part:
+            logp = hf_logprobs(model, sample)[0]
+            ratio = (logp - old[sample.uid]).exp()
+            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * sample.advantage)
+            clipped += int((surrogate < ratio * sample.advantage).sum())
+            x = logp - of_reference[sample.uid]
+            term = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[kl]
+            estimate += float(term.sum())
+            total = total - surrogate.sum() + kl_coef * term.sum()
+        loss = total / num_trained(part)
+        adam.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
+        adam.step()
+    model.save_pretrained(folder.parent / "after")
+    return load_file(folder.parent / "after" / "model.safetensors"), losses, norms, clipped, estimate
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
+    """AdamW's first steps are lr * sign(g): where g is at rounding, a weight may differ by that; the rest agree."""
+    assert largest_difference(found, expected) < 2.1 * steps * OPTIMIZER.lr
+    assert max(float((found[n] - expected[n]).abs().median()) for n in expected) < 1e-6
+    off = sum(int(((found[n] - expected[n]).abs() > 1e-4).sum()) for n in expected)
+    assert off < 0.002 * sum(w.numel() for w in expected.values())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_three_updates_clip_against_the_policy_before_the_first(kind: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "m")
+    samples = sequences(9)
+    parts = [samples[i::3] for i in range(3)]
+    policy = learner(folder)
+    stats = train_step(policy, [update(part, 2) for part in parts])
+    after, losses, norms, clipped, _ = plain_updates(folder, parts)
+    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
+    assert clipped > 20 and abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2
+    assert sum(stats.agent_sums["tokens"]) == num_trained(samples)
+    assert stats.num_updates == 3 and len(stats.logprobs) == 6
+    assert policy.num_steps == 1 and stats.lr == OPTIMIZER.lr  # the schedule counts steps, not updates
+    close(weights(policy), after, 3)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> None:
+    folder = save_model("qwen3", tmp_path / "m")
+    samples = sequences(6)
+    bad = [replace(s, advantage=math.nan) for s in samples[3:]]
+    policy, other = learner(folder), learner(folder)
+    stats = train_step(policy, [update(samples[:3]), update(bad)])
+    assert stats.is_skipped and stats.is_updated and stats.num_updates == 1
+    other.step(micro_batches(samples[:3], 1), normaliser=num_trained(samples[:3]))
+    assert largest_difference(weights(policy), weights(other)) == 0.0
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_a_kl_step_equals_plain_pytorch(kl: str, tmp_path: Path) -> None:
+    kind = "qwen3_moe" if kl == "k3" else "qwen3"
+    folder, reference = save_model(kind, tmp_path / "m"), save_model(kind, tmp_path / "r", seed=1)
+    samples = sequences(6)
+    policy = learner(folder, kl=kl, kl_coef=0.3, reference_dir=reference)
+    before = {name: p.clone() for name, p in policy._reference.named_parameters()}
+    stats = train_step(policy, [update(samples, 2)])
+    after, losses, norms, _, estimate = plain_updates(folder, [samples], kl=kl, kl_coef=0.3, reference=reference)
+    assert stats.loss == pytest.approx(losses[0], rel=3e-6)
+    assert stats.grad_norm == pytest.approx(norms[0], rel=1e-5)
+    assert sum(stats.agent_sums["kl"]) == pytest.approx(estimate, rel=1e-5)
+    close(weights(policy), after, 1)
+    assert all(torch.equal(p, before[name]) for name, p in policy._reference.named_parameters())  # frozen
+
+
+def test_kl_to_the_start_is_zero_at_first_and_then_pulls_back(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    samples = sequences(6)
+    one = learner(folder, kl="k3", kl_coef=0.3, reference_dir=folder, dtype="bfloat16")
+    first = train_step(one, [update(samples)])
+    second = train_step(one, [update(samples)])
+    assert sum(first.agent_sums["kl"]) == 0.0 < sum(second.agent_sums["kl"])
+
+
+def test_without_a_kl_term_no_reference_is_held(tmp_path: Path) -> None:
+    folder = save_model("qwen3", tmp_path / "m")
+    assert learner(folder, reference_dir=tmp_path / "is not read")._reference is None
+    with pytest.raises(ValueError, match="objective.kl is k3 and reference_dir is None"):
+        learner(folder, kl="k3")

@@ -1,0 +1,88 @@
+"""Started once by torchrun with two gloo ranks: a step of two updates with KL and replayed experts, under each layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dataclasses import replace
+
+from megatron_models import num_trained, sequences
+
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import parallel
+from marsrl.trainer.packing import TrainSequence, pack
+from marsrl.trainer.share import Update
+from marsrl.trainer.updates import train_step
+
+
+def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Two random ones of four experts for every token but the last."""
+    rng = np.random.default_rng(3)
+    return [
+        replace(s, routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8))
+        for s in samples
+    ]
+
+
+def run(model: str, reference: str, layout: dict[str, int], router_replay: str) -> list[list[float]]:
+    """Statistics of two steps on the ranks of this world."""
+    policy = PolicyConfig(
+        dtype="float32",
+        layout=layout,
+        optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
+        recompute="full",
+    )
+    learner = Learner(
+        policy,
+        model,
+        objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
+        mpt=MptConfig(scope="off"),
+        num_agents=2,
+        total_steps=4,
+        seed=0,
+        router_replay=router_replay,
+        reference_dir=reference,
+    )
+    samples = forced(sequences(8))
+    places = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    updates = []
+    for part in (samples[:4], samples[4:]):
+        batches = [pack(part[::2], align=2), pack(part[1::2], align=2)]
+        mine = batches if places == 1 else batches[dist.get_rank() :: places]
+        updates.append(Update(tuple(mine), num_trained(part)))
+    found = []
+    for _ in range(2):
+        stats = train_step(learner, updates)
+        replay: Any = stats.replay
+        counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
+        sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
+        found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out, model, reference, cases = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    report = {}
+    for name, (layout, router_replay) in cases.items():
+        report[name] = run(model, reference, layout, router_replay)
+        parallel.stop(keep_world=True)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A team that writes letters: a token a character, a script in place of a model, no tokenizer, no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.tasks.data import DataCursor
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Message, Problem, Reward
+
+AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+END = 1
+PROMPT_ENDS = 255
+
+
+class LetterRenderer:
+    stop_ids = (END,)
+
+    def render(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+        text = "\n".join(message.content for message in messages)
+        return np.asarray([*(2 + ord(c) % 250 for c in text), PROMPT_ENDS], np.int32), text
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        return "".join(chr(t) for t in token_ids.tolist() if t != END)
+
+
+def completion(uid: str) -> list[int]:
+    """What the sample of this uid says, always: lengths with a long tail, answers and verdicts by a coin."""
+    rng = random.Random(uid)
+    is_verifier = uid.rpartition("/")[2].startswith("verifier")
+    said = f"Verdict: {rng.choice(['correct', 'wrong'])}" if is_verifier else f"\\boxed{{{rng.choice('78')}}}"
+    thought = "." * min(60, int(rng.lognormvariate(2.0, 0.8)))
+    return [*(ord(c) for c in f"{thought}\n{said}"), END]
+
+
+def script(request: DecodeRequest) -> list[int]:
+    """The rest of it, wherever a request goes on."""
+    known = request.token_ids.tolist()[::-1].index(PROMPT_ENDS)
+    return completion(request.uid)[known:]
+
+
+def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+    return [Reward(float(answer == problem.answer), float(answer == problem.answer)) for problem, answer in answers]
+
+
+def letter_team(
+    config: RolloutConfig,
+    *,
+    script: Callable[[DecodeRequest], list[int]] = script,
+    tokens_per_step: int | None = 9,
+    judge: Callable[[Sequence[tuple[Problem, str]]], list[Reward]] = judge,
+) -> tuple[Team, list[ScriptedEngine]]:
+    """The team, and the engines behind it."""
+    agents = {name: AgentConfig() for name in AGENTS}
+    engines = [ScriptedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)]
+    pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
+    orchestration = build_orchestration("verifier_corrector", agents, "math", config.picks)
+    return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
+
+
+def letter_problems(count: int, seed: int = 0) -> DataCursor:
+    return DataCursor([Problem(f"p{i}", f"question {i}", "7", "math") for i in range(count)], seed)
+
+
+def letter_config(**options: object) -> RolloutConfig:
+    base = {"engine": "scripted", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 48, "overlap": 1}
+    return RolloutConfig.model_validate(base | options)

@@ -1,0 +1,161 @@
+"""The thread that decodes while the trainer trains (4 s)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from letters import judge, letter_config, letter_problems, letter_team, script
+
+from marsrl.rollout.background import BackgroundScheduler
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.types import Problem, Reward
+
+
+def background(**options: Any) -> tuple[BackgroundScheduler, Any]:
+    config = letter_config(**{key: options.pop(key) for key in list(options) if key not in ("script", "judge")})
+    team, engines = letter_team(config, **options)
+    return BackgroundScheduler(config, team, letter_problems(40), seed=0), engines[0]
+
+
+def rollout_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("marsrl-")]
+
+
+def test_batches_come_while_versions_change() -> None:
+    scheduler, engine = background(segments=3)
+    decoded: list[int] = []
+    ages, ids = [], []
+    for version in range(6):
+        batch = scheduler.next_batch({"main": version}, decoded.append)
+        ages += [version - s.oldest_version for g in batch.groups for s in g.samples]
+        ids += [g.group_id for g in batch.groups]
+        with scheduler.resting({"main": version + 1}):
+            assert scheduler._team.pools["main"].num_under_way == 0
+            engine._version = version + 1
+    scheduler.close()
+    assert len(set(ids)) == len(ids) > 10
+    assert 0 < max(ages) <= 4
+    assert rollout_threads() == []
+
+
+def test_decoding_goes_on_while_the_trainer_does_something_else() -> None:
+    scheduler, _ = background()
+    scheduler.next_batch({"main": 0})
+    for _ in range(500):
+        if scheduler.snapshot().scheduler.ready:
+            break
+        time.sleep(0.01)
+    assert scheduler.snapshot().scheduler.ready
+    scheduler.close()
+
+
+def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
+    asked = []
+
+    def broken(request: DecodeRequest) -> list[int]:
+        asked.append(request.uid)
+        if len(asked) > 10:
+            raise ZeroDivisionError("the engine burns")
+        return script(request)
+
+    scheduler, _ = background(script=broken)
+    with pytest.raises(RuntimeError, match="the engine burns") as caught:
+        for _ in range(3):
+            scheduler.next_batch({"main": 0})
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+    for call in (scheduler.snapshot, lambda: scheduler.next_batch({"main": 0}), scheduler.resting().__enter__):
+        with pytest.raises(RuntimeError, match="the engine burns"):
+            call()
+    scheduler.close()
+    assert rollout_threads() == []
+
+
+def test_an_error_of_a_judge_is_raised_in_the_trainer() -> None:
+    def broken(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        raise OSError("no judge")
+
+    scheduler, _ = background(judge=broken)
+    with pytest.raises(RuntimeError, match="no judge"):
+        scheduler.next_batch({"main": 0})
+    scheduler.close()
+
+
+def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
+    let_go = threading.Event()
+
+    def slow(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        let_go.wait(20)
+        return judge(answers)
+
+    scheduler, engine = background(judge=slow, overlap=1)
+    trainer = threading.Thread(target=lambda: scheduler.next_batch({"main": 0}))
+    trainer.start()
+    for _ in range(500):
+        books = scheduler.snapshot().scheduler
+        if books.open and not scheduler._team.pools["main"].num_under_way and engine.num_decoded() > 50:
+            break
+        time.sleep(0.01)
+    assert engine.num_decoded() > 50 and not books.closed  # all solvers are decoded, none is judged
+    assert all(len(group.partial) == 3 for group in books.open.values())  # a checkpoint now would decode them again
+    let_go.set()
+    trainer.join(20)
+    assert not trainer.is_alive()
+    scheduler.close()
+
+
+def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:
+    scheduler, engine = background(deadline_s=0.2)
+    engine.collect = lambda timeout_s: time.sleep(0.05) or []
+    with pytest.raises(
+        RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"
+    ):
+        scheduler.next_batch({"main": 0})
+    scheduler.close()
+
+
+def test_nothing_goes_on_after_weights_failed_to_arrive() -> None:
+    scheduler, engine = background()
+    scheduler.next_batch({"main": 0})
+    with pytest.raises(OSError, match="disk full"), scheduler.resting({"main": 1}):
+        raise OSError("disk full")
+    decoded = engine.num_decoded()
+    time.sleep(0.3)
+    assert engine.num_decoded() == decoded
+    scheduler.close()
+
+
+def test_ctrl_c_ends_the_process(tmp_path: Path) -> None:
+    program = tmp_path / "play.py"
+    program.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from letters import letter_config, letter_problems, letter_team
+from marsrl.rollout.background import BackgroundScheduler
+config = letter_config()
+scheduler = BackgroundScheduler(config, letter_team(config)[0], letter_problems(40), seed=0)
+try:
+    scheduler.next_batch({{"main": 0}})
+    print("playing", flush=True)
+    time.sleep(60)
+finally:
+    scheduler.close()
+"""
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "playing\n"
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    assert process.returncode in (1, 130, -signal.SIGINT)

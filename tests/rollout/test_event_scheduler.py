@@ -1,0 +1,206 @@
+"""What holds whatever the order in which samples end: many random scripts, no model, no thread (6 s)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from letters import completion, letter_config, letter_problems, letter_team
+
+from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.event_scheduler import EventScheduler
+from marsrl.rollout.ledger import Batch, RolloutState
+from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Group
+
+
+class Play:
+    """A scheduler with its engines, driven as a trainer would, without a thread."""
+
+    def __init__(
+        self, config: RolloutConfig, seed: int = 0, version: int = 0, state: RolloutState | None = None
+    ) -> None:
+        team, self.engines = letter_team(config)
+        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed)
+        self.version = version
+        if state is not None:
+            self.scheduler.restore(state)
+        self._resume()
+
+    def _resume(self) -> None:
+        for engine in self.engines:
+            engine._version = self.version
+        self.scheduler.resume({"main": self.version})
+
+    def batch(self) -> Batch:
+        self.scheduler.ask()
+        for _ in range(10_000):
+            if (batch := self.scheduler.take()) is not None:
+                return batch
+            self.scheduler.advance(0.0)
+        raise AssertionError("no batch")
+
+    def train(self, steps: int, rounds_while_training: int = 4) -> list[tuple[Group, ...]]:
+        trained = []
+        for _ in range(steps):
+            trained.append(self.batch().groups)
+            for _ in range(rounds_while_training):
+                self.scheduler.advance(0.0)
+            self.scheduler.rest()
+            self.version += 1
+            self._resume()
+        return trained
+
+
+CONFIGS = {
+    "one segment": letter_config(),
+    "four segments": letter_config(segments=4),
+    "two engines, two ahead": letter_config(segments=3, overlap=2, engines=2),
+    "three ahead, half of a stage": letter_config(segments=2, overlap=3, finish_share=0.5),
+    "stragglers dropped": letter_config(segments=8, group_completion="drop_stragglers", max_group_age=1, overlap=2),
+    "small pool": letter_config(segments=8, max_unfinished=4),
+    "trajectories": letter_config(pipeline="trajectory", segments=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_sample_is_trained_once_and_its_group_is_whole(name: str, seed: int) -> None:
+    config = CONFIGS[name]
+    play = Play(config, seed=seed)
+    rng = random.Random(seed)
+    groups = [g for _ in range(8) for g in sum(play.train(1, rng.randrange(8)), ())]
+    uids = Counter(s.uid for g in groups for s in g.samples)
+    assert len(groups) > 12 and max(uids.values()) == 1
+    assert len({g.group_id for g in groups}) == len(groups)
+    for group in groups:
+        assert [s.uid for s in group.samples] == sorted(s.uid for s in group.samples)
+        assert {s.group_id for s in group.samples} <= {group.group_id}
+        if config.group_completion == "wait":
+            assert len(group.samples) == 3
+        for sample in group.samples:
+            ends = [segment.end for segment in sample.segments]
+            assert [segment.start for segment in sample.segments] == [0, *ends[:-1]]
+            assert ends[-1] == len(sample.token_ids) == len(sample.rollout_logprobs)
+            versions = [segment.version for segment in sample.segments]
+            assert versions == sorted(versions)
+            assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
+            assert sample.parent_uid is None or sample.parent_uid in uids
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_restored_scheduler_goes_on_with_every_problem_once(name: str) -> None:
+    """What was trained up to a checkpoint and after it is what one run trains: nothing twice, nothing lost."""
+    play = Play(CONFIGS[name])
+    trained = play.train(3)
+    state = decode(RolloutState, encode(play.scheduler.snapshot()))
+    play.train(1)  # lost: the process is killed here
+    again = Play(CONFIGS[name], version=3, state=state)
+    trained += again.train(5)
+    groups = [g for batch in trained for g in batch]
+    books = again.scheduler.state
+    assert len({g.group_id for g in groups}) == len(groups)
+    # every problem drawn is trained, or waits somewhere: each of them in one place
+    waiting = [g for batch in books.ready for g in batch.groups] + books.closed
+    everywhere = [*groups, *waiting, *(g.ask for g in books.open.values())]
+    solver = [g.rollout_id for g in everywhere if g.agent == "solver"]
+    assert sorted(solver) == [f"{i:06d}" for i in range(1, books.num_instances + 1)]
+    problems = Counter(s.problem_id for g in groups if g.agent == "solver" for s in g.samples[:1])
+    assert max(problems.values()) == 1 and books.num_instances <= 40
+
+
+@pytest.mark.parametrize("overlap", [1, 2, 3])
+def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
+    play = Play(letter_config(overlap=overlap))
+    for step in range(1, 5):
+        play.batch()
+        for _ in range(200):  # a trainer that is very slow
+            play.scheduler.advance(0.0)
+        books = play.scheduler.state
+        assert books.num_taken == step and len(books.ready) == overlap
+        assert books.num_instances == 2 * (step + overlap)
+
+
+@pytest.mark.parametrize("rounds", [0, 3, 200])
+@pytest.mark.parametrize(("overlap", "segments"), [(1, 1), (1, 4), (3, 2)])
+def test_samples_are_at_most_overlap_and_segments_versions_old(overlap: int, segments: int, rounds: int) -> None:
+    """However slow the trainer is: a stage's samples are of weights that are overlap old at most, a segment takes a
+    stage, and picks that are made late in a stage belong to the next."""
+    play = Play(letter_config(overlap=overlap, segments=segments))
+    ages = Counter(
+        step - s.oldest_version
+        for step, groups in enumerate(play.train(8, rounds_while_training=rounds))
+        for g in groups
+        for s in g.samples
+    )
+    assert 0 < max(ages) <= overlap + segments
+
+
+def test_a_publish_closes_segments_and_no_token_is_lost() -> None:
+    play = Play(letter_config(segments=2, overlap=2))
+    samples = [s for groups in play.train(8, rounds_while_training=1) for g in groups for s in g.samples]
+    cut = [s for s in samples if len(s.segments) > 2]
+    assert cut  # 24 tokens a stage, versions change in the middle of it
+    for sample in samples:
+        assert len({segment.version for segment in sample.segments}) == len(sample.segments) or len(sample.segments) > 1
+        assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
+
+
+def test_a_picked_sample_is_asked_about_before_its_stage_has_ended() -> None:
+    config = letter_config(prompts_per_step=4, overlap=1, picks=2)
+    play = Play(config)
+    play.scheduler.ask()
+    agents: set[str] = set()
+    while play.scheduler.state.num_batches == 0:
+        agents |= {group.ask.agent for group in play.scheduler.state.open.values()}
+        play.scheduler.advance(0.0)
+    assert {"solver", "verifier1"} <= agents
+
+
+def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
+    play = Play(letter_config(segments=24, max_unfinished=4))
+    drawn = 0
+    for _ in range(30):
+        carried = play.scheduler._num_carried()
+        play.train(1, rounds_while_training=0)
+        books = play.scheduler.state
+        if carried > 4:
+            assert books.num_instances <= drawn + 2  # of the stage that had begun before
+        drawn = books.num_instances
+        # an instance plays one agent at a time: at most picks x group_size samples of it
+        assert play.scheduler.num_unfinished <= (4 + 2 * 2 * 3) * 2 * 3
+    assert drawn < 2 * 30
+
+
+def test_stragglers_are_dropped_once_their_group_is_too_old() -> None:
+    config = letter_config(segments=16, group_completion="drop_stragglers", max_group_age=1, overlap=1)
+    play = Play(config)
+    groups = [g for batch in play.train(12, rounds_while_training=0) for g in batch]
+    sizes = Counter(len(g.samples) for g in groups)
+    assert sum(sizes[n] for n in range(3)) > 0  # some lost a straggler
+    for version, batch in enumerate(play.train(3, rounds_while_training=0), start=12):
+        for group in batch:
+            for sample in group.samples:
+                assert version - sample.oldest_version <= 1 + 1 + 1  # age, overlap, the stage that was being played
+
+
+def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> None:
+    play = Play(letter_config(overlap=2))
+    trained = play.train(3, rounds_while_training=50)
+    state = play.scheduler.snapshot()
+    assert state.scheduler.ready
+    config = letter_config(overlap=0)
+    team, engines = letter_team(config)
+    plain = Scheduler(config, team, letter_problems(40), seed=0)
+    plain.restore(state)
+    for version in range(3, 9):
+        engines[0]._version = version
+        trained.append(plain.next_batch({"main": version}).groups)
+    again = Play(letter_config(overlap=1), version=9, state=plain.snapshot())
+    trained += again.train(4)
+    ids = [g.group_id for batch in trained for g in batch]
+    assert len(set(ids)) == len(ids)
+    solved = {g.rollout_id for batch in trained for g in batch if g.agent == "solver"}
+    assert {f"{i:06d}" for i in range(1, 15)} <= solved

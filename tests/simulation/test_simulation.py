@@ -1,0 +1,129 @@
+"""The scheduler on the virtual clock: nothing is lost, nothing is trained twice, more is never faster."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulation import plots, study, tables
+from simulation.cost_model import Constants, CostModel
+from simulation.lengths import Lengths
+from simulation.play import MAX_TOKENS, Setting, Simulation, play
+from simulation.simulated_pool import TOKEN_GRAIN
+
+CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
+TINY = Setting(engines=2, problems=4)
+
+
+def trained(setting: Setting, steps: int) -> tuple[Simulation, list[str]]:
+    simulation = Simulation(setting, CONSTANTS, LENGTHS)
+    uids = [s.uid for _ in range(steps) for group in simulation.step().groups for s in group.samples]
+    return simulation, uids
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(("pipeline", "segments"), [("agentic", 1), ("agentic", 4), ("trajectory", 4)])
+def test_every_problem_is_trained_once_and_in_groups_of_eight(pipeline: str, segments: int, overlap: int) -> None:
+    setting = replace(TINY, pipeline=pipeline, segments=segments, overlap=overlap)  # type: ignore[arg-type]
+    simulation, uids = trained(setting, 9)
+    assert set(Counter(uids).values()) == {1}
+    solvers = Counter(uid.partition("/")[0] for uid in uids if uid.count("/") == 1)
+    assert set(solvers.values()) == {8}
+    drawn = simulation.scheduler.state.num_instances
+    waiting = {ask.rollout_id for ask in (g.ask for g in simulation.scheduler.state.open.values())}
+    waiting |= {g.rollout_id for batch in simulation.scheduler.state.ready for g in batch.groups}
+    waiting |= {g.rollout_id for g in simulation.scheduler.state.closed}
+    assert set(solvers) | waiting >= {f"{i + 1:06d}" for i in range(drawn)}
+
+
+def test_completions_do_not_depend_on_how_they_are_played() -> None:
+    def lengths_of(setting: Setting) -> dict[str, int]:
+        simulation = Simulation(setting, CONSTANTS, LENGTHS)
+        samples = [s for _ in range(6) for group in simulation.step().groups for s in group.samples]
+        return {s.uid: len(s.token_ids) for s in samples}
+
+    whole, cut, overlapped = (
+        lengths_of(replace(TINY, segments=segments, overlap=overlap)) for segments, overlap in ((1, 0), (4, 0), (4, 1))
+    )
+    assert len(whole.keys() & cut.keys()) > 50 and len(whole.keys() & overlapped.keys()) > 50
+    assert all(whole[uid] == cut[uid] for uid in whole.keys() & cut.keys())
+    assert all(whole[uid] == overlapped[uid] for uid in whole.keys() & overlapped.keys())
+
+
+def test_one_problem_by_hand() -> None:
+    """One engine, one agent, one group: prompt once, eight decode together, the update, the weights."""
+    setting = Setting(engines=1, problems=1, is_solver_only=True, steps=1, warmup=0)
+    outcome = play(setting, CONSTANTS, LENGTHS)
+    cost = CostModel(CONSTANTS)
+    whole = MAX_TOKENS // TOKEN_GRAIN
+    grains = [min(whole, -(-LENGTHS.tokens(f"000001/solver:{i}") // TOKEN_GRAIN)) for i in range(8)]
+    prompt = int(CONSTANTS.solver_prompt)
+    seconds, left = cost.prefill_s(0, prompt), sorted(n * TOKEN_GRAIN for n in grains)
+    context, done = 8 * prompt, 0
+    while left:
+        steps = left[0] - done
+        seconds += cost.decode_s(len(left), context, steps)
+        context += len(left) * steps
+        done = left[0]
+        while left and left[0] == done:
+            left.pop(0)
+            context -= prompt + done
+    train = cost.train_s([prompt + n * TOKEN_GRAIN for n in grains], num_gpus=2)
+    assert outcome.rollout_s == pytest.approx(seconds)
+    assert outcome.train_s == pytest.approx(train)
+    assert outcome.step_s == pytest.approx(seconds + train + cost.sync_s)
+    assert outcome.idle_share == pytest.approx(1 - seconds / outcome.step_s)
+    assert outcome.staleness == {0: 1.0}
+    assert outcome.samples_per_step == 8
+
+
+def test_longer_tails_and_fewer_engines_take_longer() -> None:
+    solver = Setting(engines=4, problems=16, is_solver_only=True, steps=2)
+    times = [play(solver, CONSTANTS, Lengths(sigma)).step_s for sigma in (0.3, 0.8, 1.3)]
+    assert times == sorted(times)
+    times = [play(replace(solver, engines=n), CONSTANTS, LENGTHS).rollout_s for n in (8, 4, 2)]
+    assert times == sorted(times)
+    times = [play(replace(solver, problems=n), CONSTANTS, LENGTHS).step_s for n in (8, 16, 32)]
+    assert times == sorted(times)
+
+
+def test_segments_bound_a_stage_and_make_samples_older() -> None:
+    solver = Setting(engines=4, problems=16, is_solver_only=True, steps=3)
+    one, four = (play(replace(solver, segments=n), CONSTANTS, LENGTHS) for n in (1, 4))
+    assert four.rollout_s < one.rollout_s
+    assert one.staleness == {0: 1.0}
+    assert 0 < four.staleness_mean <= 3 and max(four.staleness) == 3
+    assert four.latency_mean_s > four.step_s  # they are trained stages after their first token
+
+
+def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
+    setting = replace(TINY, segments=4, steps=4, warmup=8)
+    apart, beside = (play(replace(setting, overlap=n), CONSTANTS, LENGTHS) for n in (0, 1))
+    assert beside.idle_share < 0.05 < apart.idle_share
+    assert beside.tokens_per_s > apart.tokens_per_s
+
+
+def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
+    grid = study.Grid(
+        engines=2, problems=2, segments=(1, 4), overlap_at=(1, 1), engine_axis=(1, 2), problem_axis=(1, 2),
+    )  # fmt: skip
+    fitted = study.Fit(1.2, {1: 1240.0, 2: 700.0, 4: 700.0})
+    found = study.Study(CONSTANTS, fitted)
+    for setting in study.settings(grid):
+        found.rows[setting] = play(
+            replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3)
+        )
+    text = "\n".join(
+        [
+            tables.fit_text(fitted),
+            *(part(found, grid) for part in (tables.pipelines_text, tables.overlap_text, tables.axes_text)),
+        ]
+    )
+    assert "+16%  MISS" in text and "-10%  within 15%" in text
+    assert f"{found.ratio(2, 2):.2f}" in text and f"{found.ratio(2, 2):.2f}x" in tables.adds_text(found, grid)
+    paths = plots.write_plots(found, grid, tmp_path)
+    assert len(paths) == 8 and all(path.read_text() for path in paths)
+    assert json.loads(paths[-1].read_text())["fit"]["sigma"] == 1.2

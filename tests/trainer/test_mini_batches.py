@@ -1,0 +1,89 @@
+"""A step cut into mini-batches: whole groups, every token once, the same cut from the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.trainer.config import CreditConfig, RunConfig
+from marsrl.trainer.credit import credit
+from marsrl.trainer.mini_batches import mini_batches
+
+AGENTS = {"solver": AgentConfig()}
+
+
+def group(name: str, rewards: list[float], tokens: int = 3) -> Group:
+    samples = [
+        Sample(
+            uid=f"{name}:{i}",
+            rollout_id=name,
+            problem_id="p",
+            agent="solver",
+            group_id=name,
+            parent_uid=None,
+            prompt_ids=np.array([1, 2], np.int32),
+            token_ids=np.arange(tokens, dtype=np.int32),
+            is_sampled=np.ones(tokens, bool),
+            rollout_logprobs=np.zeros(tokens, np.float32),
+            segments=(Segment(0, tokens, 0),),
+            finish=Finish.STOP,
+            reward=Reward(reward, reward),
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(name, name, "solver", tuple(samples))
+
+
+GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
+    credited = credit(GROUPS, CreditConfig(), AGENTS)
+    work = mini_batches(credited, GROUPS, number, seed=0, step=1)
+    assert len(work.updates) == number
+    assert sum(update.num_tokens for update in work.updates) == credited.num_tokens  # of the zero-spread group too
+    assert sorted(s.uid for s in work.sequences) == sorted(s.uid for s in credited.sequences)
+    of_group: dict[str, set[int]] = {}
+    for i, update in enumerate(work.updates):
+        for sequence in update.sequences:
+            of_group.setdefault(sequence.uid.rpartition(":")[0], set()).add(i)
+    assert all(len(places) == 1 for places in of_group.values())
+    sizes = [len(update.sequences) for update in work.updates]
+    assert max(sizes) - min(sizes) <= 8  # two groups of four
+
+
+def test_the_cut_follows_seed_and_step_alone() -> None:
+    credited = credit(GROUPS, CreditConfig(), AGENTS)
+
+    def cut(seed: int, step: int) -> list[list[str]]:
+        work = mini_batches(credited, GROUPS[::-1], 3, seed=seed, step=step)
+        return [[s.uid for s in update.sequences] for update in work.updates]
+
+    assert cut(0, 1) == cut(0, 1)
+    assert cut(0, 1) != cut(0, 2) and cut(0, 1) != cut(1, 1)
+
+
+def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
+    credited = credit(GROUPS[:2], CreditConfig(), AGENTS)
+    assert [len(u.sequences) for u in mini_batches(credited, GROUPS[:2], 4, seed=0, step=1).updates] == [4, 4]
+    none = credit(GROUPS[-1:], CreditConfig(), AGENTS)
+    (empty,) = mini_batches(none, GROUPS[-1:], 4, seed=0, step=1).updates
+    assert empty.sequences == () and empty.num_tokens == 12
+
+
+def test_a_kl_term_and_its_reference_go_together() -> None:
+    with pytest.raises(ValueError, match="loss.kl=k3 needs a reference, and policies.main.reference is none"):
+        RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}})
+    with pytest.raises(ValueError, match="loss.kl_coef is 0.1 but loss.kl is none"):
+        RunConfig.model_validate({"loss": {"kl_coef": 0.1}})
+    RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}, "policies": {"main": {"reference": "start"}}})
+
+
+@pytest.mark.parametrize(("engine", "why"), [("vllm", "Model Runner V2"), ("local", "keeps no record")])
+def test_replay_of_the_rollouts_experts_is_refused_with_the_engines_reason(engine: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout.engine={engine} does not return them: .*{why}"):
+        RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": {"engine": engine}})
+    RunConfig.model_validate({"trainer": {"router_replay": "recompute"}, "rollout": {"engine": engine}})

@@ -1,0 +1,198 @@
+"""Records which experts a forward pass chose, and forces them in a later one (router replay).
+
+    with record_experts(model, num_experts) as recorded:       # R2: under the step's starting weights
+        ...forward passes...
+    choices = recorded.of_batches(2)                           # or, R3: [experts_of_rank(batch.routed_experts, ...), ...]
+    with replay_experts(model, choices, ...) as replayed:
+        ...forward and backward of the same micro-batches, in order...
+    counts = replayed.counts()
+
+R2 and R3: arXiv:2510.11370. Forced experts keep the weights of the trainer's own router, normalised over them as the
+model does, so that its gradient flows. It goes through the hook that megatron's router has for its own replay
+(`router.router_replay`), but keeps no global list, which would mix the models of several policies, and knows by itself
+which call is an activation recomputation.
+
+Memory: the record of a micro-batch is one byte an expert (see rollout/routed_experts.py) on the CPU, for this rank's
+layers and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from marsrl.rollout.routed_experts import expert_dtype
+
+Choices = dict[int, Tensor]
+"""{MoE layer, from 0 in the whole model: [T, K]} of one micro-batch on this rank; a value that is no expert: not forced."""
+
+_TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCounts:
+    """Over all ranks. A token differs when the trainer's own choice is another set in at least one MoE layer.
+
+    tokens: those with forced experts. choices: the same times their MoE layers.
+    """
+
+    tokens: int
+    tokens_differ: int
+    choices: int
+    choices_differ: int
+
+    def __add__(self, other: ReplayCounts) -> ReplayCounts:
+        return ReplayCounts(
+            self.tokens + other.tokens,
+            self.tokens_differ + other.tokens_differ,
+            self.choices + other.choices,
+            self.choices_differ + other.choices_differ,
+        )
+
+
+def experts_of_rank(model: torch.nn.Module, routed_experts: Tensor, *, sequence_parallel: bool) -> Choices:
+    """This rank's layers and tokens of a micro-batch's [T, L, K] record.
+
+    Raises:
+        ValueError: the record is of a model with other layers or another top_k.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
+    rank = parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0
+    mine = routed_experts.chunk(size)[rank]
+    routers = _routers(model)
+    top_k = next(iter(routers.values())).topk
+    num_layers = next(iter(routers.values())).config.num_layers
+    if tuple(mine.shape[1:]) != (num_layers, top_k):
+        raise ValueError(
+            f"router replay: the samples record {mine.shape[1]} layers x {mine.shape[2]} experts a token, the policy has "
+            f"{num_layers} x {top_k}; they were decoded by another model"
+        )
+    return {layer: mine[:, layer].contiguous() for layer in routers}
+
+
+@contextmanager
+def record_experts(model: torch.nn.Module, num_experts: int) -> Iterator[Recorded]:
+    """Record the choices of every forward pass in the body."""
+    dtype = torch.uint8 if expert_dtype(num_experts) == np.uint8 else torch.int16
+    recorders = {layer: _Recorder(dtype) for layer in _routers(model)}
+    with _installed(model, recorders):
+        yield Recorded(recorders)
+
+
+@contextmanager
+def replay_experts(model: torch.nn.Module, choices: Sequence[Choices | None], num_experts: int) -> Iterator[Replayed]:
+    """Force choices[i] in the i-th micro-batch that runs forward in the body, and in its recomputation.
+
+    None leaves a micro-batch to the router.
+    """
+    replayers = {
+        layer: _Replayer([each[layer] if each else None for each in choices], num_experts) for layer in _routers(model)
+    }
+    with _installed(model, replayers):
+        yield Replayed(replayers)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The choices of forward passes; complete when the body of record_experts is left."""
+
+    recorders: dict[int, _Recorder]
+
+    def of_batches(self, number: int) -> list[Choices]:
+        """One for each of `number` micro-batches, in the order in which they ran."""
+        return [{layer: each.calls[i] for layer, each in self.recorders.items()} for i in range(number)]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How the forced choices compare with the trainer's own; complete when the body of replay_experts is left."""
+
+    replayers: dict[int, _Replayer]
+
+    def counts(self) -> ReplayCounts:
+        """Collective over all ranks."""
+        layers = list(self.replayers.values())
+        differ = torch.stack([torch.cat(each.differ) for each in layers])  # [layers of this stage, tokens]
+        is_forced = torch.cat(layers[0].is_forced)
+        pairs = differ.sum()
+        anywhere = differ.any(0).to(torch.uint8)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        if dist.get_world_size(pipeline) > 1:
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
+        forced = is_forced.sum()
+        counted = int(parallel_state.is_pipeline_last_stage())  # a token is on every stage
+        sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), pairs])
+        dist.all_reduce(sums)
+        return ReplayCounts(*(int(value) for value in sums))
+
+
+class _Recorder:
+    """Stands in a router's `router_replay`: lets it choose, keeps what it chose."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.calls: list[Tensor] = []  # [T, K] on the CPU, one a micro-batch
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
+    ) -> tuple[Tensor, Tensor]:
+        values, experts = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.calls.append(experts.to(self.dtype).cpu())
+        return values, experts
+
+
+class _Replayer:
+    """Stands in a router's `router_replay`: gives the recorded experts the router's own scores."""
+
+    def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
+        self.choices, self.num_experts = choices, num_experts
+        # Micro-batches run forward; of these, run without gradients, as a layer is that will run again in the backward;
+        # run again. All in order.
+        self.num_first = self.num_without_gradients = self.num_again = 0
+        self.differ: list[Tensor] = []  # [T] bool a micro-batch
+        self.is_forced: list[Tensor] = []
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
+    ) -> tuple[Tensor, Tensor]:
+        is_again = torch.is_grad_enabled() and self.num_again < self.num_without_gradients
+        choice = self.choices[self.num_again if is_again else self.num_first]
+        with torch.no_grad():
+            _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+            recorded = torch.full_like(own, self.num_experts) if choice is None else choice.to(scores.device).long()
+            is_forced = (recorded < self.num_experts).all(-1)
+            experts = torch.where(is_forced[:, None], recorded, own)
+        if is_again:
+            self.num_again += 1
+        else:
+            self.num_first += 1
+            self.num_without_gradients += not torch.is_grad_enabled()
+            self.differ.append((own.sort(-1).values != experts.sort(-1).values).any(-1))
+            self.is_forced.append(is_forced)
+        return scores.gather(1, experts), experts
+
+
+def _routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
+    return {each.layer_number - 1: each for each in model.modules() if isinstance(each, TopKRouter)}
+
+
+@contextmanager
+def _installed(model: torch.nn.Module, instead: dict[int, Any]) -> Iterator[None]:
+    routers = _routers(model)
+    assert not any(router.config.moe_router_fusion for router in routers.values()), "a fused router has no replay hook"
+    try:
+        for layer, router in routers.items():
+            router.router_replay = instead[layer]
+        yield
+    finally:
+        for router in routers.values():
+            router.router_replay = None
