@@ -16,7 +16,7 @@ from marsrl.trainer.learner import StepStats
 from marsrl.trainer.packing import TrainSequence
 from marsrl.trainer.run import Run
 from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.share import Work
+from marsrl.trainer.share import MiniBatch, Work
 
 FINE = StepStats(1.0, 1.0, 0.1, True, False, False, {}, 0, 0.0, 0.0, 0.0, ())
 BAD = dataclasses.replace(FINE, loss=math.nan, is_updated=False, is_skipped=True)
@@ -30,7 +30,7 @@ def sample(uid: str, advantage: float) -> TrainSequence:
 def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
     run = Run(RunConfig(), directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None)  # type: ignore[arg-type]
-    work = Work((sample("x", 1.0), sample("y", math.nan)), 6)
+    work = Work((MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),))
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, work)
         run.note_step("b", FINE, work)  # another policy's luck does not count for this one
