@@ -15,9 +15,9 @@ import torch
 from megatron_models import micro_batches, save_model, sequences
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.scheduler import SchedulerState
+from marsrl.rollout.ledger import RolloutState, SchedulerState
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, RolloutState, load_checkpoint, steps_on_disk
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint, steps_on_disk
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.export import export
 from marsrl.trainer.learner import Learner
