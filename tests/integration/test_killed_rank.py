@@ -23,7 +23,7 @@ def start(folder: Path, *settings: str, kill_at: int | None = None) -> subproces
     command += [
         "task=math", f"policies.main.model={folder / 'model'}", "policies.main.dtype=float32",
         f"data.train={folder / 'train.jsonl'}", "rollout.engine=scripted", "rollout.prompts_per_step=1",
-        "rollout.group_size=4", "rollout.max_response_tokens=120", "sync.tolerance=1e6", "run.evaluate=false",
+        "rollout.group_size=4", "rollout.max_response_tokens=120", "run.evaluate=false",
         f"run.dir={folder}", "run.name=killed", "run.checkpoint_every=1", "run.steps=4", "trainer.threads=1", *settings,
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
@@ -54,15 +54,16 @@ def test_the_others_stop_and_the_next_start_goes_on_from_the_last_checkpoint(tmp
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     broken = start(tmp_path, kill_at=3)
     output, _ = broken.communicate(timeout=300)
+    stopped = time.time()
     latest = tmp_path / "killed" / "checkpoints" / "latest"
     assert broken.returncode != 0
-    assert latest.read_text().strip() == "step_2", output[-6000:]
+    assert latest.is_file() and latest.read_text().strip() == "step_2", output[-6000:]
     # torchrun's last words
     cause = output[output.index("Root Cause") :]
     assert "rank      : 1 (local_rank: 1)" in cause and "SIGKILL" in cause, output[-6000:]
     assert alive(broken.pid) == []
-    stopped_s = time.time() - (latest.stat().st_mtime)
-    assert stopped_s < 120, f"{stopped_s:.0f} s from the last checkpoint, a step before the death, to the end"
+    stopped_s = stopped - latest.stat().st_mtime
+    assert stopped_s < 90, f"{stopped_s:.0f} s from the checkpoint before the step of its death, to the end"
     resumed = start(tmp_path, "run.resume=auto")
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output[-6000:]

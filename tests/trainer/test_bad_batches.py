@@ -1,0 +1,52 @@
+"""A step that is not finite leaves its batch, and the run stops after too many with the names of the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from marsrl.trainer.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.console import RunConsole
+from marsrl.trainer.learner import StepStats
+from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.run import Run
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.share import Work
+
+FINE = StepStats(1.0, 1.0, 0.1, True, False, False, {}, 0, 0.0, 0.0, 0.0, ())
+BAD = dataclasses.replace(FINE, loss=math.nan, is_updated=False, is_skipped=True)
+
+
+def sample(uid: str, advantage: float) -> TrainSequence:
+    tokens = np.arange(3, dtype=np.int32)
+    return TrainSequence(uid, tokens, tokens, np.ones(3, bool), np.zeros(3, np.float32), advantage, 0, 1.0)
+
+
+def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run", "preset")
+    run = Run(RunConfig(), directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None)  # type: ignore[arg-type]
+    work = Work((sample("x", 1.0), sample("y", math.nan)), 6)
+    for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
+        run.note_step("a", stats, work)
+        run.note_step("b", FINE, work)  # another policy's luck does not count for this one
+    run.step = 6
+    with pytest.raises(RuntimeError, match="policy a was not finite in 3 steps in a row") as error:
+        run.note_step("a", BAD, work)
+    for step in (4, 5, 6):
+        path = bad_batch_file(directory, step, "a")
+        assert str(path) in str(error.value)
+        batch = read_bad_batch(path)
+        assert batch.suspects == ["y"] and [s.uid for s in batch.sequences] == ["x", "y"] and math.isnan(batch.loss)
+
+
+def test_a_bounded_number_stays(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run", "preset")
+    for step in range(8, 13):
+        save_bad_batch(directory, BadBatch(step, "main", 0, math.inf, 1.0, (sample("x", 1.0),)), keep=3)
+    names = {path.name for path in directory.bad_batches.iterdir()}
+    assert names == {"step_10_main.msgpack", "step_11_main.msgpack", "step_12_main.msgpack"}
