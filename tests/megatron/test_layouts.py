@@ -40,7 +40,7 @@ RESUMED = {
         ("pp2", "tp2_etp2"),
         ("dp2", "ep2"),
     ],
-    "qwen3": [("tp2", "dp2"), ("pp2", "tp2")],
+    "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2, tied: a padded bucket in the optimizer
 }
 
 

@@ -188,10 +188,10 @@ def test_an_empty_step_passes_and_counts(tmp_path: Path) -> None:
         policy.step([pack(sequences(2))], normaliser=0.0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "distributed"), [("float32", True), ("bfloat16", True), ("float32", False)])
+def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, tmp_path: Path) -> None:
     folder = save_model("qwen3_moe", tmp_path / "m")
-    optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 2, "decay": "cosine"})
+    optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 2, "decay": "cosine", "distributed": distributed})
     batches = [micro_batches(sequences(5, seed=i), 2) for i in range(5)]
     normaliser = 50.0
     unbroken = learner(folder, dtype=dtype, optimizer=optimizer)

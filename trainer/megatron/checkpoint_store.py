@@ -110,7 +110,7 @@ def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None
     planner = formats.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     held = _Held(copy)
     planned = save_state_dict_async_plan(formats.mcore_to_pyt_state_dict(keyed), held, None, 0, planner=planner)
-    updates = {group["step"] for group in _parameter_groups(common) if "step" in group}
+    updates = {count for optimizer in _optimizers(common) for count in _updates(optimizer)}
     assert len(updates) <= 1, f"parameter groups were updated {updates} times"
 
     def write_files(folder: Path) -> None:
@@ -143,8 +143,8 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Collective: the state that was saved in `folder`, cut as `state` is; the optimizer's settings are those of `state`."""
     common = extract_sharded_base(load_preprocess(state)[0])[1]
     step = json.loads((folder / COMMON).read_bytes())["optimizer_step"]
-    for group in _parameter_groups(common):
-        group["step"] = step
+    for optimizer in _optimizers(common):
+        _set_updates(optimizer, step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that megatron's format is made of
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), _LoadTensors(), _LoadCommon(common))
@@ -249,11 +249,28 @@ class _LoadCommon(LoadCommonStrategy):
         """There is one."""
 
 
-def _parameter_groups(common: Any) -> Iterator[dict[str, Any]]:
-    """The groups of all optimizers in a state: megatron nests them differently for one optimizer and for several."""
+def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
+    """The state dicts of all optimizers: megatron nests them differently for one optimizer and for several."""
     if isinstance(common, dict):
-        for name, value in common.items():
-            yield from value if name == "param_groups" else _parameter_groups(value)
+        if "param_groups" in common:
+            yield common
+        else:
+            for value in common.values():
+                yield from _optimizers(value)
+
+
+def _updates(optimizer: dict[str, Any]) -> list[float]:
+    """How often its parameters were updated: in the groups of a distributed optimizer, beside the state of another."""
+    common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
+    return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
+
+
+def _set_updates(optimizer: dict[str, Any], step: float) -> None:
+    groups = [group for group in optimizer["param_groups"] if "step" in group]
+    for group in groups:
+        group["step"] = type(group["step"])(step)
+    if not groups:
+        optimizer.setdefault("state", {})["common_step"] = torch.tensor(step)
 
 
 def _copied(tensor: Tensor) -> Tensor:

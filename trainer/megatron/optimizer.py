@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ class Optimizer:
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
         self._prime()
+        for part in self._parts() if config.distributed else ():
+            gathered = part.get_parameter_state_dp_zero
+            part.get_parameter_state_dp_zero = functools.partial(_where_parameters_are, part.buffers, gathered)
 
     def zero_grad(self) -> None:
         self._model.zero_grad_buffer()
@@ -125,6 +129,27 @@ class Optimizer:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:
+    """What megatron gathers to save the optimizer, with the padding between buckets put back.
+
+    megatron-core 0.16.1 leaves it out and then reads at offsets that count it: behind a padded bucket (tied embeddings
+    under pipeline parallelism, or many buckets) wrong states were saved, without an error.
+    """
+    state = gathered(*words, **options)
+    for index, buffer in enumerate(buffers if state is not None else ()):
+        if all(bucket.offset + bucket.numel_unpadded <= buffer.numel_unpadded for bucket in buffer.buckets):
+            continue  # no padding, or only behind the last one
+        for of_dtype in state[index].values():
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                if name not in of_dtype:  # another rank has it
+                    continue
+                parts = of_dtype[name].split([bucket.numel_unpadded for bucket in buffer.buckets])
+                whole = of_dtype[name] = parts[0].new_zeros(buffer.numel)
+                for bucket, part in zip(buffer.buckets, parts, strict=True):
+                    whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
+    return state
 
 
 class _step_from_groups:
