@@ -42,6 +42,7 @@ bench: install  ## benchmarks on this machine, and the default run on three seed
 	python benchmarks/train_step.py
 	python benchmarks/rollout.py
 	python benchmarks/learning.py --seeds 0 1 2
+	python benchmarks/run.py linear_policy_loss
 
 clean:  ## build products (not .venv, not runs)
 	rm -rf build dist *.egg-info kernels/_lib

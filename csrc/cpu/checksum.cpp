@@ -17,11 +17,7 @@ MARSRL_INLINE uint64_t mix(uint64_t word) {
   return word ^ (word >> 33);
 }
 
-}  // namespace
-
-// Sum of mix(word_i xor key_i) mod 2^64 over num_words words at any address; word 0 is the first_word-th of its tensor,
-// and key_i = (first_word + i + 1) * golden.
-MARSRL_API MARSRL_CLONES uint64_t marsrl_word_sum(const char* data, int64_t num_words, uint64_t first_word) {
+MARSRL_CLONES uint64_t word_sum(const char* data, int64_t num_words, uint64_t first_word) {
   uint64_t sum = 0;
   const uint64_t first_key = (first_word + 1) * kGolden;
   for (int64_t i = 0; i < num_words; i++) {
@@ -30,4 +26,12 @@ MARSRL_API MARSRL_CLONES uint64_t marsrl_word_sum(const char* data, int64_t num_
     sum += mix(word ^ (first_key + static_cast<uint64_t>(i) * kGolden));
   }
   return sum;
+}
+
+}  // namespace
+
+// Sum of mix(word_i xor key_i) mod 2^64 over num_words words at any address; word 0 is the first_word-th of its tensor,
+// and key_i = (first_word + i + 1) * golden.
+MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t num_words, uint64_t first_word) {
+  return word_sum(data, num_words, first_word);
 }

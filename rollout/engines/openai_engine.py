@@ -157,7 +157,8 @@ class OpenAIEngine:
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}
-        done = wait(waiting, 0.0 if aborted else timeout_s, FIRST_COMPLETED).done if waiting else set()
+        at_most = 0.0 if aborted else min(timeout_s, threading.TIMEOUT_MAX)  # without a deadline it is infinite
+        done = wait(waiting, at_most, FIRST_COMPLETED).done if waiting else set()
         with self._lock:
             ended = [self._under_way.pop(waiting[work]) for work in done if waiting[work] in self._under_way]
         results = [work.result() for _, work in ended]
