@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_models import micro_batches, save_model, sequences
+from safetensors.torch import load_file
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.ledger import RolloutState, SchedulerState
@@ -174,6 +175,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     saves = writer(run, is_async=True)
     step(learner)
     saves.save(1, {"main": 1}, {"main": learner}, state_after(1))
+    weights = {name: tensor.clone() for name, tensor in learner.export()}
     expected = [step(learner), step(learner)]  # while the first is not written
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and not run.checkpoint(1).exists()
@@ -181,6 +183,9 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     saves.save(3, {"main": 3}, {"main": learner}, state_after(3))  # waits for the first
     found = run.latest_checkpoint()
     assert found is not None and found.step == 1 and damage(found.path) == []
+    export(found.path, tmp_path / "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
     assert load(run, learner) is not None
     assert [step(learner), step(learner)] == expected
     saves.finish()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from marsrl.trainer.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
-from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.learner import StepStats
 from marsrl.trainer.packing import TrainSequence
@@ -29,7 +29,8 @@ def sample(uid: str, advantage: float) -> TrainSequence:
 
 def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
-    run = Run(RunConfig(), directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None)  # type: ignore[arg-type]
+    config = RunConfig(policies={"a": PolicyConfig(), "b": PolicyConfig()})
+    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None)  # type: ignore[arg-type]
     work = Work((MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),))
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, work)
