@@ -198,7 +198,9 @@ def test_nobody_listening_is_told(renderer):
 def test_a_stage_has_a_deadline(ask):
     release = threading.Event()
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"OpenAIEngine: 1 of 2 requests are unfinished after rollout.deadline_s = 0.5 s"):
+    with pytest.raises(
+        TimeoutError, match=r"OpenAIEngine: 1 of 2 requests are unfinished after rollout.deadline_s = 0.5 s"
+    ):
         try:
             ask(lambda h, body, before: release.wait(20) if body["seed"] else h.complete("4"), "a", "b", deadline_s=0.5)
         finally:
