@@ -69,6 +69,9 @@ def _after_import() -> None:
 
     # The RNG tracker writes CUDA generator states.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # The first dispatcher makes it with whatever torch.cuda.Stream is by then: vLLM on a CPU puts its own there, without
+    # events.
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
     # It returns CPU tensors as they are, where all_to_all wants host numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
 
