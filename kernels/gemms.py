@@ -95,9 +95,6 @@ class HeadGemms:
         may have any dtype and is rounded once, from float32.
         """
         hidden = hidden.float()
-        product = None
-        if of_weight is not None and of_weight.dtype != torch.float32:
-            product = torch.empty(min(self._tile_rows, of_weight.shape[0]), of_weight.shape[1], device=dz.device)
         for tile in self._tiles():
             piece = dz[:, tile].float()
             if of_hidden is not None and tile.start == 0:
@@ -109,7 +106,7 @@ class HeadGemms:
             of_tile = of_weight[tile]
             if adds:
                 of_tile.addmm_(piece.t(), hidden)
-            elif product is None:
+            elif of_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
-            else:
-                of_tile.copy_(torch.mm(piece.t(), hidden, out=product[: of_tile.shape[0]]))
+            else:  # in the memory of the converted piece of the weight, which is done with
+                of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))
