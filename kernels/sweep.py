@@ -1,6 +1,7 @@
 """Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -11,7 +12,7 @@ from torch import Tensor
 from .gemms import HeadGemms
 from .rows.protocol import PolicyTerms, RowKernels, Statistics
 from .rows.selection import LateCount, Rows
-from .shards import sharded_statistics
+from .shards import ShardStatistics
 from .vocabulary import Head
 
 
@@ -60,9 +61,12 @@ class HeadGradients:
         wants_hidden: bool,
         wants_weight: bool,
         weight_dtype: torch.dtype = torch.float32,
+        in_pieces: bool = False,
     ):
+        """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
         self.gemms = gemms
         self.weight_dtype = weight_dtype
+        self._in_pieces = in_pieces and gemms.is_converted
         self.hidden = hidden
         self.wants_hidden = wants_hidden
         self.wants_weight = wants_weight
@@ -85,7 +89,7 @@ class HeadGradients:
         if tokens.numel() == 0:
             return
         rows = _contiguous_or_listed(tokens)
-        if self.gemms.is_converted and not dz.is_cuda:
+        if self._in_pieces:
             self._add_in_pieces(dz, rows, is_last)
             return
         if self.wants_hidden:
@@ -134,7 +138,8 @@ class Sweep:
     The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
     On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait, which are float32
     or, for a bfloat16 model, bfloat16. On a device there are two, and the number of gradients of a chunk is read after
-    the next chunk is queued: the device never runs dry.
+    the next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
+    logits: while the statistics of a chunk travel between the ranks the logits of the next are computed.
     """
 
     def __init__(
@@ -146,12 +151,17 @@ class Sweep:
         wants_hidden: bool = False,
         wants_weight: bool = False,
         weight_dtype: torch.dtype = torch.float32,
+        wants_statistics: bool = True,
     ):
-        """weight_dtype: that dW will have; it may come as float32."""
+        """weight_dtype: that dW will have; it may come as float32. wants_statistics: they are asked of every chunk."""
         self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
         self._gemms = HeadGemms(head.weight, hidden.dtype)
-        self._gradients = HeadGradients(self._gemms, hidden, wants_hidden, wants_weight, weight_dtype)
+        self._gradients = HeadGradients(
+            self._gemms, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
+        )
         self._is_narrow = self._gradients.wants_any and self._gemms.gradient_dtype == torch.bfloat16
+        self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
+        self._flights: deque[ShardStatistics] = deque()
         width, device = head.width, hidden.device
         if kernels.is_host:
             capacity = max(2, HOST_NARROW.rows(width)) if self._is_narrow else HOST.rows(width)
@@ -164,6 +174,8 @@ class Sweep:
             self._at_most = _device_rows(width)
             size = min(rows.count, self._at_most)
             self._logits = torch.empty(size, width, device=device)
+            if self._has_two_in_flight:
+                self._other_logits = torch.empty(size if rows.count > size else 0, width, device=device)
             dtype = self._gemms.gradient_dtype
             chunks = max(1, DEVICE_GRADIENT_BYTES // (dtype.itemsize * width * max(1, size)))
             waiting = min(rows.count, chunks * size) if self._gradients.wants_any else 0
@@ -174,6 +186,9 @@ class Sweep:
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
         """(chunk, its logits [R, V] float32, overwritten by the next)."""
+        if self._has_two_in_flight:
+            yield from self._two_in_flight()
+            return
         for chunk in self._chunks():
             begin = 0
             if self._kernels.is_host:
@@ -185,15 +200,34 @@ class Sweep:
             if known.count > 0:
                 yield known, logits[: known.count]
 
+    def _two_in_flight(self) -> Iterator[tuple[Rows, Tensor]]:
+        """The chunks of a vocabulary shard: the statistics of one travel while the logits of the next are computed."""
+        before: tuple[Rows, Tensor] | None = None
+        for turn, chunk in enumerate(self._chunks()):
+            logits = (self._other_logits if turn % 2 else self._logits)[: chunk.count]
+            self._gemms.logits(chunk.take(self._hidden), logits)
+            known = chunk.settled()
+            if known.count == 0:
+                continue
+            logits = logits[: known.count]
+            self._flights.append(ShardStatistics(self._kernels, self._head, logits, known))
+            if before is not None:
+                yield before
+            before = known, logits
+        if before is not None:
+            yield before
+
     def _chunks(self) -> Iterable[Rows]:
         return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._at_most)
 
     def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
         """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
-        if self._head.is_sharded:
-            sharded_statistics(self._kernels, self._head, logits, chunk, out)
-        else:
+        if not self._head.is_sharded:
             self._kernels.statistics(logits, chunk, self._head, out)
+        elif self._has_two_in_flight:
+            self._flights.popleft().put(out)
+        else:
+            ShardStatistics(self._kernels, self._head, logits, chunk).put(out)
 
     def add_gradients(
         self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
@@ -334,7 +368,7 @@ def sweep_gradients(
     """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
     is_active = (coefficient != 0) | (entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
-    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
+    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
     for chunk, logits in sweep:
         sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
     return sweep.finish()

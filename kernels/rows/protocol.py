@@ -2,7 +2,7 @@
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 gemms.py
-        statistics (or partials and two all-reduces)              RowKernels
+        statistics (or partials and an all-gather, shards.py)     RowKernels
         terms.evaluate: coefficients and sums of the loss         RowKernels
         gradients: rows with a coefficient to dz, side by side    RowKernels
         (on the CPU these three in one: terms.in_one_walk)
