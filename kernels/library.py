@@ -26,14 +26,20 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_row_partials": (None, [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _int]),
     "marsrl_row_gradients": (
         _int64,
-        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float]
-        + [*[_pointer] * 7, _int, _pointer, _int],
+        [
+            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float),
+            *([_pointer] * 7),
+            *(_int, _pointer, _int),
+        ],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
     "marsrl_policy_rows": (
         _int64,
-        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float]
-        + [*[_pointer] * 7, _int, _pointer, _int],
+        [
+            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float),
+            *([_pointer] * 7),
+            *(_int, _pointer, _int),
+        ],
     ),
     "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
     "marsrl_unpack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),

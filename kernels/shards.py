@@ -12,9 +12,9 @@ from .vocabulary import Head
 class ShardStatistics:
     """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
 
-        flight = ShardStatistics(kernels, head, logits, rows)   # returns at once
-        ...                                                     # the logits of the next chunk
-        flight.put(statistics)
+    flight = ShardStatistics(kernels, head, logits, rows)   # returns at once
+    ...                                                     # the logits of the next chunk
+    flight.put(statistics)
     """
 
     def __init__(self, kernels: RowKernels, head: Head, logits: Tensor, rows: Rows):

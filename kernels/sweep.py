@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 import torch
@@ -257,9 +258,7 @@ class Sweep:
             self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
             return
         begin = self._filled
-        self._late = in_one_walk(
-            logits, chunk, self._head, statistics, self._waiting[begin:], self._active[begin:]
-        )
+        self._late = in_one_walk(logits, chunk, self._head, statistics, self._waiting[begin:], self._active[begin:])
 
     def finish(self) -> HeadGradients:
         """The gradients of all chunks."""
@@ -328,7 +327,7 @@ def _shared(count: int, weights: list[int]) -> list[int]:
     for weight in weights:
         before += weight
         ends.append(count * before // total)
-    return [end - begin for begin, end in zip(ends, ends[1:]) if end > begin]
+    return [end - begin for begin, end in pairwise(ends) if end > begin]
 
 
 def _rows_needed(sizes: list[int], is_narrow: bool) -> int:

@@ -21,7 +21,9 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
         return [Shape(device, tokens=4 * 32, sequences=4, heads=4, kv_heads=2, head_size=16, note="caches of 32")]
     if device == "cpu":
         return [
-            Shape(device, dtype, tokens=32 * 1024, sequences=32, heads=8, kv_heads=4, head_size=64, note="caches of 1,024")
+            Shape(
+                device, dtype, tokens=32 * 1024, sequences=32, heads=8, kv_heads=4, head_size=64, note="caches of 1,024"
+            )
             for dtype in ("float32", "bfloat16")
         ]
     return [

@@ -52,6 +52,18 @@ def test_chunks_hold_every_row_once_and_those_of_a_round_wait_together(capacity,
             assert sweep._rows_needed(sizes, is_narrow) <= capacity
 
 
+# copies: of the float32 logits, that plain PyTorch holds at once (measured)
+@pytest.mark.parametrize(
+    ("vocab", "is_narrow", "copies"),
+    [(32_000, False, 3.0), (151_936, False, 2.0), (32_000, True, 4.0), (151_936, True, 2.5)],
+)
+def test_the_buffer_of_256_rows_is_below_a_quarter_of_what_plain_pytorch_holds(vocab, is_narrow, copies):
+    capacity = (sweep.HOST_NARROW if is_narrow else sweep.HOST).rows(vocab)
+    needed = sweep._rows_needed(sweep._host_chunks(256, capacity, is_narrow), is_narrow)
+    assert min(capacity, needed) <= 0.24 * copies * 256
+    assert not is_narrow or needed <= capacity  # all wait together: one product gives dW
+
+
 def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_float32_sum(monkeypatch):
     hidden, weight, targets = head_case(60)
     arguments = {**arguments_for((hidden, weight, targets), "pseudo on-policy"), "mask": None}
