@@ -12,7 +12,7 @@ from marsrl.trainer.metrics import read_metrics
 pytestmark = pytest.mark.slow
 
 # Single operations, which some hundred supervised steps teach; then a tutor that slips at every third, which RL unlearns.
-# Too little of the first and what is missing is knowledge, which sixteen steps of RL do not find.
+# Too little of the first and what is missing is knowledge, which a few steps of RL do not find.
 LEARNABLE = (
     "task_options={min_operations: 1, max_operations: 1}",
     "warm_start={max_solver_steps: 600, short_steps: 30, solver_loss: 0.08, team_steps: 40, table_drills: 256, "
