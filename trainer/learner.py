@@ -342,7 +342,7 @@ class Learner:
         elif trains and self._router_replay == "rollout" and any(_lacks_experts(batch) for batch in batches):
             problem = 3
         counts = len(batches)
-        trained = sum(int(batch.mask.sum()) for batch in batches)
+        trained = sum(batch.trained_rows.numel() for batch in batches)
         packed = sum(batch.num_tokens for batch in batches)
         share = torch.tensor([trained, packed], dtype=torch.int64, device=self._device)
         extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=self._device)
@@ -551,7 +551,7 @@ class Learner:
 
 
 def _lacks_experts(batch: PackedBatch) -> bool:
-    return batch.routed_experts is None and bool(batch.mask.any())
+    return batch.routed_experts is None and batch.trained_rows.numel() > 0
 
 
 def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
@@ -573,8 +573,8 @@ def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -
     loss = result.policy.loss.detach().double()
     if batch.rollout_logprobs is None:
         return torch.stack([loss, gated, zero, zero, zero]), zero
-    trainer = result.policy.logprobs[batch.mask].double()
-    rollout = batch.rollout_logprobs[batch.mask].double()
+    trainer = result.policy.logprobs[batch.trained_rows].double()
+    rollout = batch.rollout_logprobs[batch.trained_rows].double()
     difference = (trainer.exp() - rollout.exp()).abs()
     log_ratio = trainer - rollout
     k3 = (log_ratio.exp() - 1 - log_ratio).sum()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from marsrl.trainer.packing import PackedBatch
+from marsrl.trainer.packing import PackedBatch, rows_of
 
 _PER_TOKEN = (
     "token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature", "routed_experts",
@@ -79,6 +79,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         position_ids=positions[rank],
         cu_seqlens=bounds.to(torch.int32),
         max_seqlen=int(padded.max()),
+        **rows_of(changes["mask"], batch.is_positive, bounds),
     )
     return ContextCut(mine, torch.stack(rows), total)
 
