@@ -87,6 +87,10 @@ class PolicyConfig(Settings):
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full"] = "none"
+    layers: Literal["auto", "transformer_engine", "ours"] = Field(
+        "auto",
+        description="norms and linear layers; auto: TransformerEngine's where it is installed with a GPU, else ours",
+    )
     router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
     reference: str = Field(
         "none",
