@@ -281,7 +281,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
     from marsrl.trainer.init_model import InitShape, init_model
-    from marsrl.trainer.share import Work
+    from marsrl.trainer.share import MiniBatch, Work
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -295,7 +295,7 @@ def main() -> int:
         first["is_ok"] = all(first[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
         print(row(first), flush=True)
         torch.save(one, folder / "one.pt")
-        (folder / "samples").write_bytes(encode(Work(tuple(given), 0)))
+        (folder / "samples").write_bytes(encode(Work((MiniBatch(tuple(given), 0),))))
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(WORLD), __file__, "--worker", str(folder)]
         command += ["--only", *arguments.only] if arguments.only else []

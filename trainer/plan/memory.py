@@ -64,7 +64,8 @@ class RankMemory:
     """Bytes of one rank of pipeline stage `stage`, at the moment when it holds the most.
 
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
-    `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states, float32 gradient of the output layer.
+    `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
+    float32 gradient of the output layer.
     host: optimizer state in CPU memory (offload).
     """
 
