@@ -148,8 +148,7 @@ def measure(variant: str, model_dir: str, experts: str, mpt: float | None, words
     command += [str(Path(__file__).resolve()), "--child", variant, "--model", words.model, "--model-dir", model_dir]
     command += ["--experts", experts, "--repeats", str(words.repeats)]
     command += (["--mpt-entropy", str(mpt)] if mpt is not None else []) + (["--layout", *layout] if layout else [])
-    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment = {**keep, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_LIMIT_S)
     if "OutOfMemoryError" in done.stderr:
         return {"problem": "out of memory"}

@@ -52,7 +52,7 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _own_groups() -> Iterator[None]:
     yield
-    parallel.stop(keep_world=True)
+    parallel.stop()
 
 
 def engine_of(model: Path, **options: int) -> LocalEngine:
@@ -222,5 +222,5 @@ def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other_weights:
             assert float((fixed.old_logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
             (own,) = learner.score([batch])
             assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
-        parallel.stop(keep_world=True)
+        parallel.stop()
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and clipped[1] == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ def world_size() -> int:
 def start(layout: Layout, seed: int) -> None:
     """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
-    Without torchrun this process is rank 0 of 1 on a free port. Policies share one layout: a second call with the same
+    Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
 
     Raises:
@@ -36,13 +35,13 @@ def start(layout: Layout, seed: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
+            dist.init_process_group(backend, timeout=_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     if _current:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
@@ -56,12 +55,6 @@ def start(layout: Layout, seed: int) -> None:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _current.append(layout)
-
-
-def _free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 def stop(*, keep_world: bool = False) -> None:
