@@ -119,7 +119,15 @@ class RolloutConfig(Settings):
     max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
     deadline_s: float = Field(
-        1800.0, gt=0, description="a stage (with overlap: a request) that takes longer is an error"
+        1800.0, gt=0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
+    )
+    max_engine_restarts: int = Field(
+        16,
+        ge=0,
+        description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
+    )
+    max_request_attempts: int = Field(
+        3, gt=0, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
 

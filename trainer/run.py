@@ -39,7 +39,13 @@ from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
 
-_ENGINE_WORK = {"generate": "decode", "collect": "decode", "update_weights": "load weights", "score": "score the probe"}
+_ENGINE_WORK = {
+    "generate": "decode",
+    "collect": "decode",
+    "update_weights": "load weights",
+    "score": "score the probe",
+    "restart": "lost: restarted",
+}
 
 
 @dataclass(slots=True)

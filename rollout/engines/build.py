@@ -134,10 +134,14 @@ def make_pool(
         address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
     )
     return EnginePool(
-        RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0),
+        RayReplicas(
+            cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0, deadline_s=config.deadline_s
+        ),
         policy,
         slots=config.vllm.max_num_seqs,
         deadline_s=config.deadline_s,
+        attempts=config.max_request_attempts,
+        most_restarts=config.max_engine_restarts,
     )
 
 
