@@ -30,7 +30,7 @@ def judged(error: RayError, method: str) -> Lost:
         Exception: the engine's own, where it says something about the call and not about the engine: a refusal
             (WrongVersion, ValueError), or anything outside of decoding.
     """
-    cause = error.as_instanceof_cause() if isinstance(error, RayTaskError) else error
+    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         raise RuntimeError(
             f"Ray's object store is full ({_first_line(cause)}): tokens and log-probs pass through it; make room on the disk "
@@ -38,8 +38,8 @@ def judged(error: RayError, method: str) -> Lost:
         ) from error
     if isinstance(error, RayTaskError):
         if isinstance(cause, WrongVersion | ValueError) or method not in _DECODING:
-            raise cause from None  # WrongVersion stays WrongVersion
-        return Lost(f"{method} raised {type(error.cause).__name__}: {_first_line(error.cause)}")
+            raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
+        return Lost(f"{method} raised {type(cause).__name__}: {_first_line(cause)}")
     if not isinstance(error, _ENGINE_IS_LOST):
         raise RuntimeError(
             f"Ray failed in {method} ({type(error).__name__}: {_first_line(error)}); {_GO_ON}"
