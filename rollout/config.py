@@ -87,8 +87,10 @@ class RolloutConfig(Settings):
     """How problems are played."""
 
     engine: Literal["vllm", "local", "scripted"] = Field("vllm", description="what decodes tokens")
-    placement: Literal["local", "disaggregated"] = Field(
-        "disaggregated", description="local: in the trainer's process, no Ray; disaggregated: Ray actors of their own"
+    placement: Literal["local", "disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
+        "actors on the trainer's GPUs, asleep while it trains",
     )
     engines: int = Field(1, gt=0, description="engine replicas of every policy")
     threads: int | None = Field(None, gt=0, description="CPU threads of one engine; default: all cores shared evenly")
@@ -137,6 +139,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_decodes_asleep(self) -> RolloutConfig:
+        if self.placement == "colocated" and self.overlap:
+            raise ValueError(
+                f"rollout.placement=colocated puts engines to sleep while the trainer trains, and rollout.overlap is "
+                f"{self.overlap}: set it to 0, or give engines GPUs of their own (disaggregated)"
             )
         return self
 

@@ -25,6 +25,7 @@ from marsrl.rollout.engines.pool import Timed, timed
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
+    MemoryPart,
     Sampling,
     WeightUpdate,
 )
@@ -160,6 +161,12 @@ class EngineActor:
         with self._decoding:
             return timed(lambda: self._engine.update_weights(update))
 
+    def sleep(self) -> Timed:
+        return timed(self._engine.sleep)
+
+    def wake(self, part: MemoryPart) -> Timed:
+        return timed(lambda: self._engine.wake(part))
+
     def close(self) -> None:
         self._engine.close()
 
@@ -172,7 +179,7 @@ class RayReplicas:
 
     can_restart = True
 
-    def __init__(self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: int, deadline_s: float) -> None:
+    def __init__(self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: float, deadline_s: float) -> None:
         self._cluster, self._specs, self._num_gpus, self._deadline_s = cluster, list(specs), num_gpus, deadline_s
         self._actors: list[Any] = []
         self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica

@@ -22,7 +22,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from marsrl.rollout.engines.dispatch import Dispatcher, split_requests
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    Engine,
+    EngineInfo,
+    MemoryPart,
+    WeightReceipt,
+    WeightUpdate,
+)
 from marsrl.rollout.engines.recovery import Faults, Lost, Recovery
 from marsrl.rollout.engines.retries import Probation, Retries, Verdict
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -183,6 +191,8 @@ class EnginePool:
     slots: requests that a replica gets at a time; None: all of them.
     deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
     attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
+    sleeps: the trainer's GPUs are the replicas' (rollout.placement=colocated): `sleep` gives their memory back, and the
+        next call of anything else wakes them.
     on_call: may be set; told of every call that a replica has served (for trace.json).
     """
 
@@ -195,6 +205,7 @@ class EnginePool:
         deadline_s: float | None = None,
         attempts: int = 3,
         most_restarts: int = 16,
+        sleeps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -207,6 +218,8 @@ class EnginePool:
         self._retries, self._probation = Retries(attempts), Probation()
         self._faults = Faults()
         self._is_draining = False
+        self._sleeps = sleeps
+        self._asleep: tuple[MemoryPart, ...] = ()  # what of the replicas' memory is the trainer's
         self._deadline_s, self._clock = deadline_s, clock
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
         self._version = 0  # of the requests that wait
@@ -239,6 +252,7 @@ class EnginePool:
         place = {request.uid: i for i, request in enumerate(requests)}
         if len(place) < len(requests):
             raise ValueError(f"generate: {len(requests)} requests have only {len(place)} different uids")
+        self._wake()
         before = sum(self.num_decoded())
 
         def report() -> None:
@@ -276,6 +290,7 @@ class EnginePool:
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Queue requests and send those that a replica has room for."""
+        self._wake()
         self._version = version
         self._dispatch.add(requests)
         self._send()
@@ -329,15 +344,36 @@ class EnginePool:
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
         """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
+        self._wake()
         return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
         """Give every replica the new weights; returns when all of them hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
         updates = [update] * len(self._replicas)
+        self._wake("weights")
         receipts = self._call("update_weights", [(each,) for each in updates])
         self._recovery.note_weights(updates, receipts)
+        self._wake("kv_cache")  # the probe needs it
         return receipts
+
+    def sleep(self) -> None:
+        """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens."""
+        if not self._sleeps or self._asleep:
+            return
+        if self.num_under_way:
+            raise RuntimeError(
+                f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way"
+            )
+        self._dispatch.forget_homes()
+        self._call("sleep", [()] * len(self._replicas))
+        self._asleep = ("weights", "kv_cache")
+
+    def _wake(self, *parts: MemoryPart) -> None:
+        """What of these sleeps; without arguments everything."""
+        for part in [part for part in self._asleep if part in parts or not parts]:
+            self._call("wake", [(part,)] * len(self._replicas))
+            self._asleep = self._asleep[1:]
 
     def close(self) -> None:
         if not self._is_closed:

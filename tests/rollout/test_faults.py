@@ -214,6 +214,15 @@ def test_an_engine_that_cannot_be_started_again_is_tried_as_often_as_allowed() -
     assert len(replicas.restarts) == 3
 
 
+def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(sleeps=True)
+    pool.update_weights(WeightUpdate("version_1", 1))
+    pool.sleep()
+    replicas.dead.add(1)
+    assert all(map(is_whole, served(pool, asks(6), "generate", version=1))) and replicas.restarts == [1]
+
+
 def test_a_listener_hears_of_a_restart() -> None:
     replicas = MortalReplicas(2)
     pool, heard = replicas.pool(), []
