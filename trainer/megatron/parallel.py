@@ -35,12 +35,13 @@ def start(layout: Layout, seed: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        # Without torchrun: no port to be taken by somebody else, no variables for children to find.
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=_TIMEOUT, **alone)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
+            dist.init_process_group(backend, timeout=_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     if _current:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
