@@ -31,6 +31,7 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.engines.recovery import Lost
 from marsrl.rollout.ray_faults import check_ray, judged
+from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PROGRESS_S = 0.2
@@ -338,6 +339,7 @@ class RequestBatch:
     samplings: list[Sampling]
     seeds: list[int]
     affinities: list[str]
+    experts_from: list[int | None]
 
     @classmethod
     def pack(cls, requests: Sequence[DecodeRequest]) -> RequestBatch:
@@ -350,12 +352,13 @@ class RequestBatch:
             [r.sampling for r in requests],
             [r.seed for r in requests],
             [r.affinity for r in requests],
+            [r.experts_from for r in requests],
         )
 
     def unpack(self) -> list[DecodeRequest]:
         fields = zip(
             self.uids, _cut(self.tokens, self.offsets), self.max_new_tokens, self.samplings, self.seeds,
-            self.affinities,
+            self.affinities, [None] * len(self.uids), self.experts_from,
             strict=True,
         )  # fmt: skip
         return [DecodeRequest(*each) for each in fields]
@@ -363,7 +366,7 @@ class RequestBatch:
 
 @dataclass(frozen=True, slots=True)
 class ResultBatch:
-    """DecodeResults with their tokens and log-probs in one array each."""
+    """DecodeResults with their tokens and log-probs in one array each; records of experts, which are long, as they are."""
 
     uids: list[str]
     tokens: IntArray
@@ -373,6 +376,7 @@ class ResultBatch:
     versions: list[int]
     num_cached_tokens: list[int]
     errors: list[str]
+    routed_experts: list[ExpertArray | None]
 
     @classmethod
     def pack(cls, results: Sequence[DecodeResult]) -> ResultBatch:
@@ -387,13 +391,15 @@ class ResultBatch:
             [r.version for r in results],
             [r.num_cached_tokens for r in results],
             [r.error for r in results],
+            [r.routed_experts for r in results],
         )
 
     def unpack(self) -> list[DecodeResult]:
         tokens, logprobs = _cut(self.tokens, self.offsets), _cut(self.logprobs, self.offsets)
         finishes = [Finish(value) for value in self.finishes]
         fields = zip(
-            self.uids, tokens, logprobs, finishes, self.versions, self.num_cached_tokens, self.errors, strict=True
+            self.uids, tokens, logprobs, finishes, self.versions, self.num_cached_tokens, self.errors,
+            self.routed_experts, strict=True,
         )  # fmt: skip
         return [DecodeResult(*each) for each in fields]
 

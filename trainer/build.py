@@ -161,4 +161,5 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         orchestration = build_orchestration(
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
-        yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
+        records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
+        yield Team(config.agents, orchestration, renderers, pools, checked.task.judge, records)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 
@@ -36,6 +37,7 @@ class DecodeRequest:
     seed: of this request alone, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
     expected_new_tokens: a guess, by which a pool sends the longest first; None: max_new_tokens.
+    experts_from: record the experts of the tokens fed to the model from this place on (router replay); None: of none.
     """
 
     uid: str
@@ -45,12 +47,17 @@ class DecodeRequest:
     seed: int
     affinity: str
     expected_new_tokens: float | None = None
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
     """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
-    logprobs in nats, at the sampling temperature, of exactly the tokens drawn."""
+    logprobs in nats, at the sampling temperature, of exactly the tokens drawn.
+
+    routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
+    rests on; None where none were asked for, or nothing was decoded.
+    """
 
     uid: str
     token_ids: IntArray
@@ -59,6 +66,7 @@ class DecodeResult:
     version: int
     num_cached_tokens: int = 0
     error: str = ""
+    routed_experts: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
