@@ -272,6 +272,16 @@ def test_a_stage_waits_for_a_segment_of_every_sample_that_it_began_with() -> Non
     assert known == [12, 24, 36]
 
 
+def test_with_a_finish_share_a_stage_does_not_wait_for_the_rest() -> None:
+    play = Play(letter_config(segments=4, overlap=1, finish_share=0.5), script=_one_is_long, tokens_per_step=3)
+    play.scheduler.ask()
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    assert len(play.scheduler.state.open["000001/solver"].partial[0].token_ids) == 0  # in its first segment still
+    batch = play.scheduler.take()
+    assert batch is not None and [group.group_id for group in batch.groups] == ["000002/solver"]
+
+
 def test_a_restored_stage_waits_for_what_it_waited_for() -> None:
     play = Play(letter_config(segments=4, overlap=1), script=_one_is_long, tokens_per_step=3)
     play.scheduler.ask()
