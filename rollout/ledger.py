@@ -103,6 +103,14 @@ class Ledger:
     def policy_of(self, agent: str) -> str:
         return self.team.agents[agent].policy
 
+    def note_faults(self) -> None:
+        """What the pools have mended since the last call, into the metrics."""
+        for pool in self.team.pools.values():
+            faults = pool.take_faults()
+            self.counts["rollout/engine_restarts"] += faults.engine_restarts
+            self.counts["rollout/resubmitted"] += faults.resubmitted
+            self.counts["rollout/failed_requests"] += faults.failed
+
     def draw(self) -> list[Ask]:
         """A stage's new problems."""
         asks = []

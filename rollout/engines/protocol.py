@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -102,6 +102,9 @@ class WeightReceipt:
     checksum_seconds: float = 0.0
 
 
+MemoryPart = Literal["weights", "kv_cache"]
+"""What an engine that sleeps gets back, in this order: new weights are loaded in between, where they need the room most."""
+
 Progress = Callable[[int], None]
 """Called now and then with the number of tokens decoded since the call began."""
 
@@ -139,5 +142,14 @@ class Engine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop every cached prefix, and report checksums of what is now held."""
+
+    def sleep(self) -> None:
+        """Give the device's memory to others: weights go to the host, caches are dropped. Nothing is under way.
+
+        Until it is awake again an engine serves nothing; update_weights needs its weights awake.
+        """
+
+    def wake(self, part: MemoryPart) -> None:
+        """Take memory back, one part after the other: weights (as they were), then the cache. Does nothing when awake."""
 
     def close(self) -> None: ...

@@ -15,6 +15,7 @@ from marsrl.trainer.megatron.layout import Layout
 # found by the heartbeat.
 _TIMEOUT = datetime.timedelta(hours=3)
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
+_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
 
 
 def world_size() -> int:
@@ -42,6 +43,7 @@ def start(layout: Layout, seed: int) -> None:
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
             dist.init_process_group(backend, timeout=_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+        _own_world.append(True)
     if _current:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
@@ -66,5 +68,7 @@ def stop(*, keep_world: bool = False) -> None:
         parallel_state.destroy_model_parallel()
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
         _current.clear()
-    if dist.is_initialized() and not keep_world:
-        dist.destroy_process_group()
+    if _own_world and not keep_world:
+        _own_world.clear()
+        if dist.is_initialized():  # an engine that closes takes down whatever there is
+            dist.destroy_process_group()

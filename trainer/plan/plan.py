@@ -242,6 +242,11 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
             "sync.backend=shm reaches engines on the host of trainer rank 0 only; on several nodes the engines must stand "
             "there, or the publish fails"
         )
+    if config.rollout.placement == "colocated":
+        notes.append(
+            "rollout.placement=colocated: engines give their memory back while the trainer trains; planned as if they kept "
+            "rollout.vllm.gpu_memory_utilization of it, as they do while the trainer waits for them"
+        )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")
     return notes

@@ -32,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    MemoryPart,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -128,8 +129,25 @@ class LocalEngine:
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
+    def sleep(self) -> None:
+        """Weights to the host; caches live as long as their requests. On a CPU nothing moves."""
+        if self._batch is not None or self._inbox:
+            raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
+        self._move_weights(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, part: MemoryPart) -> None:
+        if part == "weights":
+            self._move_weights(self._device)
+
     def close(self) -> None:
         self._model.weights.clear()
+
+    def _move_weights(self, device: torch.device) -> None:
+        weights = self._model.weights
+        moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied ones stay one
+        weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
     def _refusal(self, request: DecodeRequest) -> str:
         n = len(request.token_ids)
