@@ -37,7 +37,9 @@ from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.weight_carriers import follow
 from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
+from marsrl.trainer.weight_wire import WireSender
 
 _ENGINE_WORK = {"generate": "decode", "collect": "decode", "update_weights": "load weights", "score": "score the probe"}
 
@@ -71,6 +73,7 @@ class Run:
         learners: Mapping[str, Learner],
         driver: Driver | None,
         started: WarmStart | None,
+        senders: Mapping[str, WireSender],
     ) -> None:
         self.config = config
         self.directory = directory
@@ -78,6 +81,7 @@ class Run:
         self.learners = learners
         self.driver = driver
         self.started = started
+        self.senders = senders  # of each trained policy, with sync.backend nccl or ipc
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
@@ -202,7 +206,7 @@ class Run:
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:
-        """Rank 0 carries the weights; gathering and scoring them is collective."""
+        """Rank 0 publishes the weights; gathering or sending, and scoring them, is collective."""
         learner, version = self.learners[policy], self.versions[policy]
         probe = None
         if version % self.config.sync.verify_every == 0:
@@ -210,13 +214,13 @@ class Run:
             scores = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
             tolerance = self.config.sync.tolerance
             probe = [probe_score(*each, len(s), tolerance) for s, each in zip(sequences, scores, strict=True)]
-        tensors = learner.export()
+        sender = self.senders.get(policy)
+        weights = learner.export() if sender is None else learner.held()
         if self.driver is None:
-            for _ in tensors:
-                pass
+            follow(weights, sender)
             return
         report = self.driver.syncs[policy].publish(
-            tensors,
+            weights,
             version,
             (lambda _: probe) if probe is not None else None,
             engines_at_rest=self.driver.scheduler.resting(self.versions),

@@ -255,10 +255,11 @@ class EnginePool:
         """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
         return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
 
-    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Give every replica the new weights; returns when all of them hold them."""
+    def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
+        """Give every replica the new weights, the same update or its own; returns when all of them hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
-        return self._call("update_weights", [(update,)] * len(self._replicas))
+        updates = [update] * len(self._replicas) if isinstance(update, WeightUpdate) else update
+        return self._call("update_weights", [(each,) for each in updates])
 
     def close(self) -> None:
         if not self._is_closed:

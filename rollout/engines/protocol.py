@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from marsrl.rollout.engines.receive import Feed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights of one policy: a safetensors file with HF names, in a place every engine of this host can read."""
+    """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with `feed`
+    (then path is empty), what comes to this one engine over a wire."""
 
     path: str
     version: int
+    feed: Feed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,9 @@ class WeightReceipt:
     seconds: float
     checksum_seconds: float = 0.0
 
+
+TORN = -1
+"""No policy version: what an engine holds while weights arrive in its tensors, and after that has failed."""
 
 Progress = Callable[[int], None]
 """Called now and then with the number of tokens decoded since the call began."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.trainer.weight_carriers import FileCarrier
 from marsrl.trainer.weight_files import write_shards
 from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score
 
@@ -28,7 +29,8 @@ def engine(checkpoint):
 
 @pytest.fixture
 def sync(engine, tmp_path):
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, verify_every=2, directory=tmp_path)
+    carrier = FileCarrier(torch.float32, tmp_path)
+    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, verify_every=2, carrier=carrier)
     yield sync
     sync.close()
 
@@ -104,7 +106,7 @@ def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, che
             yield name, fresh
             del fresh
 
-    small = WeightSync(sync._pool, vocab_size=160, directory=tmp_path, shard_bytes=1)
+    small = WeightSync(sync._pool, vocab_size=160, carrier=FileCarrier(torch.float32, tmp_path, shard_bytes=1))
     small.publish(export(), 1, None)
     small.close()
     layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
