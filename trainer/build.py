@@ -21,7 +21,7 @@ from marsrl.rollout.engines.build import make_openai_pool, make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.config import RunConfig
@@ -177,4 +177,4 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         orchestration = build_orchestration(
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
-        yield Team(config.agents, orchestration, renderers, pools, checked.task.judge)
+        yield Team(config.agents, orchestration, renderers, pools, WatchedJudge(checked.task.judge))

@@ -85,6 +85,7 @@ class WireSender:
         self._group: GroupWire | None = None
         self._shared: dict[int, SharedWire] = {}  # of the shards that this rank is the gate of
         self._gates: list[int] = []
+        self._buffer: Tensor | None = None
 
     def open(self, weights: HeldWeights, dtype: str = "", shards: Sequence[tuple[int, int]] = ()) -> None:
         """Take the weights that `send` sends; agree on the plan, the first time. Rank 0 knows the engines' dtype and shards.
@@ -131,7 +132,7 @@ class WireSender:
                 for bucket in self._buckets:
                     if self._group is not None:
                         if bucket.source == rank():
-                            self._group.send(self._packed(bucket), bucket.target)
+                            self._group.send(self._packed(bucket, self._flat(bucket)), bucket.target)
                     else:
                         self._pass_on(bucket)
             except BaseException:
@@ -144,7 +145,7 @@ class WireSender:
         for wire in (self._group, *self._shared.values()):
             if wire is not None:
                 wire.close(is_broken=is_broken)
-        self._group, self._server = None, None
+        self._group, self._server, self._buffer = None, None, None
         self._shared.clear()
 
     @property
@@ -186,16 +187,23 @@ class WireSender:
         if gate == rank():
             slot = self._shared[bucket.target].slot(bucket.num_elements)
             if bucket.source == rank():
-                slot.copy_(self._packed(bucket))
+                self._packed(bucket, slot)
             else:
                 dist.recv(slot.view(torch.uint8), bucket.source)
             self._shared[bucket.target].hand_over()
         elif bucket.source == rank():
-            dist.send(self._packed(bucket).view(torch.uint8), gate)
+            dist.send(self._packed(bucket, self._flat(bucket)).view(torch.uint8), gate)
 
-    def _packed(self, bucket: Bucket) -> Tensor:
-        """[bucket.num_elements], in the engines' dtype."""
-        flat = torch.empty(bucket.num_elements, dtype=self._opened.meeting.torch_dtype, device=self._weights.device)
+    def _flat(self, bucket: Bucket) -> Tensor:
+        """This rank's buffer for what it sends, as long as the bucket."""
+        meeting = self._opened.meeting
+        if self._buffer is None:
+            longest = max(each.num_elements for each in self._buckets if each.source == rank())
+            self._buffer = torch.empty(longest, dtype=meeting.torch_dtype, device=self._weights.device)
+        return self._buffer[: bucket.num_elements]
+
+    def _packed(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """`flat` [bucket.num_elements], filled with the bucket's pieces, in the engines' dtype."""
         at = 0
         for piece in bucket.pieces:
             values = self._part(piece)
