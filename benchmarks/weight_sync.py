@@ -150,7 +150,7 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
         carriers: dict[str, Any] = {"shm": FileCarrier(torch.bfloat16)}
         for kind in ("ipc", "nccl"):
             options = WireOptions(kind, bucket_mib << 20, 60.0)  # type: ignore[arg-type]
-            carriers[kind] = WireCarrier(WireSender(options), "bfloat16")
+            carriers[kind] = WireCarrier(WireSender(options), pool.infos())
         held = Whole(weights)
         for kind, carrier in carriers.items():  # an engine has one wire at a time
             sync = WeightSync(pool, vocab_size=vocab_size, carrier=carrier)

@@ -68,9 +68,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         senders = {name: WireSender(_wire(config)) for name in trained} if config.sync.backend != "shm" else {}
         for sender in senders.values():
             stack.callback(sender.close)
+        beat = heartbeat() if world_size() > 1 else None
+        if beat is not None:
+            stack.enter_context(beat)  # before rank 0 starts engines, which may take minutes
         driver = stack.enter_context(_driver(checked, directory, models, console, senders)) if rank() == 0 else None
-        if world_size() > 1:
-            stack.enter_context(heartbeat())  # entered last, left first: closing engines may take its time
+        if beat is not None:
+            stack.push(beat)  # and left before it closes them, which may take its time too
         yield Run(config, directory, console, learners, driver, started, senders)
 
 
@@ -131,7 +134,7 @@ def _driver(
             shape, pool = read_shape(models[name]), team.pools[name]
             carrier: Carrier[Any]
             if name in senders:
-                carrier = WireCarrier(senders[name], pool.infos()[0].dtype)
+                carrier = WireCarrier(senders[name], pool.infos())
             else:
                 carrier = FileCarrier(engine_dtype(pool), config.sync.directory, elements(shape).total)
             stack.callback(carrier.close)

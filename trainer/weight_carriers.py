@@ -141,8 +141,8 @@ class FileCarrier:
 class WireCarrier:
     """Every rank's shards straight to the engines' tensors (weight_wire.py). All other ranks `follow`."""
 
-    def __init__(self, sender: WireSender, dtype: str) -> None:
-        self._sender, self._dtype = sender, dtype
+    def __init__(self, sender: WireSender, engines: Sequence[EngineInfo]) -> None:
+        self._sender, self._dtype, self._num_engines = sender, engines[0].dtype, len(engines)
         self._weights: HeldWeights
 
     def prepare(self, weights: HeldWeights, version: int, clock: Clock) -> None:
@@ -155,7 +155,7 @@ class WireCarrier:
             RuntimeError: one side failed; the engines hold a mix of versions then, and serve nothing.
         """
         with clock.of("load"):
-            self._sender.open(self._weights, self._dtype, [(0, 1)] * len(pool.infos()))
+            self._sender.open(self._weights, self._dtype, [(0, 1)] * self._num_engines)
             updates = [WeightUpdate("", version, feed) for feed in self._sender.feeds()]
             receipts, expected = _side_by_side(lambda: pool.update_weights(updates), self._sender.send)
         return Delivered(expected, receipts, self._sender.num_bytes)

@@ -194,7 +194,7 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 follow(learner.held(), sender)
                 follow(learner.held(), sender)
             continue
-        carrier: Any = FileCarrier(getattr(torch, dtype)) if sender is None else WireCarrier(sender, dtype)
+        carrier: Any = FileCarrier(getattr(torch, dtype)) if sender is None else WireCarrier(sender, pool.infos())
         sync = WeightSync(
             pool, vocab_size=learner.vocab_size, carrier=carrier, tolerance=1e-4 if dtype == "float32" else 9
         )
