@@ -225,9 +225,9 @@ def worker(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     from marsrl.rollout.state import decode
     from marsrl.trainer.learner import Learner  # noqa: F401  # here, so that the first line's seconds are its own
-    from marsrl.trainer.share import Work
+    from marsrl.trainer.share import MiniBatch
 
-    sequences = list(decode(Work, (folder / "samples").read_bytes()).sequences)
+    sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one = torch.load(folder / "one.pt", weights_only=True)
     report: list[dict[str, Any]] = []
     for case in (*CASES, *REFUSED):
@@ -281,7 +281,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
     from marsrl.trainer.init_model import InitShape, init_model
-    from marsrl.trainer.share import Work
+    from marsrl.trainer.share import MiniBatch
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -295,13 +295,12 @@ def main() -> int:
         first["is_ok"] = all(first[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
         print(row(first), flush=True)
         torch.save(one, folder / "one.pt")
-        (folder / "samples").write_bytes(encode(Work(tuple(given), 0)))
+        (folder / "samples").write_bytes(encode(MiniBatch(tuple(given), sum(s.num_sampled for s in given))))
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(WORLD), __file__, "--worker", str(folder)]
         command += ["--only", *arguments.only] if arguments.only else []
-        keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
         with (folder / "stderr").open("wb") as noise:  # warnings of four ranks
-            done = subprocess.run(command, env={**keep, "OMP_NUM_THREADS": "1"}, stderr=noise)
+            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=noise)
         lines = [first]
         if done.returncode == 0:
             lines += json.loads((folder / "report.json").read_text("utf-8"))

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,23 +79,19 @@ def first_run(runner: Runner) -> Path:
 
 
 @pytest.fixture
-def left_behind() -> Iterator[Callable[[], list[str]]]:
-    """Commands of processes that were started meanwhile and still run (engines, Ray, judges, ranks)."""
-    before = {pid for pid, _ in _processes()}
-    yield lambda: [command for pid, command in _processes() if pid not in before and _is_ours(command)]
+def left_behind(runner: Runner) -> Callable[[], list[str]]:
+    """Commands of the processes that still run and that a run of this test session started, directly or not."""
+    mark = f"MARSRL_CACHE={runner.cache}\0".encode()  # children inherit it, whatever becomes of their parents
 
+    def find() -> list[str]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != os.getpid():
+                try:
+                    if mark in (entry / "environ").read_bytes():
+                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+                except OSError:
+                    continue  # it ended while we looked
+        return found
 
-def _processes() -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-            except OSError:
-                continue  # it ended while we looked
-            found.append((int(entry.name), command))
-    return found
-
-
-def _is_ours(command: str) -> bool:
-    return any(word in command for word in ("ray::", "raylet", "gcs_server", "trainer/main.py", "judge_process"))
+    return find

@@ -26,8 +26,7 @@ def start(folder: Path, *settings: str, kill_at: int | None = None) -> subproces
         "rollout.group_size=4", "rollout.max_response_tokens=120", "run.evaluate=false",
         f"run.dir={folder}", "run.name=killed", "run.checkpoint_every=1", "run.steps=4", "trainer.threads=1", *settings,
     ]  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({"KILL_AT": str(kill_at)} if kill_at is not None else {})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"KILL_AT": str(kill_at)} if kill_at is not None else {})
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""RL makes the team better: the one property that all the others serve."""
+"""RL makes an agent better: the one property that all the others serve."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from marsrl.trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
+# Single operations, which some hundred supervised steps teach; then a tutor that slips at every third, which RL unlearns.
+# Too little of the first and what is missing is knowledge, which a few steps of RL do not find.
+LEARNABLE = (
+    "task_options={min_operations: 1, max_operations: 1}",
+    "warm_start={max_solver_steps: 600, short_steps: 30, solver_loss: 0.08, team_steps: 40, table_drills: 256, "
+    "slip_solver_phase1: 0.03, slip_solver: 0.35, slip_verifier: 0.2, slip_corrector: 0.25}",
+    "credit.train_agents=[solver]",  # the whole team plays; a policy so small cannot also serve the others in 14 steps
+    "policies.main.optimizer.lr=6e-4",
+    "rollout.prompts_per_step=16",
+    "rollout.group_size=8",
+    "rollout.picks=1",
+)
+
 
 def test_the_solvers_reward_rises(runner: object) -> None:
-    words = (
-        "warm_start={max_solver_steps: 250, short_steps: 30, solver_loss: 0.2, team_steps: 80, table_drills: 256, "
-        "slip_solver: 0.25, slip_verifier: 0.2, slip_corrector: 0.25}"
-    )
-    directory: Path = runner.run(  # type: ignore[attr-defined]
-        "learns", "run.steps=16", "run.evaluate=false", "rollout.prompts_per_step=8", "rollout.group_size=8", words
-    )
+    directory: Path = runner.run("learns", "run.steps=14", "run.evaluate=false", *LEARNABLE)  # type: ignore[attr-defined]
     rewards = [row.values["reward/solver/mean"] for row in read_metrics(directory / "metrics.jsonl")]
     first, last = [r for r in rewards[:4] if r is not None], [r for r in rewards[-4:] if r is not None]
-    # 4 steps of 64 samples of 8 problems each: measured .42 -> .60; a standard error of either mean is about 0.04
-    assert statistics.fmean(last) > statistics.fmean(first) + 0.08, rewards
+    # 4 steps of 16 problems: a mean's standard error is about 0.04. Seeds 0, 1, 2 rose by .23, .25, .28.
+    assert statistics.fmean(last) > statistics.fmean(first) + 0.12, rewards

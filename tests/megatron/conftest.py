@@ -18,4 +18,4 @@ def _own_groups() -> Iterator[None]:
     yield
     from marsrl.trainer.megatron import parallel
 
-    parallel.stop(keep_world=True)
+    parallel.stop()

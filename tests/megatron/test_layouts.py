@@ -52,8 +52,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(Path(__file__).parent / "layouts_worker.py"), str(folder / "two.pt")]
     command += [json.dumps(models), json.dumps(TWO), json.dumps(RESUMED)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     # Written by this very test a moment ago; tensors and numbers only.

@@ -138,7 +138,8 @@ def test_ctrl_c_ends_the_process(tmp_path: Path) -> None:
     program = tmp_path / "play.py"
     program.write_text(
         f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from letters import letter_config, letter_problems, letter_team
 from marsrl.rollout.background import BackgroundScheduler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from marsrl.trainer.megatron.layout import Layout
 # found by the heartbeat.
 _TIMEOUT = datetime.timedelta(hours=3)
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
+_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
 
 
 def world_size() -> int:
@@ -26,7 +26,7 @@ def world_size() -> int:
 def start(layout: Layout, seed: int) -> None:
     """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
-    Without torchrun this process is rank 0 of 1 on a free port. Policies share one layout: a second call with the same
+    Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
 
     Raises:
@@ -36,13 +36,14 @@ def start(layout: Layout, seed: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
+            dist.init_process_group(backend, timeout=_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+        _own_world.append(True)
     if _current:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
@@ -58,12 +59,6 @@ def start(layout: Layout, seed: int) -> None:
     _current.append(layout)
 
 
-def _free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 def stop(*, keep_world: bool = False) -> None:
     """Tear the groups down; keep_world leaves the default process group for another layout."""
     if _current:
@@ -73,5 +68,7 @@ def stop(*, keep_world: bool = False) -> None:
         parallel_state.destroy_model_parallel()
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
         _current.clear()
-    if dist.is_initialized() and not keep_world:
-        dist.destroy_process_group()
+    if _own_world and not keep_world:
+        _own_world.clear()
+        if dist.is_initialized():  # an engine that closes takes down whatever there is
+            dist.destroy_process_group()
