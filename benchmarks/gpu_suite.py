@@ -79,6 +79,9 @@ def parts(device: str, is_quick: bool, out: Path, work: Path) -> list[Part]:
     found.append(
         Part("training", [python, str(HERE / "gpu_suite.py"), "--training-in", str(work)], 90, TRAINING_MODULES)
     )
+    model = "qwen3_30b_a3b_slice" if gpu and not is_quick else "slice_tiny"
+    step = [str(HERE / "train_step.py"), "--model", model, "--no-dmmpt", "--json", str(out / "train_step.json")]
+    found.append(Part("train step", [python, *step, "--repeats", "1" if is_quick else "3"], 200, TRAINING_MODULES))
     profiler = [str(HERE / "profile_top.py"), "--device", device, "--json", str(out / "profile.json"), *quick]
     found.append(Part("profile", [python, *profiler], 45))
     found += [bench(case, 45, "--budget", "3", *memory) for case in CASES]
@@ -185,9 +188,30 @@ def report(out: Path, outcomes: list[Outcome], device: str) -> None:
                 f"| {k['milliseconds']:.3f} | {k['share']:.1%} | {k['launches']:.1f} | `{k['name'][:90]}` |"
                 for k in entry["kernels"]
             ]
+    if (out / "train_step.json").exists():
+        lines += ["", *_train_step(json.loads((out / "train_step.json").read_text()))]
     (out / "report.md").write_text("\n".join(lines) + "\n")
     record = {"parts": [dataclasses.asdict(each) for each in outcomes], "tables": tables}
     (out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _train_step(record: dict) -> list[str]:  # type: ignore[type-arg]
+    lines = [
+        f"## A training step of {record['model']}",
+        "",
+        "| | ranks | tokens/s | s | MFU | extra MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in record["results"]["DMMPT off"]["rows"].items():
+        if "problem" in row:
+            lines.append(f"| {name} | {row['problem']} | | | | |")
+            continue
+        median = sorted(row["seconds"])[len(row["seconds"]) // 2]
+        lines.append(
+            f"| {name} | {row['ranks']} | {row['tokens'] / median:,.0f} | {median:.3f} | {row['mfu']:.1%} "
+            f"| {row['extra_bytes'] / 2**20:,.0f} |"
+        )
+    return lines
 
 
 def _markdown(table: dict) -> list[str]:  # type: ignore[type-arg]

@@ -73,6 +73,14 @@ CASES = (
     Case("recompute selective, tp2 ep2", {"tensor": 2, "expert": 2}, {"recompute": "selective"}),
     Case("overlapped, whole optimizer, ep2 dp4", {"expert": 2}, optimizer={**OVERLAP, "distributed": False}),
 )
+
+
+def with_exact_attention() -> None:
+    """torch's fused attention on a CPU has an exp of 20 ulp, another one at every place of a block: with it the lines would
+    compare that (up to 1.2e-6 of a gradient), not layouts."""
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
 REFUSED = (
     Case("tp2 etp1", {"tensor": 2, "expert_tensor": 1}),
     Case("tp4", {"tensor": 4}),
@@ -223,6 +231,7 @@ def worker(folder: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    with_exact_attention()
     from marsrl.rollout.state import decode
     from marsrl.trainer.learner import Learner  # noqa: F401  # here, so that the first line's seconds are its own
     from marsrl.trainer.share import MiniBatch
@@ -277,6 +286,7 @@ def main() -> int:
         parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(known)}")
     begin = time.perf_counter()
     torch.set_num_threads(1)
+    with_exact_attention()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode

@@ -28,6 +28,7 @@ class ReferenceOptions:
     experts: str = "eager"
     mpt_entropy: float | None = None
     mpt_probability: float = 0.99
+    dtype: str = "float32"
 
 
 class ReferenceLoop:
@@ -35,9 +36,13 @@ class ReferenceLoop:
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="sdpa", experts_implementation=options.experts
-        )
+            model_dir,
+            dtype=getattr(torch, options.dtype),
+            attn_implementation="sdpa",
+            experts_implementation=options.experts,
+        ).to(self.device)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -61,11 +66,12 @@ class ReferenceLoop:
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         attends = torch.zeros(len(rows), longest, dtype=torch.int64)
         trained = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
-        advantage = torch.tensor([s.advantage for s in rows])
+        advantage = torch.tensor([s.advantage for s in rows], dtype=torch.float32)
         for row, s in enumerate(rows):
             ids[row, : s.num_tokens] = torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.token_ids)])
             attends[row, : s.num_tokens] = 1
             trained[row, len(s.prompt_ids) - 1 : s.num_tokens - 1] = True
+        ids, attends, trained, advantage = (each.to(self.device) for each in (ids, attends, trained, advantage))
         logits = self.model(input_ids=ids, attention_mask=attends, use_cache=False).logits[:, :-1]
         every = F.log_softmax(logits.float(), dim=-1)
         logprobs = every.gather(-1, ids[:, 1:, None])[..., 0]
@@ -74,7 +80,8 @@ class ReferenceLoop:
             with torch.no_grad():
                 entropy = -(every.exp() * every).sum(-1)
                 mean = (entropy * trained).sum(1) / trained.sum(1).clamp(min=1)
-                gate = torch.tensor([s.is_positive for s in rows]) & (mean < self.options.mpt_entropy)
+                positive = torch.tensor([s.is_positive for s in rows], device=self.device)
+                gate = positive & (mean < self.options.mpt_entropy)
                 keep &= ~(gate[:, None] & (logprobs.exp() >= self.options.mpt_probability))
         return -(logprobs * advantage[:, None] * keep).sum()
 

@@ -87,8 +87,10 @@ class RolloutConfig(Settings):
     """How problems are played."""
 
     engine: Literal["vllm", "local", "scripted"] = Field("vllm", description="what decodes tokens")
-    placement: Literal["local", "disaggregated"] = Field(
-        "disaggregated", description="local: in the trainer's process, no Ray; disaggregated: Ray actors of their own"
+    placement: Literal["local", "disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
+        "actors on the trainer's GPUs, asleep while it trains",
     )
     engines: int = Field(1, gt=0, description="engine replicas of every policy")
     threads: int | None = Field(None, gt=0, description="CPU threads of one engine; default: all cores shared evenly")
@@ -119,7 +121,15 @@ class RolloutConfig(Settings):
     max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
     deadline_s: float = Field(
-        1800.0, gt=0, description="a stage (with overlap: a request) that takes longer is an error"
+        1800.0, gt=0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
+    )
+    max_engine_restarts: int = Field(
+        16,
+        ge=0,
+        description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
+    )
+    max_request_attempts: int = Field(
+        3, gt=0, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
 
@@ -129,6 +139,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_decodes_asleep(self) -> RolloutConfig:
+        if self.placement == "colocated" and self.overlap:
+            raise ValueError(
+                f"rollout.placement=colocated puts engines to sleep while the trainer trains, and rollout.overlap is "
+                f"{self.overlap}: set it to 0, or give engines GPUs of their own (disaggregated)"
             )
         return self
 

@@ -161,6 +161,7 @@ class EventScheduler(Ledger):
 
     def absorb(self, results: Sequence[DecodeResult]) -> None:
         """Enter results into the books, with all that follows from them."""
+        self.note_faults()
         unjudged: list[tuple[_Key, Ask, Sample]] = []
         for result in results:
             key = self._in_flight.pop(result.uid)

@@ -109,6 +109,14 @@ class Ledger:
     def policy_of(self, agent: str) -> str:
         return self.team.agents[agent].policy
 
+    def note_faults(self) -> None:
+        """What the pools have mended since the last call, into the metrics."""
+        for pool in self.team.pools.values():
+            faults = pool.take_faults()
+            self.counts["rollout/engine_restarts"] += faults.engine_restarts
+            self.counts["rollout/resubmitted"] += faults.resubmitted
+            self.counts["rollout/failed_requests"] += faults.failed
+
     def draw(self) -> list[Ask]:
         """A stage's new problems."""
         asks = []
@@ -145,7 +153,16 @@ class Ledger:
             sampling=self.team.sampling(group.ask.agent),
             seed=derive_seed(self.seed, "decode", uid, len(partial.token_ids)),
             affinity=group.ask.group_id,
+            experts_from=self._num_recorded(partial) if self._records_experts(group.ask.agent) else None,
         )
+
+    def _records_experts(self, agent: str) -> bool:
+        return self.policy_of(agent) in self.team.records_experts
+
+    @staticmethod
+    def _num_recorded(partial: Partial) -> int:
+        """Tokens of prompt and completion whose experts earlier segments recorded."""
+        return 0 if partial.routed_experts is None else len(partial.routed_experts)
 
     def extended(self, group: OpenGroup, index: int, result: DecodeResult) -> tuple[Partial, Finish]:
         """(the sample with this segment behind it, whether and how it has finished); the books are not changed."""
@@ -154,7 +171,7 @@ class Ledger:
         self.counts["rollout/cached_tokens"] += result.num_cached_tokens
         self.counts["rollout/errors"] += result.finish is Finish.ERROR
         partial = replace(group.partial[index])
-        partial.extend(result.token_ids, result.logprobs, result.version)
+        partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts)
         if result.finish in (Finish.STOP, Finish.ERROR):
             return partial, result.finish
         is_full = len(partial.token_ids) >= self.config.max_response_tokens

@@ -76,6 +76,7 @@ class Scheduler(Ledger):
             asks += self.draw()
         self.open_groups(asks, versions)
         finished = self._decode(versions, progress)
+        self.note_faults()
         self._judge(finished)
         groups = self._close_groups(versions)
         for rollout_id, agent in sorted(self.state.rounds):

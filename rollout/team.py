@@ -47,6 +47,7 @@ class Team:
     """Everything that is needed to have an agent answer and to judge what it said.
 
     renderers and pools are by policy name; an agent's policy is agents[name].policy.
+    records_experts: policies whose engines record, for training, which experts each token went through.
     """
 
     agents: Mapping[str, AgentConfig]
@@ -54,6 +55,7 @@ class Team:
     renderers: Mapping[str, ChatRenderer]
     pools: Mapping[str, EnginePool]
     judge: WatchedJudge
+    records_experts: frozenset[str] = frozenset()
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
@@ -88,6 +90,7 @@ class Team:
             text=self.renderer(ask.agent).decode(partial.token_ids),
             prompt_text=prompt[1],
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
+            routed_experts=partial.routed_experts,
         )
         return self.orchestration.parse(sample)
 

@@ -165,6 +165,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
         pools: dict[str, EnginePool] = {}
+        num_served = sum(policy.openai is None for policy in config.policies.values())
         for name, policy in config.policies.items():
             longest = longest_sequence(config, name)
             if policy.openai is not None:
@@ -174,10 +175,17 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 )
             else:
                 pools[name] = make_pool(
-                    name, models[name], config.rollout, dtype=policy.dtype, max_model_len=longest, seed=config.run.seed
+                    name,
+                    models[name],
+                    config.rollout,
+                    dtype=policy.dtype,
+                    max_model_len=longest,
+                    seed=config.run.seed,
+                    num_policies=num_served,
                 )
             stack.callback(pools[name].close)
         orchestration = build_orchestration(
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
-        yield Team(config.agents, orchestration, renderers, pools, WatchedJudge(checked.task.judge))
+        records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
+        yield Team(config.agents, orchestration, renderers, pools, WatchedJudge(checked.task.judge), records)

@@ -87,6 +87,10 @@ class PolicyConfig(Settings):
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full"] = "none"
+    layers: Literal["auto", "transformer_engine", "ours"] = Field(
+        "auto",
+        description="norms and linear layers; auto: TransformerEngine's where it is installed with a GPU, else ours",
+    )
     router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
     reference: str = Field(
         "none",
@@ -156,7 +160,7 @@ class TrainerConfig(Settings):
     router_replay: Literal["none", "recompute", "rollout"] = Field(
         "none",
         description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
-        "or those of decoding (rollout, R3; refused: no engine returns them)",
+        "or those of decoding (rollout, R3; rollout.engine=local records them)",
     )
     max_bad_steps: int = Field(
         3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
@@ -284,17 +288,16 @@ class RunConfig(Settings):
                     f"loss.kl={self.loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
                     "an HF directory"
                 )
-        if self.trainer.router_replay == "rollout":
+        if self.trainer.router_replay == "rollout" and self.rollout.engine != "local":
             reasons = {
                 "vllm": "vLLM 0.32 has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run "
                 "the sampler that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend",
-                "local": "the local engine keeps no record of them",
                 "scripted": "scripted completions come from no model",
             }
             raise ValueError(
                 f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
                 f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
-                "trainer.router_replay=recompute"
+                "rollout.engine=local, or trainer.router_replay=recompute"
             )
         whole = self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
         if whole and self.rollout.pipeline != "trajectory":
@@ -319,6 +322,10 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         raise ValueError(
             f"{key} with engines in the cluster rollout.ray_address={rollout.ray_address}: set sync.host to the address of "
             "trainer rank 0 as they reach it"
+        )
+    if sync.backend == "nccl" and rollout.placement == "colocated":
+        raise ValueError(
+            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc or shm"
         )
     if rollout.engine == "scripted":
         raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; set shm")

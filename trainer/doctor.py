@@ -8,7 +8,8 @@ import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+
+from marsrl.trainer.megatron.layer_choice import choose_layers
 
 LIBRARIES = {
     "torch": "tensors",
@@ -119,7 +120,8 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
 
 
 def _megatron(installed: dict[str, str]) -> list[Finding]:
-    has_te = find_spec("transformer_engine") is not None
+    chosen = choose_layers()
+    has_te = chosen.layers == "transformer_engine"
     return [
         Finding(
             "training",
@@ -130,8 +132,14 @@ def _megatron(installed: dict[str, str]) -> list[Finding]:
         Finding(
             "training",
             "layer spec: TransformerEngine",
-            False,
-            "installed, not used by this version" if has_te else "not installed",
+            has_te,
+            f"norms and linear layers: {chosen.why}" if has_te else chosen.why,
         ),
-        Finding("training", "layer spec: ours", True, "packed attention, RMSNorm and experts on marsrl.kernels"),
+        Finding(
+            "training",
+            "layer spec: ours",
+            True,
+            "packed attention and experts on marsrl.kernels"
+            + ("" if has_te else ", RMSNorm; megatron's linear layers"),
+        ),
     ]

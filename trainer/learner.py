@@ -233,8 +233,11 @@ class Learner:
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask."""
-        self._agree(batches)
+        """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask.
+
+        The router chooses the experts, whatever trainer.router_replay says.
+        """
+        self._agree(batches, trains=False)
         cuts = self._cut(batches)
         return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
 
@@ -335,17 +338,17 @@ class Learner:
         pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
         return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
 
-    def _agree(self, batches: Sequence[PackedBatch]) -> tuple[int, int]:
+    def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
         problem = 0
         if any(batch.num_tokens % self.align for batch in batches):
             problem = 1
         elif self._mpt.scope == "batch" and len(batches) > 1:
             problem = 2
-        elif self._router_replay == "rollout" and any(b.routed_experts is None and bool(b.mask.any()) for b in batches):
+        elif trains and self._router_replay == "rollout" and any(_lacks_experts(batch) for batch in batches):
             problem = 3
         counts = len(batches)
-        trained = sum(int(batch.mask.sum()) for batch in batches)
+        trained = sum(batch.trained_rows.numel() for batch in batches)
         packed = sum(batch.num_tokens for batch in batches)
         share = torch.tensor([trained, packed], dtype=torch.int64, device=self._device)
         extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=self._device)
@@ -402,17 +405,21 @@ class Learner:
     ) -> tuple[list[Tensor], Sequence[Choices | None]]:
         """Log-probs where they are needed, and the experts to force: R2 records them in the same forward pass."""
         none: Sequence[Choices | None] = [None] * len(batches)
-        if self._router_replay != "recompute":
-            return self._forward(batches, "score") if needs_scores else [], self._rollout_experts(batches) or none
-        from marsrl.trainer.megatron.router_replay import record_experts
+        from marsrl.trainer.megatron.router_replay import record_experts, replay_experts
 
+        if self._router_replay == "none":
+            return self._forward(batches, "score") if needs_scores else [], none
+        if self._router_replay == "rollout":
+            experts = self._rollout_experts(batches)
+            if not needs_scores:
+                return [], experts
+            with replay_experts(self._model, experts, self._num_experts):  # old and new log-probs of the same experts
+                return self._forward(batches, "score"), experts
         with record_experts(self._model, self._num_experts) as recorded:
             scores = self._forward(batches, "score")
         return scores, recorded.of_batches(len(batches))
 
     def _rollout_experts(self, batches: Sequence[PackedBatch]) -> Sequence[Choices | None]:
-        if self._router_replay != "rollout":
-            return []
         from marsrl.trainer.megatron.router_replay import experts_of_rank
 
         cut = self._layout.uses_sequence_parallel
@@ -549,6 +556,10 @@ class Learner:
         }
 
 
+def _lacks_experts(batch: PackedBatch) -> bool:
+    return batch.routed_experts is None and batch.trained_rows.numel() > 0
+
+
 def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
     """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
     return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
@@ -568,8 +579,8 @@ def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -
     loss = result.policy.loss.detach().double()
     if batch.rollout_logprobs is None:
         return torch.stack([loss, gated, zero, zero, zero]), zero
-    trainer = result.policy.logprobs[batch.mask].double()
-    rollout = batch.rollout_logprobs[batch.mask].double()
+    trainer = result.policy.logprobs[batch.trained_rows].double()
+    rollout = batch.rollout_logprobs[batch.trained_rows].double()
     difference = (trainer.exp() - rollout.exp()).abs()
     log_ratio = trainer - rollout
     k3 = (log_ratio.exp() - 1 - log_ratio).sum()

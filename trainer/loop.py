@@ -30,7 +30,7 @@ def train(run: Run) -> None:
                     work = mini_batches(credited, groups, num_updates, seed=run.config.run.seed, step=step)
             with run.timed("pack"):
                 updates = share(work, run.share_of_this_rank)
-            with run.timed("step"):
+            with run.engines_asleep(), run.timed("step"):
                 stats = train_step(learner, updates)
                 run.note_step(policy, stats, work)
             if stats.is_updated:

@@ -16,6 +16,7 @@ import argparse  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # megatron asks through our CPU shim
     from marsrl.trainer.build import open_run
+    from marsrl.trainer.last_words import last_words
     from marsrl.trainer.loop import train
 
     try:
@@ -88,6 +90,11 @@ def main(arguments: list[str] | None = None) -> int:
                 flush=True,
             )
         return 130
+    except Exception as error:
+        traceback.print_exc()
+        if directory is not None:
+            print(last_words(error, directory), file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

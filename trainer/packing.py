@@ -68,11 +68,21 @@ class PackedBatch:
     max_seqlen: int
     agent_of: Tensor  # [S] int64
     is_positive: Tensor  # [S] bool
+    trained_rows: (
+        Tensor  # [R] int64, where mask is True: known here, so that a device need not be asked how many there are
+    )
+    positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.numel()
+
+
+def rows_of(mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """{trained_rows, positive_rows} of a batch on the host."""
+    of_positive = is_positive.repeat_interleave(cu_seqlens.diff().long())
+    return {"trained_rows": mask.nonzero()[:, 0], "positive_rows": (mask & of_positive).nonzero()[:, 0]}
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -177,20 +187,24 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     known = all(s.rollout_logprobs is not None for s in sequences)
     weighted = any(s.token_weights is not None for s in sequences)
     same_temperature = len({s.temperature for s in sequences}) == 1
+    trained = torch.from_numpy(mask)
+    bounds = torch.from_numpy(cu_seqlens.astype(np.int32))
+    is_positive = torch.tensor([s.is_positive for s in sequences], dtype=torch.bool)
     return PackedBatch(
         uids=tuple(s.uid for s in sequences),
         token_ids=torch.from_numpy(tokens),
         position_ids=torch.from_numpy(positions),
         targets=torch.from_numpy(targets),
-        mask=torch.from_numpy(mask),
+        mask=trained,
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
         token_advantages=torch.from_numpy(weights) if weighted else None,
         rollout_logprobs=torch.from_numpy(rollout) if known else None,
         temperature=sequences[0].temperature if same_temperature else torch.from_numpy(temperature),
-        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        cu_seqlens=bounds,
         max_seqlen=int(np.diff(cu_seqlens).max()),
         agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
-        is_positive=torch.tensor([s.is_positive for s in sequences], dtype=torch.bool),
+        is_positive=is_positive,
+        **rows_of(trained, is_positive, bounds),
         routed_experts=_routed_experts(sequences, starts, total),
     )
 

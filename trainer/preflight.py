@@ -10,6 +10,7 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.engines.vllm_engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.tasks.protocol import Task
@@ -55,6 +56,7 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
+    _check_placement(config)
     train, num_skipped = _problems(config, config.data.train)
     held_out, num_skipped_eval = _problems(config, config.data.eval)
     num_held_out = 0
@@ -108,6 +110,16 @@ def _check_sync_backend(config: RunConfig) -> None:
         raise ConfigError(
             f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
             "sync.backend=shm, or rollout.engine=local"
+        )
+
+
+def _check_placement(config: RunConfig) -> None:
+    """Engines that are to sleep can."""
+    import torch
+
+    if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"rollout.placement=colocated: {NO_SLEEP_ON_CPU}, or rollout.engine=local, whose sleep moves nothing on a CPU"
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.background import BackgroundScheduler
@@ -177,6 +178,25 @@ class Run:
         assert self.driver is not None
         self.driver.credited.update(credited.advantages)
         self.driver.row.update(credited.metrics)
+
+    @contextmanager
+    def engines_asleep(self) -> Iterator[None]:
+        """With rollout.placement=colocated the GPUs' memory is the trainer's in the body. Collective then.
+
+        Whoever asks something of the engines next wakes them: the publish, or the next stage.
+        """
+        if self.config.rollout.placement != "colocated":
+            yield
+            return
+        if self.driver is not None:
+            with self.timed("sleep"):
+                for pool in self.driver.team.pools.values():
+                    pool.sleep()
+        barrier()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what this rank holds in reserve is the engines' again
+        barrier()
 
     def note_step(self, policy: str, stats: StepStats, work: Work | None) -> None:
         """Count a skipped step, keep its batch, stop after too many; rank 0 keeps the metrics. `work` is rank 0's.

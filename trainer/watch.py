@@ -11,7 +11,15 @@ from marsrl.rollout.team import Team
 from marsrl.trainer.collective import gather_bytes, rank, world_size
 from marsrl.trainer.trace import TraceLog, WallSpan
 
-_ENGINE_WORK = {"generate": "decode", "collect": "decode", "update_weights": "load weights", "score": "score the probe"}
+_ENGINE_WORK = {
+    "generate": "decode",
+    "collect": "decode",
+    "update_weights": "load weights",
+    "score": "score the probe",
+    "restart": "lost: restarted",
+    "sleep": "go to sleep",
+    "wake": "wake up",
+}
 
 
 def watch_engines(pools: Mapping[str, EnginePool], trace: TraceLog) -> None:

@@ -27,6 +27,7 @@ class EngineSpec:
     deadline_s: float
     device: str  # "cpu" or "cuda"
     vllm: VllmOptions
+    sleeps: bool = False  # shares its GPU with the trainer
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the serving process needs from its start."""
@@ -51,6 +52,7 @@ def build_engine(spec: EngineSpec) -> Engine:
             version=spec.version,
             threads=spec.threads,
             deadline_s=spec.deadline_s,
+            sleeps=spec.sleeps,
         )
     from marsrl.rollout.engines.local.engine import LocalEngine
 
@@ -75,6 +77,7 @@ def make_pool(
     max_model_len: int,
     seed: int = 0,
     version: int = 0,
+    num_policies: int = 1,
     scripted: Callable[[], Engine] | None = None,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
@@ -82,6 +85,7 @@ def make_pool(
     Args:
         policy: name under `policies`, for messages.
         max_model_len: prompt and completion together, tokens.
+        num_policies: that have engines here; with rollout.placement=colocated they share every GPU.
         scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
         placement).
 
@@ -95,12 +99,15 @@ def make_pool(
                 "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
             )
         return EnginePool(
-            LocalReplicas([scripted() for _ in range(config.engines)]), policy, deadline_s=config.deadline_s
+            LocalReplicas([scripted() for _ in range(config.engines)]),
+            policy,
+            deadline_s=config.deadline_s,
+            sleeps=config.placement == "colocated",
         )
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
-    if config.placement == "disaggregated":
-        _require("ray", "rollout.placement=disaggregated", "install ray, or set rollout.placement=local")
+    if config.placement != "local":
+        _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -117,6 +124,7 @@ def make_pool(
             deadline_s=config.deadline_s,
             device="cuda" if on_gpu else "cpu",
             vllm=config.vllm,
+            sleeps=config.placement == "colocated",
         )
         for replica in range(config.engines)
     ]
@@ -133,11 +141,18 @@ def make_pool(
     cluster = RayCluster(
         address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
     )
+    # Ray knows nothing of the trainer's ranks: an engine that it gives a GPU of this machine shares it with a rank
+    num_gpus = float(config.vllm.tensor_parallel) if on_gpu else 0.0
+    if config.placement == "colocated":
+        num_gpus /= num_policies
     return EnginePool(
-        RayReplicas(cluster, specs, num_gpus=config.vllm.tensor_parallel if on_gpu else 0),
+        RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s),
         policy,
         slots=config.vllm.max_num_seqs,
         deadline_s=config.deadline_s,
+        attempts=config.max_request_attempts,
+        most_restarts=config.max_engine_restarts,
+        sleeps=config.placement == "colocated",
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from marsrl.rollout.engines.protocol import DecodeRequest
 
@@ -69,12 +69,12 @@ class Dispatcher:
             for request in strangers[key]:
                 self._queue(request, replica, is_cached=False)
 
-    def take(self) -> dict[int, list[DecodeRequest]]:
-        """Requests to send now, by replica, longest first."""
+    def take(self, closed: Collection[int] = ()) -> dict[int, list[DecodeRequest]]:
+        """Requests to send now, by replica, longest first; none to a closed one."""
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
-        replicas = range(len(self._queues))
+        replicas = [replica for replica in range(len(self._queues)) if replica not in closed]
         for replica in replicas:
             while self._queues[replica] and self._is_free(replica):
                 self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
@@ -82,13 +82,20 @@ class Dispatcher:
             idle = min((r for r in replicas if self._is_free(r)), key=lambda r: self._work[r], default=None)
             if idle is None:
                 break
-            fullest = max((r for r in replicas if self._queues[r]), key=lambda r: self._work[r])
+            fullest = max((r for r, queue in enumerate(self._queues) if queue), key=lambda r: self._work[r])
             request = heapq.heappop(self._queues[fullest])[2]
             self._work[fullest] -= self._place.pop(request.uid)[1]
             self._place[request.uid] = (idle, _cost(request))
             self._work[idle] += _cost(request)
             self._send(request, idle, shares)
         return shares
+
+    def place(self, requests: Sequence[DecodeRequest], replica: int) -> None:
+        """Requests that are sent to this replica past all queues."""
+        for request in requests:
+            self._place[request.uid] = (replica, _cost(request))
+            self._work[replica] += _cost(request)
+            self._running[replica].add(request.uid)
 
     def end(self, uid: str) -> int:
         """A request has ended; returns the replica that had it."""
@@ -108,9 +115,9 @@ class Dispatcher:
             self.end(request.uid)
         return dropped
 
-    def forget_homes(self) -> None:
-        """Prefix caches are empty: any replica is as good as another."""
-        self._homes.clear()
+    def forget_homes(self, replica: int | None = None) -> None:
+        """The prefix caches of a replica (None: of all) are empty: any other is as good."""
+        self._homes = {} if replica is None else {uid: home for uid, home in self._homes.items() if home != replica}
 
     def _least(self) -> int:
         return min(range(len(self._work)), key=self._work.__getitem__)

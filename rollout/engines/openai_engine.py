@@ -32,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    MemoryPart,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -180,6 +181,12 @@ class OpenAIEngine:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         raise RuntimeError("OpenAIEngine: a server takes no weights; its policy is frozen")
+
+    def sleep(self) -> None:
+        """A server's memory is its own."""
+
+    def wake(self, part: MemoryPart) -> None:
+        """Nothing sleeps."""
 
     def close(self) -> None:
         """Give up what is under way; may be called twice."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class DecodeRequest:
     seed: of this request alone, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
     expected_new_tokens: a guess, by which a pool sends the longest first; None: max_new_tokens.
+    experts_from: record the experts of the tokens fed to the model from this place on (router replay); None: of none.
     """
 
     uid: str
@@ -48,12 +50,17 @@ class DecodeRequest:
     seed: int
     affinity: str
     expected_new_tokens: float | None = None
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
     """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
-    logprobs in nats, at the sampling temperature, of exactly the tokens drawn."""
+    logprobs in nats, at the sampling temperature, of exactly the tokens drawn.
+
+    routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
+    rests on; None where none were asked for, or nothing was decoded.
+    """
 
     uid: str
     token_ids: IntArray
@@ -62,6 +69,7 @@ class DecodeResult:
     version: int
     num_cached_tokens: int = 0
     error: str = ""
+    routed_experts: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,9 @@ class WeightReceipt:
 TORN = -1
 """No policy version: what an engine holds while weights arrive in its tensors, and after that has failed."""
 
+MemoryPart = Literal["weights", "kv_cache"]
+"""What an engine that sleeps gets back, in this order: new weights are loaded in between, where they need the room most."""
+
 Progress = Callable[[int], None]
 """Called now and then with the number of tokens decoded since the call began."""
 
@@ -139,5 +150,14 @@ class Engine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop every cached prefix, and report checksums of what is now held."""
+
+    def sleep(self) -> None:
+        """Give the device's memory to others: weights go to the host, caches are dropped. Nothing is under way.
+
+        Until it is awake again an engine serves nothing; update_weights needs its weights awake.
+        """
+
+    def wake(self, part: MemoryPart) -> None:
+        """Take memory back, one part after the other: weights (as they were), then the cache. Does nothing when awake."""
 
     def close(self) -> None: ...

@@ -13,6 +13,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    MemoryPart,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -61,6 +62,7 @@ class ScriptedEngine:
         self._script, self._encode, self._fail, self._score, self._version = script, encode, fail, score, version
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
+        self._asleep: set[MemoryPart] = set()  # it has no memory; whoever calls it should not know
 
     def info(self) -> EngineInfo:
         return EngineInfo("scripted", f"{__name__}.ScriptedEngine", "marsrl", "0", "cpu", "float32")
@@ -76,6 +78,7 @@ class ScriptedEngine:
             raise WrongVersion(
                 f"ScriptedEngine: asked for policy version {version}, but version {self._version} is loaded"
             )
+        self._need("weights", "kv_cache")
         self._under_way.extend(_UnderWay(request) for request in requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
@@ -132,6 +135,7 @@ class ScriptedEngine:
         return [*whole, stops[0]] if stops else whole
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        self._need("weights", "kv_cache")
         return [self._score(s) if self._score else scripted_logprobs(s[1:], 1) for s in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -139,10 +143,23 @@ class ScriptedEngine:
 
         from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
 
+        self._need("weights")
         start = time.perf_counter()
         checksums = fused_checksums(WeightFiles(update.path), torch.float32)
         self._version = update.version
         return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+
+    def sleep(self) -> None:
+        if self._under_way:
+            raise RuntimeError(f"ScriptedEngine.sleep: {len(self._under_way)} requests are under way; abort them first")
+        self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, part: MemoryPart) -> None:
+        self._asleep.discard(part)
+
+    def _need(self, *parts: MemoryPart) -> None:
+        if missing := self._asleep.intersection(parts):
+            raise RuntimeError(f"ScriptedEngine: asleep ({', '.join(sorted(missing))}); wake it first")
 
     def close(self) -> None:
         self._answers.clear()

@@ -26,6 +26,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    MemoryPart,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 _BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
 _PROGRESS_S = 0.2
+
+NO_SLEEP_ON_CPU = (
+    "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
+)
 
 
 def vllm_environment(threads: int | None = None) -> dict[str, str]:
@@ -75,6 +80,7 @@ class VllmEngine:
         version: int = 0,
         threads: int | None = None,
         deadline_s: float | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Load vLLM with the weights of model_dir, which count as `version`.
 
@@ -83,9 +89,10 @@ class VllmEngine:
             max_model_len: prompt and completion together, tokens.
             threads: CPU threads of torch in this process; None leaves them.
             deadline_s: a generate() that takes longer is stopped with TimeoutError.
+            sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
 
         Raises:
-            ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet).
+            ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet), or sleeps on a CPU.
         """
         if options.tensor_parallel > 1:
             raise ValueError(
@@ -98,6 +105,8 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        if sleeps and current_platform.is_cpu():
+            raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
         if threads is not None and current_platform.is_cpu():
             torch.set_num_threads(threads)
         self._dtype: Any = options.dtype or dtype
@@ -122,6 +131,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             generation_config="vllm",  # sampling is what the request says, not what the checkpoint suggests
             disable_log_stats=True,
+            enable_sleep_mode=sleeps,
             enable_prefix_caching=True,
             worker_extension_cls="marsrl.rollout.engines.vllm_worker.WorkerExtension",
             logits_processors=["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
@@ -225,6 +235,13 @@ class VllmEngine:
         self._version = update.version
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def sleep(self) -> None:
+        """vLLM's level 1: weights to the host's memory. Level 2 drops them, and a step that is skipped sends no new ones."""
+        self._llm.sleep(level=1)
+
+    def wake(self, part: MemoryPart) -> None:
+        self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
         """Shut vLLM's core down; the engine is not used afterwards."""

@@ -109,13 +109,37 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_suite_goes_its_way_on_a_cpu(wheel: Path, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--out", str(tmp_path / "out"), "--wheels", str(wheel)]
-    done = call(str(BENCHMARKS / "gpu_suite.py"), *words, "--only", "group_advantage", "profile", "training")
+    chosen = ["group_advantage", "profile", "training", "train step"]
+    done = call(str(BENCHMARKS / "gpu_suite.py"), *words, "--only", *chosen)
     parts = {part["name"]: part for part in json.loads((tmp_path / "out" / "suite.json").read_text())["parts"]}
     assert parts["benchmark group_advantage"]["status"] == parts["profile"]["status"] == "ok", done.stdout
     training = parts["training"]
     assert training["status"] == "ok" or training["reason"].startswith("missing module"), training
+    step = parts["train step"]
+    assert step["status"] == "ok" or step["reason"].startswith("missing module"), step
     report = (tmp_path / "out" / "report.md").read_text()
+    if step["status"] == "ok":
+        assert "plain Megatron, packed and dropped" in report and "A training step of slice_tiny" in report
     assert "| torch eager |" in report and "Top kernels of linear_policy_loss" in report
+
+
+@pytest.mark.slow
+def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: Path) -> None:
+    """The slice's twin: the same programs on a CPU; the gradient norms are compared before anything is printed."""
+    file = tmp_path / "out.json"
+    words = ["--model", "slice_tiny", "--layout", "tensor=2", "expert=2", "--repeats", "1", "--no-dmmpt"]
+    done = call(str(BENCHMARKS / "train_step.py"), *words, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["results"]["DMMPT off"]["rows"]
+    assert {name: row["ranks"] for name, row in rows.items()} == {
+        "ours": 2,
+        "plain Megatron, packed and dropped": 2,
+        "reference": 1,
+        "reference, sorted and dropped": 1,
+    }
+    assert rows["ours"]["flops"] == rows["reference, sorted and dropped"]["flops"] < rows["reference"]["flops"]
+    assert all(0 < row["mfu"] < 1 for row in rows.values())
+    assert done.stdout.splitlines()[-1].startswith("ratio: ")
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ import pytest
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer import build
+from marsrl.trainer import build, loop
 from marsrl.trainer.init_model import init_model
 from marsrl.trainer.loop import train
 from marsrl.trainer.metrics import read_metrics
@@ -57,6 +57,35 @@ class ScriptedWithWeights(ScriptedEngine):
         return self._local.update_weights(update)
 
 
+CALLS: list[str] = []
+"""Of the engine below, in order."""
+
+
+class Recorded(ScriptedWithWeights):
+    """Notes what is asked of it. Asleep it refuses to serve, as ScriptedEngine does."""
+
+    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        CALLS.append("generate")
+        return super().generate(requests, version=version)
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        self._need("weights", "kv_cache")
+        CALLS.append("score")
+        return super().score(sequences, temperature)
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        CALLS.append("update_weights")
+        return super().update_weights(update)
+
+    def sleep(self) -> None:
+        CALLS.append("sleep")
+        super().sleep()
+
+    def wake(self, part: MemoryPart) -> None:
+        CALLS.append(f"wake {part}")
+        super().wake(part)
+
+
 Play = Callable[..., Path]
 
 
@@ -69,7 +98,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
     encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
-    engine = functools.partial(ScriptedWithWeights, model, script, encode=encode)
+    CALLS.clear()
+    engine = functools.partial(Recorded, model, script, encode=encode)
     monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
     common = [
         "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
@@ -126,3 +156,26 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
     assert {r.agent for r in samples} >= {"solver", "verifier1"}
     assert not [t for t in threading.enumerate() if t.name.startswith("marsrl-")]
+
+
+def test_colocated_engines_sleep_while_the_trainer_trains(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = loop.train_step
+
+    def noted_step(*arguments: Any) -> Any:
+        CALLS.append("train")
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", noted_step)
+    together = play("run.steps=3", "run.evaluate=false", "rollout.placement=colocated")
+    sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
+    assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake
+    assert CALLS[3:] == ["generate", "sleep", "train", *sync] * 3
+    rows = [row.values for row in read_metrics(together / "metrics.jsonl")]
+    assert all(row["timing_s/sleep"] > 0 and row["actor/empty_steps"] == 0 for row in rows)
+
+
+def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:
+    with pytest.raises(ValueError, match=r"no sleep mode on a CPU.*rollout\.placement=disaggregated"):
+        play("rollout.placement=colocated", "rollout.engine=vllm")
+    with pytest.raises(ValueError, match=r"rollout\.overlap is 1: set it to 0"):
+        play("rollout.placement=colocated", "rollout.overlap=1")

@@ -59,7 +59,7 @@ def test_every_layout_offered_fits_and_none_is_the_silently_wrong_one() -> None:
     for layout in layouts:
         assert why_not(layout, SHAPE, 48) is None
         assert layout.expert > 1 or layout.expert_tensor == layout.tensor
-        assert layout.data(48) * layout.tensor * layout.pipeline == 48
+        assert layout.data(48) * layout.tensor * layout.pipeline * layout.context == 48
     assert Layout(2, 8, 1, 3, 1) in layouts
 
 

@@ -18,6 +18,7 @@ CASES = {
     "dp2": ({}, "rollout"),
     "tp2_ep2": ({"tensor": 2, "expert": 2}, "rollout"),
     "pp2": ({"pipeline": 2}, "rollout"),
+    "cp2": ({"context": 2}, "rollout"),
     "tp2_ep2_r2": ({"tensor": 2, "expert": 2}, "recompute"),
     "pp2_r2": ({"pipeline": 2}, "recompute"),
 }

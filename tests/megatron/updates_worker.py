@@ -55,7 +55,7 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
         reference_dir=reference,
     )
     samples = forced(sequences(8))
-    places = dist.get_world_size() // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    places = learner.data_size
     updates = []
     for part in (samples[:4], samples[4:]):
         batches = [pack(part[::2], align=2), pack(part[1::2], align=2)]

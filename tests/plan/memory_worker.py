@@ -65,15 +65,31 @@ def sequences(num: int) -> list[TrainSequence]:
 
 
 def compare(
-    folder: Path, layout: dict[str, int], recompute: str, dtype: str, num_sequences: int = SEQUENCES
+    folder: Path,
+    layout: dict[str, int],
+    recompute: str,
+    dtype: str,
+    num_sequences: int = SEQUENCES,
+    reference: Path | None = None,
+    is_distributed: bool = True,
 ) -> dict[str, Any]:
-    """{static, peak: [measured, planned]} of the rank that holds the most, in bytes."""
-    config = PolicyConfig.model_validate({"dtype": dtype, "recompute": recompute, "layout": layout})
+    """{static, peak: [measured, planned]} of the rank that holds the most, in bytes. reference: of a KL term."""
+    optimizer = {"distributed": is_distributed}
+    config = PolicyConfig.model_validate(
+        {"dtype": dtype, "recompute": recompute, "layout": layout, "optimizer": optimizer}
+    )
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     on_gpu = torch.cuda.is_available()
     with CudaBytes() if on_gpu else LiveBytes() as memory:
         learner = Learner(
-            config, folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=1, total_steps=4, seed=0
+            config,
+            folder,
+            objective=PolicyObjective(kl="k3", kl_coef=0.1) if reference else PolicyObjective(),
+            mpt=MptConfig(scope="off"),
+            num_agents=1,
+            total_steps=4,
+            seed=0,
+            reference_dir=reference,
         )
         static = memory.live
         memory.forget_peak()
@@ -91,6 +107,8 @@ def compare(
         num_micro_batches=len(batches),
         head_rows=batches[0].num_tokens,
         has_fused_norm=on_gpu,
+        distributes_optimizer=is_distributed,
+        reference=read_shape(reference) if reference else None,
     )
     stage = dist.get_rank() * resolved.pipeline // world
     planned = rank_memory(setup, stage)
@@ -109,7 +127,10 @@ def compare(
 def main() -> None:
     torch.set_num_threads(1)
     out, models, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    report = {name: compare(Path(models[kind]), layout, how, dtype) for name, kind, layout, how, dtype in cases}
+    report = {
+        name: compare(Path(models[kind]), layout, how, dtype, reference=Path(models[other]) if other else None)
+        for name, kind, layout, how, dtype, other in cases
+    }
     if dist.get_rank() == 0:
         out.write_text(json.dumps(report))
     dist.barrier()

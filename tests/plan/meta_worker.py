@@ -34,6 +34,7 @@ def count(model: str, world_size: int, sizes: dict[str, int], stage: int) -> lis
     parallel_state.initialize_model_parallel(
         layout.tensor,
         layout.pipeline,
+        context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from memory_worker import compare, model
 
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.megatron.layout import resolve
 from marsrl.trainer.plan.models import KNOWN, find_shape
@@ -24,6 +25,7 @@ BUILT: list[tuple[str, int, dict[str, int], int]] = [
     ("Qwen3-30B-A3B", 1, {}, 0),
     ("Qwen3-30B-A3B", 64, {"tensor": 4, "expert": 8}, 0),
     ("Qwen3-30B-A3B", 64, {"tensor": 2, "expert": 4, "expert_tensor": 2, "pipeline": 4}, 3),
+    ("Qwen3-30B-A3B", 64, {"tensor": 2, "expert": 8, "context": 4}, 0),
     ("Qwen3-30B-A3B", 8, {"tensor": 4, "expert_tensor": 4}, 0),
     ("Qwen3-8B", 16, {"tensor": 8, "pipeline": 2}, 0),
     ("Qwen3-4B", 8, {"tensor": 2, "pipeline": 2}, 1),
@@ -90,14 +92,28 @@ def test_one_rank_holds_what_is_planned(
     holds(compare(model(kind, tmp_path / "m", **changes), {}, recompute, dtype), 0.03)
 
 
-LAYOUTS: list[tuple[str, str, dict[str, int], str, str]] = [
-    ("moe dp2", "qwen3_moe", {}, "none", "bfloat16"),
-    ("moe ep2", "qwen3_moe", {"expert": 2}, "full", "bfloat16"),
-    ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16"),
-    ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16"),
-    ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16"),
-    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16"),
-    ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16"),
+def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(tmp_path: Path) -> None:
+    """The reference has its own sizes, so that a count of the policy's weights in their place would show."""
+    policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
+    found = compare(policy, {}, "none", "bfloat16", reference=reference)
+    holds(found, 0.03)
+    without = compare(policy, {}, "none", "bfloat16")
+    planned = elements(read_shape(reference)).total * 2
+    assert found["static"][1] - without["static"][1] == planned > 0.1 * without["static"][1]
+    holds(compare(policy, {}, "full", "float32", reference=policy, is_distributed=False), 0.03)
+
+
+LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str]] = [
+    ("moe dp2", "qwen3_moe", {}, "none", "bfloat16", ""),
+    ("moe ep2", "qwen3_moe", {"expert": 2}, "full", "bfloat16", ""),
+    ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", ""),
+    ("moe tp2 ep2, reference", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "qwen3_moe"),
+    ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16", ""),
+    ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", ""),
+    ("moe pp2, reference", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "qwen3"),
+    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16", ""),
+    ("moe cp2 ep2, recompute", "qwen3_moe", {"context": 2, "expert": 2}, "full", "bfloat16", ""),
+    ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16", ""),
 ]
 
 

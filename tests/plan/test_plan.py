@@ -14,7 +14,7 @@ from marsrl.trainer.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
-from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
+from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.plan.speed import Work, step_time
@@ -144,6 +144,59 @@ def test_a_second_pipeline_stage_waits_and_an_expert_group_beyond_a_node_is_slow
     assert across.expert_parallel > 5 * inside.expert_parallel
 
 
+def test_context_ranks_exchange_keys_and_share_the_rest() -> None:
+    whole, cut = (step_time(replace(SETUP, layout=Layout(2, 8, 1, 1, c)), WORK, H100, True) for c in (1, 4))
+    for name in ("linear", "experts", "attention", "head"):  # the same ranks do the same work
+        assert getattr(cut, name) == pytest.approx(getattr(whole, name)), name
+    tokens = WORK.tokens / (32 / (2 * 4))  # of the ranks that share sequences; full recompute gathers once more
+    keys = 2 * tokens * 4 * 128 / 2 * 2 * 48
+    assert cut.context_parallel == pytest.approx(3 * keys * 3 / 4 / (450e9 * hw.LINK_SHARE.value))
+    assert whole.context_parallel == 0
+    across = step_time(replace(SETUP, layout=Layout(4, 8, 1, 1, 4)), WORK, H100, True)  # 16 ranks: two nodes
+    assert across.context_parallel > 2 * cut.context_parallel
+
+
+def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
+    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml")
+    (policy,) = make_plan(config, 64, "h100-80g").policies
+    contexts = {o.layout.context for o in policy.options}
+    assert contexts == {1, 2, 3, 4, 6, 8, 12, 24}
+    assert len({(o.layout, o.recompute) for o in policy.options}) == len(policy.options)
+    one = {o.layout: o for o in policy.options if o.recompute == "none"}
+    for layout, each in one.items():
+        if layout.context == 1 and (half := one.get(replace(layout, context=2))):
+            assert half.memory.activations < 0.75 * each.memory.activations, layout
+    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["loss.ratio=sequence"])
+    (policy,) = make_plan(config, 64, "h100-80g").policies
+    assert {o.layout.context for o in policy.options} == {1}  # the learner refuses to cut a sequence then
+
+
+def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
+    words = ["loss.kl=k3", "loss.kl_coef=0.01", "policies.main.reference=start"]
+    plain = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g").policies[0].configured
+    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
+    mine = plan.policies[0].configured
+    assert plain is not None and mine is not None and plain.memory.reference == plain.time.scoring == 0
+    assert mine.memory.reference == mine.memory.weights == plain.memory.weights
+    assert mine.memory.peak == plain.memory.peak + mine.memory.reference
+    assert (
+        0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
+    )  # forward, of forward, again, backward
+    other = read_config(CONFIGS / "qwen3_8b.yaml", [*words[:2], "policies.main.reference=Qwen3-4B"])[0]
+    small = make_plan(other, 8, "h100-80g").policies[0].configured
+    assert small is not None and 0 < small.memory.reference < 0.6 * small.memory.weights
+    twice = make_plan(
+        read_config(CONFIGS / "qwen3_30b_a3b.yaml", [*words, "loss.old_policy=recompute"])[0], 64, "h100-80g"
+    )
+    again = twice.policies[0].configured
+    assert again is not None and again.time.scoring == pytest.approx(2 * mine.time.scoring)
+
+
+def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:
+    whole = most_loaded_rank(replace(SETUP, distributes_optimizer=False))
+    assert whole.optimizer == 6 * whole.weights > most_loaded_rank(SETUP).optimizer  # 12 bytes a number beside 2
+
+
 def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
     offloaded = replace(SETUP, offloads_optimizer=True)
     here, there = most_loaded_rank(SETUP), most_loaded_rank(offloaded)
@@ -153,10 +206,11 @@ def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
 
 def test_early_pipeline_stages_hold_more_micro_batches() -> None:
     setup = replace(SETUP, layout=Layout(2, 4, 1, 4, 1))
-    kept = [rank_memory(setup, stage).activations for stage in range(4)]
+    batches = setup.num_micro_batches * batch_bytes(setup)
+    kept = [rank_memory(setup, stage).activations - batches for stage in range(4)]
     assert kept == sorted(kept, reverse=True) and kept[0] == pytest.approx(4 * kept[3])
     one = replace(setup, num_micro_batches=1)
-    assert rank_memory(one, 0).activations == kept[3]
+    assert rank_memory(one, 0).activations - batch_bytes(one) == kept[3]
 
 
 def test_kv_cache_of_the_published_model() -> None:

@@ -82,8 +82,9 @@ def test_a_kl_term_and_its_reference_go_together() -> None:
     RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}, "policies": {"main": {"reference": "start"}}})
 
 
-@pytest.mark.parametrize(("engine", "why"), [("vllm", "Model Runner V2"), ("local", "keeps no record")])
+@pytest.mark.parametrize(("engine", "why"), [("vllm", "Model Runner V2"), ("scripted", "come from no model")])
 def test_replay_of_the_rollouts_experts_is_refused_with_the_engines_reason(engine: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.engine={engine} does not return them: .*{why}"):
         RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": {"engine": engine}})
     RunConfig.model_validate({"trainer": {"router_replay": "recompute"}, "rollout": {"engine": engine}})
+    RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": {"engine": "local"}})

@@ -96,6 +96,7 @@ def test_later_words_win() -> None:
     ("words", "reason"),
     [
         (("sync.backend=nccl", "rollout.placement=local"), "rollout.placement=local the engines live in the trainer's"),
+        (("sync.backend=nccl", "rollout.placement=colocated"), "NCCL refuses two processes on one GPU"),
         (("sync.backend=ipc", "rollout.engine=scripted"), "rollout.engine=scripted has none"),
         (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
         (("sync.backend=nccl", "rollout.ray_address=head:6379"), "set sync.host to the address"),

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from marsrl.trainer.packing import PackedBatch
+from marsrl.trainer.packing import PackedBatch, rows_of
 
-_PER_TOKEN = ("token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature")
+_PER_TOKEN = (
+    "token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature", "routed_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     for name in _PER_TOKEN:
         values = getattr(batch, name)
         if isinstance(values, Tensor):
-            padding = values.new_ones(1) if name == "temperature" else values.new_zeros(1)
+            padding = values.new_full((1, *values.shape[1:]), _padding(name, values.dtype))
             changes[name] = torch.cat([values, padding])[rows[rank]]
     mine = dataclasses.replace(
         batch,
@@ -77,8 +79,16 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         position_ids=positions[rank],
         cu_seqlens=bounds.to(torch.int32),
         max_seqlen=int(padded.max()),
+        **rows_of(changes["mask"], batch.is_positive, bounds),
     )
     return ContextCut(mine, torch.stack(rows), total)
+
+
+def _padding(name: str, dtype: torch.dtype) -> int:
+    """Of a token that is none: a temperature to divide by, no expert, else 0."""
+    if name == "routed_experts":
+        return int(torch.iinfo(dtype).max)
+    return 1 if name == "temperature" else 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""A GPTModel over packed micro-batches that ends in the fused loss, and never holds logits."""
+"""A GPTModel over packed micro-batches that ends in the fused loss, and never holds logits.
+
+Nothing here makes the host wait for the device: which rows are scored was counted when the batch was packed.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ class PolicyModel(GPTModel):
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""
-        rows = batch.mask.nonzero()[:, 0]
+        rows = batch.trained_rows
         logprobs = torch.zeros(batch.num_tokens, device=hidden.device)
         if rows.numel():
             logprobs[rows] = self._statistics(batch, hidden, weight, rows).logprobs
@@ -164,33 +167,28 @@ class PolicyModel(GPTModel):
     def _gate(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Whose mastered tokens are masked: one sweep over the same hidden states, before the loss is formed.
 
-        Scope `sample` sweeps the positive samples alone, and nothing when there are none; a sample's mean is over the
-        context-parallel ranks that it is cut over. Scope `batch` sweeps all tokens of all ranks (one micro-batch a
-        step; the learner checks that).
+        Scope `sample` sweeps the positive samples alone, and nothing when there are none (the others have no gate
+        whatever their entropy, so theirs is left 0); a sample's mean is over the context-parallel ranks that it is cut
+        over, all of which take part in the sum. Scope `batch` sweeps all tokens of all ranks (one micro-batch a step;
+        the learner checks that).
         """
         if loss.mpt.scope == "off":
             return None
         is_batch = loss.mpt.scope == "batch"
-        swept = batch.mask
-        if not is_batch:
-            positive = batch.is_positive
-            if not bool(positive.any()):
-                return None
-            swept = batch.mask & torch.repeat_interleave(
-                positive, batch.cu_seqlens.diff().long(), output_size=batch.num_tokens
-            )
-        rows = swept.nonzero()[:, 0]
+        rows, group = batch.trained_rows if is_batch else batch.positive_rows, self._gate_group(is_batch)
+        if not rows.numel() and group is None:
+            return None
         entropy = torch.zeros(batch.num_tokens, device=hidden.device)
         if rows.numel():
             entropy[rows] = self._statistics(batch, hidden, weight, rows).entropy
         return mpt_gate(
             entropy,
-            swept,
+            batch.mask,
             batch.cu_seqlens,
             batch.is_positive,
             entropy_threshold=loss.mpt.entropy,
             scope=loss.mpt.scope,
-            process_group=self._gate_group(is_batch),
+            process_group=group,
         )
 
     def _gate_group(self, is_batch: bool) -> Any:

@@ -102,9 +102,10 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
         for pipeline in sizes:
             for expert in sizes if shape.num_experts else [1]:
                 for expert_tensor in sorted({1, tensor}) if expert > 1 else [tensor]:
-                    layout = Layout(tensor, expert, expert_tensor, pipeline, 1)
-                    if why_not(layout, shape, world_size) is None:
-                        yield layout
+                    for context in sizes:
+                        layout = Layout(tensor, expert, expert_tensor, pipeline, context)
+                        if why_not(layout, shape, world_size) is None:
+                            yield layout
 
 
 def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:

@@ -1,4 +1,4 @@
-"""Builds the Megatron model of a policy: transformer config, layer spec, data-parallel wrapper."""
+"""Builds the Megatron model of a policy: transformer config, data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.megatron.attention import PackedAttention, RMSNorm
-from marsrl.trainer.megatron.experts import GroupedExperts
 from marsrl.trainer.megatron.head import PolicyModel
+from marsrl.trainer.megatron.layer_choice import choose_layers
+from marsrl.trainer.megatron.layer_spec import layer_spec
 from marsrl.trainer.megatron.layout import Layout
 from marsrl.trainer.megatron.mapping import padded_rows
 
@@ -81,27 +77,13 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # micro-batches differ in length; pipeline stages tell each other
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
+        transformer_impl="transformer_engine"
+        if choose_layers(policy.layers).layers == "transformer_engine"
+        else "local",
         calculate_per_token_loss=True,  # megatron divides by nothing: the loss comes divided by the global normaliser
         **moe,
         **_RECOMPUTE[policy.recompute],
     )
-
-
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """megatron's local spec with our attention, norms and experts; the final norm too."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.sharded_state_dict_keys_map = {}  # it renames norms as TransformerEngine fuses them
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
-        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> PolicyModel:

@@ -64,7 +64,19 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
 
 def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
     table = Table(title="layouts, the fastest that fits first; GiB of the fullest GPU", title_justify="left")
-    for heading in ("layout", "recompute", "weights", "gradients", "optimizer", "kept", "working", "needs", "update"):
+    headings = (
+        "layout",
+        "recompute",
+        "weights",
+        "reference",
+        "gradients",
+        "optimizer",
+        "kept",
+        "working",
+        "needs",
+        "update",
+    )
+    for heading in headings:
         table.add_column(heading, justify="left" if heading in ("layout", "recompute") else "right", no_wrap=True)
     fitting = best_of_each_layout([o for o in policy.options if o.fits])
     fitted = {o.layout for o in fitting}
@@ -85,7 +97,8 @@ def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
 
 def _cells(option: Option, is_mine: bool) -> list[Text]:
     memory = option.memory
-    sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.working, option.needed)
+    held = (memory.weights, memory.reference, memory.gradients, memory.optimizer)
+    sizes = (*held, memory.activations, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
     return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]

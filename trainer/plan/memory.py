@@ -26,6 +26,7 @@ class Training:
     tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
     has_fused_norm: an RMSNorm keeps its input and a number a row (torch on CUDA); else two float32 copies (on a CPU).
     expert_imbalance: rows of the busiest rank's experts over the mean.
+    reference: the frozen model of a KL term, on the same layout and in the same dtype; None: no such term.
     """
 
     shape: ModelShape
@@ -37,8 +38,10 @@ class Training:
     num_micro_batches: int
     head_rows: int
     offloads_optimizer: bool = False
+    distributes_optimizer: bool = True
     has_fused_norm: bool = True
     expert_imbalance: float = 1.0
+    reference: ModelShape | None = None
 
     @property
     def size(self) -> int:
@@ -61,12 +64,14 @@ class RankMemory:
     """Bytes of one rank of pipeline stage `stage`, at the moment when it holds the most.
 
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
-    `moment` names. head: chunk of logits, gradient of the hidden states, float32 gradient of the output layer.
+    `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
+    float32 gradient of the output layer.
     host: optimizer state in CPU memory (offload).
     """
 
     stage: int
     weights: int
+    reference: int
     gradients: int
     optimizer: int
     activations: int
@@ -77,7 +82,7 @@ class RankMemory:
 
     @property
     def static(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.reference + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -92,9 +97,11 @@ def most_loaded_rank(setup: Training) -> RankMemory:
 def rank_memory(setup: Training, stage: int) -> RankMemory:
     """Bytes of a rank of one pipeline stage.
 
-        peak = weights + gradients + optimizer + in_flight L layer + max(head, remade and working of a layer, update)
+        peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches batch
+             + max(head, remade and working of a layer, update)
 
-    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn).
+    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The reference scores before the first
+    forward of the update, keeps nothing for a backward, and so needs less beside its weights than the update does.
     """
     layout = setup.layout
     counts = rank_elements(setup.shape, layout, stage)
@@ -103,6 +110,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     in_flight = min(setup.num_micro_batches, layout.pipeline - stage)
     is_last = stage == layout.pipeline - 1
     saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
+    saved += setup.num_micro_batches * batch_bytes(setup)
     head = head_bytes(setup) if is_last else 0
     layer = remade_bytes(setup) + layer_working_bytes(setup)
     # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
@@ -111,6 +119,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     return RankMemory(
         stage=stage,
         weights=counts.total * setup.size,
+        reference=rank_elements(setup.reference, layout, stage).total * setup.size if setup.reference else 0,
         gradients=counts.total * 4,
         optimizer=0 if setup.offloads_optimizer else optimizer,
         activations=saved,
@@ -123,9 +132,11 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
 
 def optimizer_bytes(setup: Training, counts: RankElements) -> int:
     """AdamW's state, cut over the ranks that hold the same shard: two float32 moments, and for bfloat16 weights a float32
-    copy: (8 or 12) (dense / (DP CP) + expert / EDP)."""
+    copy: (8 or 12) (dense / (DP CP) + expert / EDP); whole on every rank where it is not distributed."""
     layout = setup.layout
     per_number = 12 if setup.dtype == "bfloat16" else 8
+    if not setup.distributes_optimizer:
+        return per_number * counts.total
     sharers = layout.data(setup.world_size) * layout.context
     return per_number * (-(-counts.dense // sharers) + -(-counts.expert // layout.expert_data(setup.world_size)))
 
@@ -189,6 +200,12 @@ def remade_bytes(setup: Training) -> int:
 def angle_bytes(setup: Training) -> int:
     """The rotary angles that all layers share, T D float32, and the token ids."""
     return setup.tokens_of_rank * (setup.shape.head_size * 4 + 8)
+
+
+def batch_bytes(setup: Training) -> int:
+    """A packed micro-batch on the device, from the start of the step to its end: positions, targets and scored rows of 8
+    bytes a token, rollout log-probs of 4, the mask."""
+    return setup.tokens_of_rank * 29
 
 
 def head_bytes(setup: Training) -> int:

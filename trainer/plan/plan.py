@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.megatron.layout import nearest, resolve, why_not
@@ -165,6 +166,7 @@ def _policy(
             f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel"
         )
     is_apart = rollout.placement == "disaggregated"
+    reference = _reference(config, policy, shape)
     job = Job(
         shape=shape,
         dtype=policy.dtype,
@@ -174,6 +176,10 @@ def _policy(
         offloads_optimizer=policy.optimizer.offload,
         sweeps_entropy=config.mpt.scope != "off",
         shared_bytes=0.0 if is_apart else gpu.memory_bytes * setup.memory_share,
+        distributes_optimizer=policy.optimizer.distributed,
+        reference=reference,
+        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
+        cuts_sequences=config.loss.ratio != "sequence" and config.loss.correction != "sequence_mask",
     )
     layout = resolve(policy.layout)
     problem = why_not(layout, shape, trainers)
@@ -216,6 +222,19 @@ def _policy(
     return planned, notes
 
 
+def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
+    """Of the frozen model that a KL term is measured against, where there is one."""
+    if config.loss.kl == "none":
+        return None
+    return shape if policy.reference == "start" else find_shape(policy.reference)
+
+
+def _scores_first(config: RunConfig) -> bool:
+    """Does the policy run forward once before its updates: old log-probs, or the experts to replay (R2)?"""
+    keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
+    return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"
+
+
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     notes = []
     far = config.rollout.placement == "disaggregated" and num_gpus > hw.GPUS_PER_NODE.value
@@ -223,6 +242,11 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
         notes.append(
             f"sync.backend={config.sync.backend} reaches engines on the host of trainer rank 0 only; on several nodes the "
             "engines must stand there, or the publish fails; sync.backend=nccl reaches all (it has not run on GPUs yet)"
+        )
+    if config.rollout.placement == "colocated":
+        notes.append(
+            "rollout.placement=colocated: engines give their memory back while the trainer trains; planned as if they kept "
+            "rollout.vllm.gpu_memory_utilization of it, as they do while the trainer waits for them"
         )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")

@@ -19,7 +19,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 class Job:
     """What is to be trained, whatever the layout. tokens: of the largest micro-batch.
 
-    shared_bytes: on the same GPU beside this policy's training (an engine in the same process).
+    shared_bytes: on the same GPU beside this policy's training (an engine in the same process). reference: of a KL term.
+    scored: the models that run forward once before the update. cuts_sequences: context parallelism is possible.
     """
 
     shape: ModelShape
@@ -30,6 +31,10 @@ class Job:
     offloads_optimizer: bool
     sweeps_entropy: bool
     shared_bytes: float
+    distributes_optimizer: bool = True
+    reference: ModelShape | None = None
+    scored: tuple[ModelShape, ...] = ()
+    cuts_sequences: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,14 @@ class Option:
             "optimizer state": (self.memory.optimizer, "more ranks, or optimizer.offload"),
             "gradients": (self.memory.gradients, "more tensor, expert or pipeline ranks"),
             "weights": (self.memory.weights, "more tensor, expert or pipeline ranks"),
-            "activations": (self.memory.activations, "recompute, tensor ranks, or shorter sequences"),
+            "the reference's weights": (
+                self.memory.reference,
+                "more tensor, expert or pipeline ranks, or loss.kl=none",
+            ),
+            "activations": (self.memory.activations, "recompute, tensor or context ranks, or shorter sequences"),
             f"working memory of the {self.memory.moment}": (
                 self.memory.working,
-                "tensor ranks, or shorter sequences",
+                "tensor or context ranks, or shorter sequences",
             ),
         }
         name, (size, remedy) = max(parts.items(), key=lambda part: part[1][0])
@@ -62,9 +71,8 @@ class Option:
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
     """Every layout that is valid, in every recompute mode; the fastest that fits first, then what comes closest."""
-    found = [
-        option(job, layout, recompute, gpu) for layout in fitting(job.shape, job.world_size) for recompute in RECOMPUTE
-    ]
+    layouts = [each for each in fitting(job.shape, job.world_size) if each.context == 1 or job.cuts_sequences]
+    found = [option(job, layout, recompute, gpu) for layout in layouts for recompute in RECOMPUTE]
     return sorted(found, key=lambda o: (not o.fits, o.time.total if o.fits else o.needed, o.layout.words))
 
 
@@ -84,11 +92,13 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         num_micro_batches=max(1, round(job.work.tokens / replicas / job.tokens)),
         head_rows=int(hw.HEAD_ROWS.value),
         offloads_optimizer=job.offloads_optimizer,
+        distributes_optimizer=job.distributes_optimizer,
+        reference=job.reference,
         expert_imbalance=hw.IMBALANCE.value if job.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)
     needed = memory.peak * (1 + hw.FRAGMENTATION.value) + hw.PROCESS_BYTES.value + job.shared_bytes
-    time = step_time(setup, job.work, gpu, job.sweeps_entropy)
+    time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 
 

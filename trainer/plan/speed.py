@@ -6,8 +6,10 @@ early. Symbols as in memory.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
 from marsrl.trainer.plan.parameters import elements, rank_elements
@@ -32,7 +34,8 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one update, by what takes them. bubble: ranks of a pipeline that wait for their turn."""
+    """Seconds of one update, by what takes them. bubble: ranks of a pipeline that wait for their turn. scoring: forward
+    passes before it (reference, old log-probs)."""
 
     linear: float
     experts: float
@@ -41,17 +44,21 @@ class StepTime:
     elementwise: float
     tensor_parallel: float
     expert_parallel: float
+    context_parallel: float
     bubble: float
     data_parallel: float
     optimizer: float
+    scoring: float
 
     @property
     def total(self) -> float:
         return sum(vars(self).values())
 
 
-def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) -> StepTime:
-    """Of one update of one policy.
+def step_time(
+    setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
+) -> StepTime:
+    """Of one update of one policy. scored: the models that run forward once before it.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
                 selective: r = 1 for a dense layer's MLP only
@@ -60,6 +67,7 @@ def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) ->
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
+    CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
     bubble      (PP - 1) / micro-batches of the above
     DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
     optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory
@@ -103,7 +111,10 @@ def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) ->
         expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
-    busy = linear + experts + attention + head + elementwise + tensor_parallel + expert_parallel
+    keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
+    context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
+    context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group lies across the tensor groups
+    busy = linear + experts + attention + head + elementwise + tensor_parallel + expert_parallel + context_parallel
     bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches)
     return StepTime(
         linear=linear,
@@ -113,10 +124,23 @@ def step_time(setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool) ->
         elementwise=elementwise,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
+        context_parallel=context_parallel,
         bubble=bubble,
         data_parallel=_data_parallel(setup, gpu),
         optimizer=_optimizer(setup, gpu),
+        scoring=sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored),
     )
+
+
+def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
+    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the
+    linear layers, experts, head and elementwise work, 1 of 3.5 of attention, 2 of 5 collectives, half of the exchanges."""
+    step = step_time(replace(setup, recompute="none"), work, gpu, sweeps_entropy=False)
+    thirds = step.linear + step.experts + step.head + step.elementwise
+    halves = step.expert_parallel + step.context_parallel
+    busy = thirds / 3 + step.attention / 3.5 + 0.4 * step.tensor_parallel + halves / 2
+    waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer)
+    return busy * (1 + waiting)
 
 
 def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:

@@ -5,6 +5,9 @@
 
 The batch loses its finished rows once an eighth of them is done, and takes new ones when all that wait fit, or an
 eighth of it is free (both copy the cache, so not at every row).
+
+Experts, where a request wants them recorded, are read from the device one step late, when the host waits for the drawn
+tokens anyway.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    MemoryPart,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -38,6 +42,7 @@ from marsrl.rollout.engines.receive import Receiver
 from marsrl.rollout.engines.sampler import RowSampling, draw
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
@@ -131,9 +136,26 @@ class LocalEngine:
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
+    def sleep(self) -> None:
+        """Weights to the host; caches live as long as their requests. On a CPU nothing moves."""
+        if self._batch is not None or self._inbox:
+            raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
+        self._move_weights(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, part: MemoryPart) -> None:
+        if part == "weights":
+            self._move_weights(self._device)
+
     def close(self) -> None:
         self._receiver.close()
         self._model.weights.clear()
+
+    def _move_weights(self, device: torch.device) -> None:
+        weights = self._model.weights
+        moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied ones stay one
+        weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
     def _refusal(self, request: DecodeRequest) -> str:
         n = len(request.token_ids)
@@ -143,6 +165,8 @@ class LocalEngine:
             return f"the prompt has {n} tokens, which leaves no room in max_model_len {self._max_model_len}"
         if request.max_new_tokens < 1:
             return f"max_new_tokens is {request.max_new_tokens}"
+        if request.experts_from is not None and not self._shape.num_experts:
+            return f"experts are to be recorded, but {self._shape.architecture} has none"
         if int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._shape.vocab_size:
             return f"a token id is outside of the vocabulary of {self._shape.vocab_size}"
         return ""
@@ -157,12 +181,13 @@ class LocalEngine:
         while self._inbox and len(joining) < room:
             request = self._inbox.popleft()
             if reason := self._refusal(request):
-                refused.append(_Row(request, 0, Finish.ERROR).result(self._version, reason))
+                refused.append(_Row(request, 0, finish=Finish.ERROR).result(self._version, reason))
             else:
                 joining.append(request)
         if joining:
             joined = self._prefilled(joining)
             if self._batch is not None:
+                self._batch.keep_experts()
                 self._batch.keep_going()
                 joined = self._batch.joined_by(joined)
             self._batch = joined
@@ -172,12 +197,17 @@ class LocalEngine:
         """The requests ready for their first draw."""
         prompts, prompt_of, first = _distinct([request.token_ids for request in requests])
         cache = _Cache(self._model, len(prompts), max(len(p) for p in prompts))
-        last = self._prefill_last(prompts, cache)
+        records = any(request.experts_from is not None for request in requests)
+        last, experts = self._prefill_last(prompts, cache, records=records)
         rows = torch.tensor(prompt_of, device=self._device)
         cache.select(rows)
         return _Batch(
             rows=[
-                _Row(request, 0 if first[prompt_of[i]] == i else len(request.token_ids) - 1)
+                _Row(
+                    request,
+                    0 if first[prompt_of[i]] == i else len(request.token_ids) - 1,
+                    None if request.experts_from is None else _Record(experts[prompt_of[i]][request.experts_from :]),
+                )
                 for i, request in enumerate(requests)
             ],
             cache=cache,
@@ -189,6 +219,7 @@ class LocalEngine:
         """Draw a token for every row and compute the next; the results of those that have ended."""
         ended = []
         drawn, drawn_logprobs = draw(self._model.logits(batch.hidden), batch.sampling, batch.lengths)
+        batch.keep_experts()
         for row, token, logprob in zip(batch.rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
             if row.finish is not None:
                 continue  # a finished row that is still in the batch
@@ -207,7 +238,9 @@ class LocalEngine:
             return ended
         if batch.num_going <= len(batch.rows) * 7 // 8:
             batch.keep_going()
-        batch.hidden = self._forward(batch.drawn, batch.lengths, batch.cache)
+        records = any(row.record is not None for row in batch.rows)
+        batch.experts = self._room_for_experts(len(batch.rows)) if records else None
+        batch.hidden = self._forward(batch.drawn, batch.lengths, batch.cache, batch.experts)
         batch.lengths = batch.lengths + 1
         return ended
 
@@ -220,22 +253,42 @@ class LocalEngine:
             rows.append(_Row(self._inbox.popleft(), 0))
         return [row.result(self._version) for row in rows]
 
-    def _prefill_last(self, prompts: Sequence[IntArray], cache: _Cache) -> Tensor:
-        """Hidden state [P, H] of the last token of each prompt; the cache is filled, in forwards of bounded size."""
-        states = []
+    def _prefill_last(
+        self, prompts: Sequence[IntArray], cache: _Cache, *, records: bool
+    ) -> tuple[Tensor, list[ExpertArray]]:
+        """Hidden state [P, H] of the last token of each prompt, and the experts [tokens, layers, K] of each (no arrays
+        where they are not recorded); the cache is filled, in forwards of bounded size."""
+        states: list[Tensor] = []
+        found: list[ExpertArray] = []
         start = 0
         while start < len(prompts):
             stop, total = start + 1, len(prompts[start])
             while stop < len(prompts) and total + len(prompts[stop]) <= _PREFILL_TOKENS:
                 total += len(prompts[stop])
                 stop += 1
-            hidden = self._prefill(prompts[start:stop], cache, first_row=start)
-            ends = np.cumsum([len(p) for p in prompts[start:stop]]) - 1
-            states.append(hidden[torch.from_numpy(ends).to(self._device)])
+            experts = self._room_for_experts(total) if records else None
+            hidden = self._prefill(prompts[start:stop], cache, first_row=start, experts=experts)
+            ends = np.cumsum([len(p) for p in prompts[start:stop]])
+            states.append(hidden[torch.from_numpy(ends - 1).to(self._device)])
+            if experts is not None:
+                found += np.split(experts.cpu().numpy(), ends[:-1])
             start = stop
-        return torch.cat(states)
+        return torch.cat(states), found
 
-    def _prefill(self, prompts: Sequence[IntArray], cache: _Cache | None, first_row: int = 0) -> Tensor:
+    def _room_for_experts(self, num_tokens: int) -> Tensor:
+        """[tokens, layers, K], to be filled by a forward pass."""
+        shape = self._shape
+        dtype = torch.uint8 if expert_dtype(shape.num_experts) == np.uint8 else torch.int16
+        size = (num_tokens, shape.num_layers, shape.experts_per_token)
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def _prefill(
+        self,
+        prompts: Sequence[IntArray],
+        cache: _Cache | None,
+        first_row: int = 0,
+        experts: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [T, H] of prompts laid end to end."""
         lengths = [len(p) for p in prompts]
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self._device)
@@ -250,9 +303,9 @@ class LocalEngine:
                     cache.values[layer][first_row + row, :, : b - a] = v[a:b].transpose(0, 1)
             return attention_varlen(q, k, v, cu_seqlens)
 
-        return self._model.forward(ids, positions, attend)
+        return self._model.forward(ids, positions, attend, experts)
 
-    def _forward(self, tokens: Tensor, lengths: Tensor, cache: _Cache) -> Tensor:
+    def _forward(self, tokens: Tensor, lengths: Tensor, cache: _Cache, experts: Tensor | None) -> Tensor:
         """Hidden states [B, H] of the tokens [B] just drawn, each at position lengths [B]."""
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -266,15 +319,32 @@ class LocalEngine:
             known = (cache[:, :, :longest].transpose(1, 2) for cache in (keys, values))
             return attention_decode(q, *known, num_known)
 
-        return self._model.forward(tokens, lengths, attend)
+        return self._model.forward(tokens, lengths, attend, experts)
+
+
+class _Record:
+    """The experts of one request's tokens, from its experts_from on: [tokens, layers, K], growing by a token a step."""
+
+    def __init__(self, first: ExpertArray) -> None:
+        self._dtype, self._of_token = first.dtype, first.shape[1:]
+        self._bytes = bytearray(first.tobytes())
+
+    def append(self, experts: ExpertArray) -> None:
+        """[layers, K] of the next token."""
+        self._bytes += experts.tobytes()
+
+    def whole(self, num_tokens: int) -> ExpertArray:
+        return np.frombuffer(bytes(self._bytes), self._dtype).reshape(-1, *self._of_token)[:num_tokens]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request in the batch. num_cached: of its prompt, by a row that joined with it. finish None: not ended."""
+    """A request in the batch. num_cached: of its prompt, by a row that joined with it. record: None: not wanted.
+    finish None: not ended."""
 
     request: DecodeRequest
     num_cached: int
+    record: _Record | None = None
     finish: Finish | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -288,24 +358,42 @@ class _Row:
             version=version,
             num_cached_tokens=self.num_cached,
             error=error,
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> ExpertArray | None:
+        if self.record is None or not self.tokens:
+            return None
+        assert self.request.experts_from is not None
+        return self.record.whole(len(self.request.token_ids) + len(self.tokens) - 1 - self.request.experts_from)
 
 
 class _Batch:
     """Rows that are decoded together, B of them, before their next draw.
 
-    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn.
+    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn;
+    experts [B, layers, K]: of the last tokens drawn, where a row records them and they are not in its record yet.
     """
 
     def __init__(self, rows: list[_Row], cache: _Cache, hidden: Tensor, lengths: Tensor) -> None:
         self.rows, self.cache, self.hidden, self.lengths = rows, cache, hidden, lengths
         self.drawn = lengths  # of no meaning before the first draw
+        self.experts: Tensor | None = None
         requests = [row.request for row in rows]
         self.sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], hidden.device)
 
     @property
     def num_going(self) -> int:
         return sum(row.finish is None for row in self.rows)
+
+    def keep_experts(self) -> None:
+        """Into the rows' records."""
+        if self.experts is None:
+            return
+        for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
+            if row.record is not None and row.finish is None:
+                row.record.append(experts)
+        self.experts = None
 
     def keep_going(self) -> None:
         """Drop the rows that have ended."""

@@ -32,8 +32,11 @@ class LocalModel:
         half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
         self._inverse_frequency = 1.0 / shape.rope_theta**half  # [D/2]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, H] of token_ids [T] int64 at positions [T]."""
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, experts: Tensor | None = None) -> Tensor:
+        """Final hidden states [T, H] of token_ids [T] int64 at positions [T].
+
+        experts: [T, layers, top_k] of an integer type, filled with those that each token went through; None: not wanted.
+        """
         w, shape = self.weights, self.shape
         angle = positions[:, None].float() * self._inverse_frequency
         cos = torch.cat([angle, angle], -1).cos()[:, None].to(self.dtype)  # [T, 1, D]
@@ -51,7 +54,8 @@ class LocalModel:
             q, k = q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin
             x = x + F.linear(attend(layer, q, k, v).reshape(len(x), -1), w[f"{at}.self_attn.o_proj.weight"])
             y = self._norm(x, f"{at}.post_attention_layernorm.weight")
-            x = x + (self._experts(y, at) if shape.num_experts else self._mlp(y, at))
+            record = None if experts is None else experts[:, layer]
+            x = x + (self._experts(y, at, record) if shape.num_experts else self._mlp(y, at))
         return self._norm(x, "model.norm.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,11 +70,13 @@ class LocalModel:
         gate, up = F.linear(x, self.weights[f"{at}.mlp.gate_up_proj.weight"]).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.weights[f"{at}.mlp.down_proj.weight"])
 
-    def _experts(self, x: Tensor, at: str) -> Tensor:
+    def _experts(self, x: Tensor, at: str, record: Tensor | None) -> Tensor:
         """Every token through its top experts: tokens sorted by expert, one GEMM an expert, added back in place."""
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
         weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
+        if record is not None:
+            record.copy_(expert)
         if self.shape.normalises_top_k:
             weight = weight / weight.sum(-1, keepdim=True)
         order = expert.flatten().argsort(stable=True)  # slots t*K + k, expert by expert

@@ -1,0 +1,89 @@
+"""What benchmarks/train_step.py trains: models by name, one long-tailed batch, and the arithmetic that it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.init_model import InitShape
+from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.plan.parameters import elements
+
+_SLICE = InitShape(2048, 4, 32, 4, 128, 128, 8, 768, max_positions=4096, rope_theta=1e6, vocab_size=151936)
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """A model and the lengths of a batch of `groups` x 8 sequences, in tokens.
+
+    micro_batch_tokens: of a packed micro-batch. reference_rows: sequences that the reference pads together.
+    """
+
+    shape: str | InitShape
+    vocab_size: int
+    dtype: Literal["float32", "bfloat16"]
+    groups: int
+    prompts: tuple[int, int]
+    mean_response: int
+    longest_response: int
+    micro_batch_tokens: int
+    reference_rows: int
+
+
+PROBLEMS = {
+    "bench": StepProblem("bench", 8192, "float32", 8, (20, 61), 120, 512, 2048, 8),
+    # Qwen3-30B-A3B at its full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
+    "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
+    # The same way on a CPU.
+    "slice_tiny": StepProblem(
+        InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4
+    ),
+}
+
+
+def batch(problem: StepProblem, seed: int = 0) -> tuple[list[TrainSequence], int]:
+    """Groups of 8 with lognormal responses (sigma 1.0); every second group has no spread (advantage 0). Returns the
+    sequences and the number of sampled tokens."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for group in range(problem.groups):
+        prompt = rng.integers(4, problem.vocab_size, rng.integers(*problem.prompts)).astype(np.int32)
+        rewards = np.array([1, 0, 1, 1, 0, 0, 1, 0], float)
+        advantages = (rewards - rewards.mean()) / rewards.std() if group % 2 else np.zeros(8)
+        for i in range(8):
+            drawn = rng.lognormal(math.log(problem.mean_response) - 0.5, 1.0)
+            n = int(np.clip(drawn, 1, problem.longest_response))
+            sequences.append(
+                TrainSequence(
+                    uid=f"{group}:{i}",
+                    prompt_ids=prompt,
+                    token_ids=rng.integers(4, problem.vocab_size, n).astype(np.int32),
+                    is_sampled=np.ones(n, bool),
+                    rollout_logprobs=np.full(n, -9.0, np.float32),
+                    advantage=float(advantages[i]),
+                    agent=0,
+                    temperature=1.0,
+                    is_positive=bool(rewards[i]),
+                )
+            )
+    return sequences, sum(s.num_sampled for s in sequences)
+
+
+def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
+    """FLOPs of one forward and backward over these sequences, nothing recomputed, no padding:
+
+    6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
+    """
+    counts = elements(shape)
+    experts = counts.layer_experts * shape.experts_per_token / shape.num_experts if shape.num_experts else 0
+    of_layer = counts.layer_cut + counts.layer_whole + experts
+    tokens = sum(s.num_tokens for s in sequences)
+    squares = sum(s.num_tokens**2 for s in sequences)
+    layers = 6 * tokens * of_layer * shape.num_layers
+    attention = 6 * shape.num_layers * shape.num_heads * shape.head_size * squares
+    return layers + attention + 6 * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)

@@ -1,0 +1,116 @@
+"""Real engines in Ray actors that are killed, stopped, and refused by Ray: about 30 s, most of it starting actors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from engine_cases import perturbed, prompt, request, tensors_of
+
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.build import make_pool
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.ray_faults import judged
+from marsrl.trainer.weight_sync import WeightSync
+
+
+def actors() -> list[psutil.Process]:
+    """Processes of engines, oldest first."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+@pytest.fixture(scope="module")
+def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
+    config = RolloutConfig(
+        engine="local", threads=1, object_store_mib=80, deadline_s=12.0, vllm=VllmOptions(max_num_seqs=16)
+    )
+    with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
+        yield pool
+
+
+def asks(count: int, length: int = 90) -> list:
+    return [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), length, seed=i) for i in range(count)]
+
+
+def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        while not condition():
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_said(pool, checkpoint, judge) -> None:
+    directory = checkpoint("qwen3_moe")
+    new = perturbed(tensors_of(directory), "experts")
+    sync = WeightSync(pool, vocab_size=160)
+    sync.publish(new.items(), 1, lambda seqs: judge.probe(directory, new, list(seqs)))
+    alone = pool.generate(asks(24), version=1)
+    right = {result.uid: result for result in alone}
+
+    def assert_right(results) -> None:
+        assert {result.uid for result in results} == set(right) and len(results) == 24
+        for result in results:
+            np.testing.assert_array_equal(result.token_ids, right[result.uid].token_ids)
+            np.testing.assert_allclose(result.logprobs, right[result.uid].logprobs, atol=1e-5)
+            assert result.version == 1
+
+    # SIGKILL in the middle of a stage
+    (first,) = actors()
+    before = sum(pool.num_decoded())
+    killer = after(lambda: sum(pool.num_decoded()) > before + 200, first.kill)
+    assert_right(pool.generate(asks(24), version=1))
+    killer.join()
+    faults = pool.take_faults()
+    assert faults.engine_restarts >= 1 and faults.resubmitted >= 24 and faults.failed == 0
+    assert sum(pool.num_decoded()) >= before + 200 + 24 * 90  # the count of the dead one is kept
+
+    # SIGSTOP among requests that come and go: found out by the deadline
+    (second,) = actors()
+    pool.submit(asks(24), version=1)
+    second.send_signal(signal.SIGSTOP)
+    results, end = [], time.monotonic() + 200
+    while len(results) < 24 and time.monotonic() < end:
+        results += pool.collect(1.0)
+    assert_right(results)
+    assert pool.take_faults().engine_restarts >= 1
+    psutil.wait_procs([second], timeout=60)
+    assert not second.is_running()
+
+    # SIGKILL before a sync
+    (third,) = actors()
+    third.kill()
+    report = sync.publish(new.items(), 2, lambda seqs: judge.probe(directory, new, list(seqs)))
+    sync.close()
+    assert report.max_probe_difference < 1e-4
+    assert {result.version for result in pool.generate(asks(24), version=2)} == {2}
+
+
+def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
+    full = ray.exceptions.ObjectStoreFullError("Failed to put object ffff in object store")
+    with pytest.raises(
+        RuntimeError, match=r"object store is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
+    ):
+        judged(full, "generate")
+    with pytest.raises(RuntimeError, match=r"object store is full"):  # in the actor, for what it returns
+        judged(ray.exceptions.RayTaskError("generate", "traceback", full), "generate")
+    lost = judged(ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect")
+    assert lost.reason == "collect raised ZeroDivisionError: a bad kernel"
+    with pytest.raises(ZeroDivisionError):  # says nothing of the engine: would be the same in a new one
+        judged(ray.exceptions.RayTaskError("update_weights", "traceback", ZeroDivisionError("x")), "update_weights")
+    with pytest.raises(ValueError, match="traceback"):
+        judged(ray.exceptions.RayTaskError("generate", "traceback", ValueError("two uids")), "generate")
+    with pytest.raises(RuntimeError, match=r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"):
+        judged(ray.exceptions.RaySystemError("cannot connect to the raylet"), "collect")

@@ -1,0 +1,87 @@
+"""A real run with an engine in a Ray actor: the engine is killed in the middle of a stage, later Ray itself (about 40 s)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from marsrl.trainer import build
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.last_words import last_words
+from marsrl.trainer.loop import train
+from marsrl.trainer.manifest import damage
+from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import read_config
+from marsrl.trainer.run import Run
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import read_samples, sample_files
+from marsrl.trainer.trace import read_trace
+
+
+def kill_once(run: Run, step: int, name: str) -> threading.Thread:
+    """SIGKILL for our children of this name when the step's stage is decoding."""
+    assert run.driver is not None
+    pool = run.driver.team.pools["main"]
+
+    def wait(condition: Callable[[], bool]) -> None:
+        while not condition():
+            time.sleep(0.005)
+
+    def strike() -> None:
+        wait(lambda: run.step == step)
+        before = sum(pool.num_decoded())
+        wait(lambda: sum(pool.num_decoded()) > before + 50)
+        for child in psutil.Process().children(recursive=True):
+            if child.name().startswith(name):
+                child.kill()
+
+    thread = threading.Thread(target=strike, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) -> None:
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    settings = [
+        "task=math", f"policies.main={{model: {model}, dtype: float32, optimizer: {{lr: 0.005}}}}",
+        f"data.train={tmp_path / 'train.jsonl'}", "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80",
+        "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=200", "run.steps=1000",
+        "run.evaluate=false", "run.checkpoint_every=1", "trainer.threads=1", "loss.entropy_coef=0.01",
+    ]  # fmt: skip
+    checked = preflight(read_config(None, settings)[0], world_size=1)
+    directory = RunDirectory.create(tmp_path / "runs", "lost", "math_default")
+    with pytest.raises(RuntimeError, match="Ray is gone") as failure, build.open_run(checked, directory) as run:
+        strikes = [kill_once(run, 3, "ray::Engine"), kill_once(run, 5, "raylet")]
+        train(run)
+    for strike in strikes:
+        strike.join()
+    rows = {row.step: row.values for row in read_metrics(directory.metrics)}
+    last = max(rows)  # Ray takes some seconds to find out that it is dead
+    assert sorted(rows) == list(range(1, last + 1)) and last >= 4
+    assert [step for step, row in rows.items() if row["rollout/engine_restarts"]] == [3]
+    assert rows[3]["rollout/resubmitted"] == 8 and rows[3]["rollout/failed_requests"] == 0
+    samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
+    assert (
+        Counter(r.agent for r in samples)["solver"] == last * 2 * 4
+        and max(Counter(r.uid for r in samples).values()) == 1
+    )
+    # the new engine decodes with the weights of its version: the trainer gives its tokens the same probabilities
+    assert all(row["train_rollout/prob_diff_max"] < 1e-4 for row in rows.values())
+    assert all(row["actor/empty_steps"] == 0 for row in rows.values())
+    assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
+    latest = directory.latest_checkpoint()
+    assert latest is not None and latest.step == last and damage(latest.path) == []
+    assert f"step_{last} (step {last}) is whole: go on with run.name=lost run.resume=auto" in last_words(
+        failure.value, directory
+    )

@@ -1,0 +1,63 @@
+"""What `marsrl export` writes is loaded by vLLM as it is, and says what the trainer said: about 25 s on one core."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_models import sequences
+from test_export import export, learner, save_model
+
+from marsrl.rollout.engines.vllm_engine import vllm_environment
+from marsrl.trainer.packing import pack
+
+# not importorskip: vLLM changes torch.cuda where it is imported, which the shim of the other tests must not see
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
+
+# vLLM alone, none of our engine: a plain LLM of the directory, scoring a prompt.
+SCORE = """
+import json, sys
+from vllm import LLM, SamplingParams
+found = {}
+for name, (folder, tokens) in json.loads(sys.argv[1]).items():
+    llm = LLM(model=folder, dtype="float32", enforce_eager=True, block_size=32, max_model_len=128, max_num_seqs=4,
+              kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, enable_prefix_caching=False)
+    wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (result,) = llm.generate([{"prompt_token_ids": tokens}], wanted, use_tqdm=False)
+    found[name] = [each[token].logprob for token, each in zip(tokens[1:], result.prompt_logprobs[1:])]
+    llm.llm_engine.engine_core.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 128}  # the least that vLLM takes
+    asked, expected = {}, {}
+    for kind in ("qwen3_moe", "qwen3"):  # mixtures first: vLLM makes its expert group with a process's first model only
+        changes = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+        policy = learner(save_model(kind, tmp_path / kind, **sizes, **changes))
+        (sample,) = sequences(1, mean=40, vocab=128)
+        every = pack([replace(sample, is_sampled=np.ones(len(sample.token_ids), bool))])
+        before = policy.score([every])[0]
+        policy.step([every], normaliser=10.0)
+        scores = policy.score([every])[0][every.mask]
+        assert float((scores - before[every.mask]).abs().max()) > 0.1  # the step shows
+        policy.save(tmp_path / f"{kind}_saved")
+        export(tmp_path / f"{kind}_saved", tmp_path / f"{kind}_out")
+        asked[kind] = (str(tmp_path / f"{kind}_out"), every.token_ids.tolist())
+        expected[kind] = scores.numpy()
+    command = [sys.executable, "-W", "ignore", "-c", SCORE, json.dumps(asked)]
+    environment = {**os.environ, **vllm_environment(threads=1)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for kind, logprobs in expected.items():
+        theirs = np.asarray(found[kind], np.float32)[-len(logprobs) :]  # the completion's
+        np.testing.assert_allclose(theirs, logprobs, atol=1e-4, rtol=0, err_msg=kind)

@@ -1,0 +1,94 @@
+"""Which layers are chosen, and that a model of TransformerEngine's has the names of ours: with stand-ins for its modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron_models import save_model, sequences
+from test_learner import learner
+
+from marsrl.trainer.doctor import examine
+from marsrl.trainer.megatron import layer_choice
+from marsrl.trainer.megatron.layer_choice import choose_layers
+from marsrl.trainer.packing import pack
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """A module transformer_engine whose pytorch.fp8 has these names, and a machine with a GPU."""
+    modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
+    fp8 = modules["transformer_engine.pytorch.fp8"] = ModuleType("transformer_engine.pytorch.fp8")
+    for name in names:
+        setattr(fp8, name, object())
+    for name, module in modules.items():
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_without_a_gpu_ours_are_chosen_and_doctor_says_why() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert choose_layers().layers == "ours"
+    (line,) = [finding for finding in examine() if finding.name == "layer spec: TransformerEngine"]
+    assert not line.is_used and line.detail == "PyTorch sees no CUDA device"
+    with pytest.raises(
+        ValueError, match="layers is transformer_engine, but PyTorch sees no CUDA device; set auto or ours"
+    ):
+        choose_layers("transformer_engine")
+
+
+def test_transformer_engine_is_chosen_where_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "FP8GlobalStateManager", "fp8_autocast")
+    assert choose_layers().layers == choose_layers("transformer_engine").layers == "transformer_engine"
+    assert choose_layers("ours").layers == "ours"
+
+
+def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "fp8_autocast")
+    chosen = choose_layers()
+    assert chosen.layers == "ours" and "does not import: cannot import name 'FP8GlobalStateManager'" in chosen.why
+    monkeypatch.delitem(sys.modules, "transformer_engine")
+    monkeypatch.setattr(layer_choice, "find_spec", lambda name: None)
+    assert choose_layers().why == "transformer_engine is not installed"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2"])
+def test_a_model_of_its_layers_has_the_same_parameters_and_log_probs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron's own layers and our norm in the place of TransformerEngine's, under its names; the wiring is the real one."""
+    folder, batch = save_model(kind, tmp_path / "m"), pack(sequences(3))
+    ours = learner(folder)
+    names, (expected,) = [name for name, _ in ours._model.named_parameters()], ours.score([batch])
+    from megatron.core import utils
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from marsrl.trainer.megatron import model
+    from marsrl.trainer.megatron.attention import RMSNorm
+
+    class Column(ColumnParallelLinear): ...
+
+    class Row(RowParallelLinear): ...
+
+    class Norm(RMSNorm): ...
+
+    for name, module in (("TEColumnParallelLinear", Column), ("TERowParallelLinear", Row), ("TENorm", Norm)):
+        monkeypatch.setattr(extension, name, module)
+    monkeypatch.setattr(utils, "is_te_min_version", lambda version: True)
+    monkeypatch.setattr(
+        model, "choose_layers", lambda wanted: layer_choice.LayerChoice("transformer_engine", "stand-in")
+    )
+    theirs = learner(folder)
+    modules: list[Any] = list(theirs._model.decoder.modules())
+    linear = 2 * len(theirs._model.decoder.layers) * (1 if kind == "qwen3_moe" else 2)
+    assert sum(isinstance(each, Column | Row) for each in modules) == linear
+    assert not [m for m in modules if type(m) in (ColumnParallelLinear, RowParallelLinear, RMSNorm)]
+    assert [name for name, _ in theirs._model.named_parameters()] == names
+    assert torch.equal(theirs.score([batch])[0], expected)

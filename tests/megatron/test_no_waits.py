@@ -1,0 +1,60 @@
+"""The forward of the model asks the device for nothing: every size is known on the host when a batch is packed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from test_learner import learner
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from marsrl.trainer.config import MptConfig
+
+WAITS = {torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.masked_select}
+
+
+class Waits(TorchDispatchMode):
+    """Operations for which a host waits for a GPU, by the line of ours, or of megatron, that called them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_mask = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if func.overloadpacket in WAITS or is_mask:
+            self.found.append(caller())
+        return func(*args, **(kwargs or {}))
+
+
+def caller() -> str:
+    """The innermost place in our code or in megatron's: folder/file:line."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if ("/marsrl/" in file or "/megatron/core/" in file) and not file.endswith("/shim.py"):  # all goes through that
+            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@pytest.mark.parametrize("scope", ["sample", "batch"])
+def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) -> None:
+    policy = learner(save_model("qwen3_moe", tmp_path / "m"), mpt=MptConfig.model_validate({"scope": scope}))
+    samples = sequences(6)
+    batches = micro_batches(samples, 1)
+    with Waits() as waits:
+        policy.score(batches)
+        stats = policy.step(batches, normaliser=num_trained(samples))
+    assert stats.is_updated
+    # The rest is megatron's (the experts' counts), our kernels' for a CPU, which has nothing to wait for, and the step's
+    # own: it waits for what decides whether it is made, and for what it returns.
+    files = {place.split(":")[0] for place in waits.found}
+    assert not files & {f"trainer/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
+    assert any("/learner.py" in file or "/optimizer.py" in file for file in files), files  # the test sees such waits

@@ -1,0 +1,100 @@
+"""Engines that can be lost, in this process: they die, hang, or take offence at one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from letters import script
+
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas, Timed
+from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.recovery import Lost
+from marsrl.rollout.engines.scripted import ScriptedEngine
+
+
+class WeighedEngine(ScriptedEngine):
+    """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        self._version = update.version
+        return WeightReceipt(update.version, {"name": sum(update.path.encode())}, 0.0)
+
+
+class MortalReplicas(LocalReplicas):
+    """Replicas that fail as Ray actors do.
+
+    deadly(request): the engine that gets this request dies once it has decoded something.
+    dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
+    """
+
+    can_restart = True
+
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        deadly: Callable[[DecodeRequest], bool] = lambda request: False,
+        script: Callable[[DecodeRequest], list[int]] = script,
+        tokens_per_step: int | None = 9,
+    ) -> None:
+        self._make = lambda: WeighedEngine(script, tokens_per_step=tokens_per_step)
+        super().__init__([self._make() for _ in range(count)])
+        self.deadly = deadly
+        self.dead: set[int] = set()
+        self.hung: set[int] = set()
+        self.doomed: set[int] = set()  # dead after their next step
+        self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
+        self.restarts: list[int] = []
+        self.is_beyond_repair = False
+        self.now = 0.0
+
+    def pool(self, **options: Any) -> EnginePool:
+        return EnginePool(self, deadline_s=10.0, clock=lambda: self.now, **options)
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Timed | Lost]:
+        return [self.call_one(replica, method, each) for replica, each in enumerate(arguments)]
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        if method == "generate":
+            self.had[replica] += [request.uid for request in arguments[0]]
+            if any(map(self.deadly, arguments[0])):
+                self.dead.add(replica)
+        return self._lost(replica) or super().call_one(replica, method, arguments)
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        self.had[replica] += [request.uid for request in requests]
+        if any(map(self.deadly, requests)):
+            self.doomed.add(replica)
+        if not self._lost(replica):
+            super().submit(replica, requests, version)
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
+        lost = [(replica, reason) for replica in busy if (reason := self._lost(replica))]
+        answers = (
+            super().collect([r for r in busy if r not in self.dead | self.hung], 0.0) if len(lost) < len(busy) else []
+        )
+        self.now += 0.4 * bool(self.hung)
+        self.dead |= self.doomed
+        self.doomed.clear()
+        return [*answers, *((replica, reason) for replica, reason in lost if replica in self.dead)]
+
+    def abort(self, busy: Sequence[int]) -> None:
+        super().abort([replica for replica in busy if not self._lost(replica)])
+
+    def restart(self, replica: int) -> Lost | None:
+        self.restarts.append(replica)
+        if self.is_beyond_repair:
+            return Lost("no such node")
+        self.engines[replica] = self._make()
+        self.dead.discard(replica)
+        self.hung.discard(replica)
+        self.doomed.discard(replica)
+        return None
+
+    def _lost(self, replica: int) -> Lost | None:
+        if replica in self.dead:
+            return Lost("its process has died")
+        return Lost("it is silent") if replica in self.hung else None

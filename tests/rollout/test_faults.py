@@ -1,0 +1,396 @@
+"""Engines that die, hang, or cannot stand one request: nothing is lost but time, and at worst one sample."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems
+from mortal import MortalReplicas, WeighedEngine
+
+from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.background import BackgroundScheduler
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.retries import Retries
+from marsrl.rollout.event_scheduler import EventScheduler
+from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Finish, Group, Sample
+
+
+def asks(count: int) -> list[DecodeRequest]:
+    prompt = np.asarray([5, 6, PROMPT_ENDS], np.int32)
+    return [
+        DecodeRequest(f"{i}/solver:0", prompt, 80, Sampling(stop_token_ids=(1,)), i, f"{i // 3}") for i in range(count)
+    ]
+
+
+def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: int = 0) -> list[DecodeResult]:
+    """Results in the order of the requests, by one of the two ways of a pool."""
+    if how == "generate":
+        return pool.generate(requests, version=version)
+    pool.submit(requests, version=version)
+    results: dict[str, DecodeResult] = {}
+    for _ in range(2000):
+        if not pool.num_under_way:
+            break
+        for result in pool.collect(0.0):
+            assert result.uid not in results
+            results[result.uid] = result
+    return [results[request.uid] for request in requests]
+
+
+def is_whole(result: DecodeResult) -> bool:
+    return result.finish is Finish.STOP and result.token_ids.tolist() == completion(result.uid)
+
+
+# Requests.
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_the_request_that_kills_engines_is_found_and_the_others_are_served(attempts: int, size: int) -> None:
+    requests = asks(size)
+    culprit = requests[size // 3].uid
+    retries, given_up, served, losses = Retries(attempts), [], set(), 0
+    companies = [requests]
+    while companies:
+        company = companies.pop(0)
+        if culprit not in [request.uid for request in company]:
+            served |= {request.uid for request in company}
+            continue
+        losses += 1
+        verdict = retries.after_loss(company)
+        given_up += [request.uid for request in verdict.given_up]
+        companies += [verdict.free, *verdict.companies] if verdict.free else verdict.companies
+    assert given_up == [culprit] and served == {request.uid for request in requests} - {culprit}
+    assert attempts <= losses <= max(attempts, attempts + int(np.ceil(np.log2(size))))
+
+
+def test_losses_are_forgotten_once_a_request_came_back() -> None:
+    retries, (request,) = Retries(2), asks(1)
+    for _ in range(5):
+        assert not retries.after_loss([request]).given_up
+        retries.ended(request.uid)
+
+
+# Pools.
+
+
+@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("fault", ["dead", "hung", "doomed"])
+def test_a_lost_engine_is_restarted_and_every_request_served(how: str, count: int, fault: str) -> None:
+    replicas = MortalReplicas(count)
+    pool = replicas.pool(slots=4)
+    getattr(replicas, fault).add(count - 1)
+    results = served(pool, asks(20), how)
+    assert all(map(is_whole, results))
+    if fault == "doomed" and how == "generate":
+        return  # it dies after the call
+    assert replicas.restarts == [count - 1]
+    faults = pool.take_faults()
+    assert faults.engine_restarts == 1 and faults.failed == 0 and 0 < faults.resubmitted <= 20
+    assert pool.take_faults().engine_restarts == 0  # told once
+
+
+@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str, count: int) -> None:
+    replicas = MortalReplicas(count, deadly=lambda request: request.uid == "7/solver:0")
+    pool = replicas.pool(slots=8, attempts=3)
+    results = served(pool, asks(24), how)
+    (failed,) = [result for result in results if not is_whole(result)]
+    assert failed.uid == "7/solver:0" and failed.finish is Finish.ERROR and len(failed.token_ids) == 0
+    assert "rollout.max_request_attempts" in failed.error and "has died" in failed.error
+    num_had = sum(had.count("7/solver:0") for had in replicas.had)
+    assert 3 <= num_had == len(replicas.restarts) <= 3 + 5  # halves of at most 24 requests
+    assert pool.take_faults().failed == 1
+    assert all(map(is_whole, served(pool, asks(7), how)))  # and the pool serves on, all of its engines
+    if how == "submit":
+        assert pool._probation.num_waiting == 0 and not pool._probation.replicas
+
+
+def test_requests_under_suspicion_are_alone_on_their_engine() -> None:
+    """After two losses nobody else is sent there until they are cleared."""
+    replicas = MortalReplicas(1, deadly=lambda request: request.uid == "1/solver:0")
+    pool = replicas.pool(slots=4)
+    suspects = asks(4)
+    pool.submit(suspects, version=0)
+    while len(replicas.restarts) < 2:
+        pool.collect(0.0)
+    others = [replace(request, uid=f"9{request.uid}") for request in asks(3)]
+    pool.submit(others, version=0)
+    results: list[DecodeResult] = []
+    while pool.num_under_way:
+        results += pool.collect(0.0)
+    had = replicas.had[0]
+    assert max(map(had.index, (o.uid for o in others))) > max(len(had) - had[::-1].index(s.uid) - 1 for s in suspects)
+    assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
+
+
+def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(slots=2)
+    requests = asks(9)
+    pool.submit(requests, version=0)
+    ended = pool.collect(0.0)
+    replicas.dead.add(0)
+    replicas.hung.add(1)
+    parts = pool.drain()
+    assert sorted(r.uid for r in ended + parts) == sorted(r.uid for r in requests)
+    assert {r.finish for r in parts} == {Finish.UNFINISHED} and pool.num_under_way == 0
+    assert sorted(replicas.restarts) == [0, 1]
+    assert all(map(is_whole, served(pool, requests, "submit")))
+
+
+def test_a_restarted_engine_holds_the_weights_of_now() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    for version in (1, 2):
+        pool.update_weights(WeightUpdate(f"version_{version}", version))
+    replicas.dead |= {0, 1}
+    assert [r.version for r in served(pool, asks(4), "submit", version=2)] == [2] * 4
+    replicas.dead.add(1)
+    assert [r.version for r in served(pool, asks(4), "generate", version=2)] == [2] * 4
+    replicas.hung.add(0)
+    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 2  # the probe of a sync, too
+    assert [engine._version for engine in replicas.engines] == [2, 2]
+
+
+def test_an_engine_that_dies_in_a_sync_gets_the_new_weights() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    pool.update_weights(WeightUpdate("old", 1))
+    replicas.dead.add(1)
+    receipts = pool.update_weights(WeightUpdate("new", 2))
+    assert [receipt.version for receipt in receipts] == [2, 2] and receipts[0].checksums == receipts[1].checksums
+
+
+def test_other_weights_in_a_restarted_engine_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    pool.update_weights(WeightUpdate("version_1", 1))
+    monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, {"name": 7}, 0.0))
+    replicas.dead.add(1)
+    with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
+        served(pool, asks(4), "submit", version=1)
+
+
+def test_weights_that_are_in_no_file_cannot_be_given_to_a_new_engine() -> None:
+    replicas = MortalReplicas(1)
+    pool = replicas.pool()
+    pool.update_weights(WeightUpdate("", 4))
+    replicas.dead.add(0)
+    with pytest.raises(RuntimeError, match=r"leaves no file of the weights of version 4 .* run\.resume=auto"):
+        served(pool, asks(1), "submit", version=4)
+    assert not replicas.restarts
+
+
+@pytest.mark.parametrize("how", ["generate", "submit"])
+def test_too_many_restarts_end_the_run_with_the_reason(how: str) -> None:
+    replicas = MortalReplicas(2, deadly=lambda request: True)
+    pool = replicas.pool(most_restarts=5)
+    with pytest.raises(
+        RuntimeError, match=r"its process has died\), and they have been restarted 5 times .*max_engine_"
+    ):
+        served(pool, asks(64), how)
+    assert len(replicas.restarts) == 5
+
+
+def test_an_engine_that_cannot_be_started_again_is_tried_as_often_as_allowed() -> None:
+    replicas = MortalReplicas(1)
+    replicas.is_beyond_repair = True
+    pool = replicas.pool(most_restarts=3)
+    replicas.dead.add(0)
+    with pytest.raises(RuntimeError, match=r"engine 0 is lost \(no such node\)"):
+        served(pool, asks(2), "submit")
+    assert len(replicas.restarts) == 3
+
+
+def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(sleeps=True)
+    pool.update_weights(WeightUpdate("version_1", 1))
+    pool.sleep()
+    replicas.dead.add(1)
+    assert all(map(is_whole, served(pool, asks(6), "generate", version=1))) and replicas.restarts == [1]
+
+
+def test_a_listener_hears_of_a_restart() -> None:
+    replicas = MortalReplicas(2)
+    pool, heard = replicas.pool(), []
+    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
+    replicas.dead.add(1)
+    pool.generate(asks(6), version=0)
+    assert (1, "restart", True) in heard
+
+
+# Schedulers.
+
+
+class Team2:
+    """A team on mortal engines, played by one of the two schedulers."""
+
+    def __init__(self, config: RolloutConfig, replicas: MortalReplicas, *, is_background: bool = False) -> None:
+        agents = {name: AgentConfig() for name in AGENTS}
+        self.replicas = replicas
+        self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
+        orchestration = build_orchestration("verifier_corrector", agents, "math", config.picks)
+        team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, judge)  # type: ignore[dict-item]
+        kind: Any = BackgroundScheduler if is_background else EventScheduler if config.overlap else Scheduler
+        self.scheduler = kind(config, team, letter_problems(60), seed=0)
+        self.metrics: Counter[str] = Counter()
+        self.version = 0
+        self.publish()
+
+    def publish(self) -> None:
+        self.pool.update_weights(WeightUpdate(f"version_{self.version}", self.version))
+
+    def step(self) -> tuple[Group, ...]:
+        """A batch, and new weights."""
+        if isinstance(self.scheduler, EventScheduler):
+            self.scheduler.resume({"main": self.version})
+            self.scheduler.ask()
+            while (batch := self.scheduler.take()) is None:
+                self.scheduler.advance(0.0)
+            for _ in range(3):
+                self.scheduler.advance(0.0)
+            self.scheduler.rest()
+            self.version += 1
+            self.publish()
+        else:
+            batch = self.scheduler.next_batch({"main": self.version})
+            self.version += 1
+            with self.scheduler.resting({"main": self.version}):
+                self.publish()
+        self.metrics.update(batch.metrics)
+        return batch.groups
+
+
+class Unlucky(MortalReplicas):
+    """Every now and then an engine dies or hangs, by a coin of its own."""
+
+    def __init__(self, count: int, seed: int, share: float, **options: Any) -> None:
+        super().__init__(count, **options)
+        self._rng, self._share = random.Random(seed), share
+
+    def _strike(self) -> None:
+        if self._rng.random() < self._share:
+            getattr(self, self._rng.choice(["dead", "hung", "doomed"])).add(self._rng.randrange(len(self.engines)))
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        self._strike()
+        return super().call_one(replica, method, arguments)
+
+    def collect(self, busy: Any, timeout_s: float) -> Any:
+        self._strike()
+        return super().collect(busy, timeout_s)
+
+
+CONFIGS = {
+    "stages": letter_config(overlap=0),
+    "stages of segments": letter_config(overlap=0, segments=4, engines=2),
+    "half a stage": letter_config(overlap=0, segments=3, finish_share=0.5),
+    "trajectories": letter_config(overlap=0, pipeline="trajectory"),
+    "overlap": letter_config(overlap=1, segments=2),
+    "two engines, two ahead": letter_config(overlap=2, segments=4, engines=2),
+}
+
+
+def said(sample: Sample) -> tuple[object, ...]:
+    return (
+        sample.token_ids.tolist(),
+        sample.rollout_logprobs.tolist(),
+        sample.finish,
+        sample.reward.value,
+        sample.segments,
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None:
+    config = CONFIGS[name].model_copy(update={"max_request_attempts": 100})
+    share = 0.5 if config.overlap == 0 and config.finish_share == 1 else 0.25  # of calls: of whole stages there are few
+    unlucky = Team2(config, Unlucky(config.engines, seed=2, share=share))
+    groups = [group for _ in range(8) for group in unlucky.step()]
+    in_the_making = unlucky.scheduler.counts["rollout/engine_restarts"] if config.overlap else 0
+    left = unlucky.pool.take_faults().engine_restarts  # of the last publish
+    told = unlucky.metrics["rollout/engine_restarts"] + in_the_making + left
+    assert told == len(unlucky.replicas.restarts) > 3
+    assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
+    uids = Counter(sample.uid for group in groups for sample in group.samples)
+    assert max(uids.values()) == 1 and len(groups) >= 8
+    for group in groups:
+        assert len(group.samples) == 3
+        for sample in group.samples:
+            assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
+            assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
+            ends = [segment.end for segment in sample.segments]
+            assert [segment.start for segment in sample.segments] == [0, *ends[:-1]] and ends[-1] == len(
+                sample.token_ids
+            )
+            versions = [segment.version for segment in sample.segments]
+            assert versions == sorted(versions)
+    if config.overlap == 0 and config.finish_share == 1:  # then not even who is trained when
+        lucky = Team2(config, MortalReplicas(config.engines))
+        same = [group for _ in range(8) for group in lucky.step()]
+        assert [group.group_id for group in groups] == [group.group_id for group in same]
+        for group, other in zip(groups, same, strict=True):
+            assert list(map(said, group.samples)) == list(map(said, other.samples))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_sample_that_no_engine_survives_has_no_reward_and_the_run_goes_on(name: str) -> None:
+    config, culprit = CONFIGS[name], "000003/solver:1"
+    played = Team2(config, MortalReplicas(config.engines, deadly=lambda request: request.uid == culprit))
+    groups = [group for _ in range(7) for group in played.step()]
+    samples = {sample.uid: sample for group in groups for sample in group.samples}
+    failed = [sample.uid for sample in samples.values() if sample.reward.is_missing]
+    judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
+    assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
+    assert "given up" in samples[culprit].reward.note
+    assert not any(sample.parent_uid == culprit for sample in samples.values())  # never picked
+    assert played.metrics["rollout/failed_requests"] == 1 == played.metrics["rollout/errors"]
+    assert all(len(group.samples) == 3 for group in groups)
+
+
+def test_a_segment_that_is_whole_is_not_decoded_again() -> None:
+    """With its tokens and log-probs it is in the request that comes after it."""
+    config = letter_config(overlap=1, segments=4)  # 12 tokens each
+    replicas = MortalReplicas()
+    sent: list[DecodeRequest] = []
+    original = replicas.submit
+    replicas.submit = lambda replica, requests, version: (sent.extend(requests), original(replica, requests, version))  # type: ignore[assignment, method-assign, func-returns-value]
+    played = Team2(config, replicas)
+    played.scheduler.resume({"main": 0})
+    played.scheduler.ask()
+    while not any(request.uid == "000001/solver:0" and _known(request) == 12 for request in sent):
+        played.scheduler.advance(0.0)
+    replicas.dead.add(0)
+    before = len(sent)
+    while not any(request.uid == "000001/solver:0" for request in sent[before:]):
+        played.scheduler.advance(0.0)
+    again = next(request for request in sent[before:] if request.uid == "000001/solver:0")
+    assert _known(again) == 12 and again.token_ids[-12:].tolist() == completion(again.uid)[:12]
+
+
+def _known(request: DecodeRequest) -> int:
+    """Tokens of its completion that a request begins with."""
+    return request.token_ids.tolist()[::-1].index(PROMPT_ENDS)
+
+
+def test_the_thread_that_decodes_survives_a_lost_engine() -> None:
+    config = letter_config(overlap=1, segments=3)
+    played = Team2(config, Unlucky(2, seed=3, share=0.05), is_background=True)
+    groups = [group for _ in range(6) for group in played.step()]
+    played.scheduler.close()
+    assert played.replicas.restarts and len(groups) > 6
+    assert all(not sample.reward.is_missing and len(group.samples) == 3 for group in groups for sample in group.samples)
+    assert played.metrics["rollout/engine_restarts"] > 0
