@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += [str(Path(__file__).parent / "wire_worker.py"), str(folder / "found.json"), json.dumps(cases)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=environment | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=420, env=environment | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return folder
