@@ -73,6 +73,8 @@ CASES = (
     Case("recompute selective, tp2 ep2", {"tensor": 2, "expert": 2}, {"recompute": "selective"}),
     Case("overlapped, whole optimizer, ep2 dp4", {"expert": 2}, optimizer={**OVERLAP, "distributed": False}),
 )
+
+
 def with_exact_attention() -> None:
     """torch's fused attention on a CPU has an exp of 20 ulp, another one at every place of a block: with it the lines would
     compare that (up to 1.2e-6 of a gradient), not layouts."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def simulate(words: argparse.Namespace) -> float:
     found = study.begin_study()
     print(tables.fit_text(found.fitted), flush=True)
     if not words.no_sensitivity:
-        study.add_sensitivity(found)
+        study.add_sensitivity(found, words.workers)
         print(tables.sensitivity_text(found), flush=True)
-    study.add_rows(found, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True))
+    study.add_rows(found, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True), words.workers)
     print(tables.pipelines_text(found, grid))
     print(tables.overlap_text(found, grid))
     print(tables.axes_text(found, grid))
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--plots", help="with --simulate: write the pictures and their data to this folder")
     parser.add_argument("--scale", type=int, default=1, help="with --simulate: engines and problems by this much fewer")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="with --simulate: processes")
     parser.add_argument("--no-sensitivity", action="store_true", help="with --simulate: leave the 34 refits out")
     parser.add_argument("--problems", type=int, default=32, help="problems that every row plays to the end")
     parser.add_argument("--model", help="model directory (default: the warm start of the configuration)")

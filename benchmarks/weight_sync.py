@@ -1,11 +1,17 @@
-"""From the trainer's tensors to an engine that has proven to hold them: seconds and GB/s, part by part.
+"""From the trainer's tensors to an engine that has proven to hold them: seconds and GB/s, by backend and part.
 
-    python benchmarks/weight_sync.py [--json FILE] [--mib 256 1024] [--repeats 3] [--kind moe]
+    python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--kind moe] [--bucket-mib 64]
 
-The engine is our local one in this process, so `load` is one engine's reading, fusing and checking. Memory bandwidth is
-that of a copy, measured between the repeats (bytes read + bytes written). The lower bound of a sync through a file is
-what must move once: write (read + write), load (read + write), checksums on both sides (read twice): 6 bytes a byte of
-weights. `ratio:` is that bound over the measured time, for the largest size. The extrapolation to 61 GB is
+The engine is our local one in a process of its own, one thread on either side; versions are published by one backend
+after the other. Without CUDA nccl is measured as gloo (TCP over the loopback), ipc as a file in /dev/shm that both map: their CPU
+twins, not the backends themselves. Memory bandwidth is that of a copy, measured between the repeats (bytes read + bytes
+written). Bytes that must move, a byte of weights, and so the bound of each backend:
+
+    shm   write 2, load 2, checksums on both sides 2                                                              = 6
+    ipc   pack into the shared bucket 2, copy to its place 2, checksums 2                                         = 6
+    nccl  pack 2, into the kernel 2, out of it 2, copy to its place 2, checksums 2 (gloo; NVLink moves it once)   = 10
+
+Share: the bound over the measured seconds. `ratio:` is that of shm, for the largest size. The extrapolation to 61 GB is
 proportional to bytes, on this machine's one process: no measurement.
 """
 
@@ -18,19 +24,20 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-BYTES_MOVED = 6
+from namespace import map_marsrl
+
+BYTES_MOVED = {"shm": 6, "ipc": 6, "nccl": 10}
+TWINS = {"shm": "shm", "ipc": "ipc's CPU twin (a mapped file)", "nccl": "nccl's CPU twin (gloo, loopback)"}
 QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
-NOT_AVAILABLE = {
-    "nccl": "not written; it needs trainer and engine on GPUs of one communicator",
-    "ipc": "not written; it needs trainer and engine on the same GPU",
-}
 
 
 @dataclass(frozen=True)
 class Row:
     """One publish. gb_per_s: weights over all seconds; seconds_of: by part (SyncReport)."""
 
+    backend: str
     num_bytes: int
     num_tensors: int
     seconds: float
@@ -40,7 +47,12 @@ class Row:
 
     @property
     def bound_s(self) -> float:
-        return BYTES_MOVED * self.num_bytes / (self.copy_gb_per_s * 1e9)
+        return BYTES_MOVED[self.backend] * self.num_bytes / (self.copy_gb_per_s * 1e9)
+
+    @property
+    def share(self) -> float:
+        """Of the memory's bandwidth."""
+        return self.bound_s / self.seconds
 
 
 def write_model(folder: Path, mib: int, is_moe: bool) -> int:
@@ -96,38 +108,63 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
     return 2 * num_bytes / best / 1e9
 
 
-def measure(mib: int, repeats: int, is_moe: bool) -> list[Row]:
-    """Publishes of one model, the first one (page faults, lazy imports) left out."""
+class Whole:
+    """A model that one rank holds whole (trainer.weight_wire.HeldWeights)."""
+
+    num_kv_heads = 4
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        import torch
+
+        from marsrl.rollout.engines.transfers import whole_box
+
+        self._tensors, self.device = tensors, torch.device("cpu")
+        self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._boxes = [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
+
+    def boxes_of_ranks(self) -> Any:
+        return self._boxes
+
+    def matrix(self, name: str) -> Any:
+        return self._tensors[name].view(len(self._tensors[name]), -1)
+
+
+def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
+    """Publishes of one model by one backend after the other, the first ones (page faults, lazy imports) left out."""
+    import torch
+
+    from marsrl.benchmarks.engine_process import EngineProcess
     from marsrl.rollout.engines.fused_layout import WeightFiles
-    from marsrl.rollout.engines.local.engine import LocalEngine
-    from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
-    from marsrl.trainer.weight_sync import ProbeScore, WeightSync
+    from marsrl.rollout.engines.pool import EnginePool
+    from marsrl.trainer.weight_carriers import FileCarrier, WireCarrier
+    from marsrl.trainer.weight_sync import WeightSync
+    from marsrl.trainer.weight_wire import WireOptions, WireSender
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        vocab_size = write_model(Path(folder) / "model", mib, is_moe)
-        files = WeightFiles(Path(folder) / "model")
+        model = Path(folder) / "model"
+        vocab_size = write_model(model, mib, is_moe)
+        files = WeightFiles(model)
         weights = {name: files[name].clone() for name in files}
-        pool = EnginePool(LocalReplicas([LocalEngine(Path(folder) / "model", dtype="bfloat16", max_model_len=256)]))
-        sync = WeightSync(pool, vocab_size=vocab_size, tolerance=1e9)
-        for version in range(repeats + 1):
-            trainer = [ProbeScore(scores, len(scores)) for scores in pool.score(sync.probe)[0]]
-            # a clone a tensor: what the trainer's export costs where nothing is gathered from other ranks
-            exported = ((name, tensor.clone()) for name, tensor in weights.items())
-            report = sync.publish(exported, version, lambda _, scores=trainer: scores)  # type: ignore[misc]
-            if version:
+        pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
+        carriers: dict[str, Any] = {"shm": FileCarrier(torch.bfloat16)}
+        for kind in ("ipc", "nccl"):
+            options = WireOptions(kind, bucket_mib << 20, 60.0)  # type: ignore[arg-type]
+            carriers[kind] = WireCarrier(WireSender(options), pool.infos())
+        held = Whole(weights)
+        for kind, carrier in carriers.items():  # an engine has one wire at a time
+            sync = WeightSync(pool, vocab_size=vocab_size, carrier=carrier)
+            for version in range(repeats + 1):
+                # a clone a tensor: what the trainer's export costs where nothing is gathered from other ranks
+                exported = ((name, tensor.clone()) for name, tensor in weights.items())
+                report = sync.publish(exported if kind == "shm" else held, version, None)
                 speed = report.num_bytes / report.seconds / 1e9
-                rows.append(
-                    Row(
-                        report.num_bytes,
-                        report.num_tensors,
-                        report.seconds,
-                        dict(report.seconds_of),
-                        speed,
-                        copy_gb_per_s(),
-                    )
-                )
-        sync.close()
+                row = Row(
+                    kind, report.num_bytes, report.num_tensors, report.seconds, dict(report.seconds_of), speed,
+                    copy_gb_per_s(),
+                )  # fmt: skip
+                rows += [row] if version else []
+            sync.close()
         pool.close()
     return rows
 
@@ -138,41 +175,46 @@ def main() -> int:
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kind", choices=["moe", "dense"], default="moe")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="what ipc and nccl send at once")
     words = parser.parse_args()
+    map_marsrl()
     import torch
 
     from marsrl.kernels import library
-    from marsrl.trainer.summarise_run import commit, device_name
+    from marsrl.trainer.machine import commit, device_name
 
     torch.set_num_threads(1)
     slow = library.why_no_cpu_library()
-    print(f"shm, one thread, {words.kind}, bfloat16; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
-    for backend, reason in NOT_AVAILABLE.items():
-        print(f"{backend}: not available: {reason}")
-    rows: list[Row] = []
+    print(f"{words.kind}, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
+    medians: list[Row] = []
     for mib in words.mib:
-        measured = measure(mib, words.repeats, words.kind == "moe")
-        row = sorted(measured, key=lambda each: each.seconds)[len(measured) // 2]
-        rows.append(row)
-        spread = f"{min(each.seconds for each in measured):.3f} to {max(each.seconds for each in measured):.3f}"
-        print(
-            f"{row.num_bytes / 1e9:.3f} GB: {row.seconds:.3f} s ({spread}), {row.gb_per_s:.2f} GB/s; "
-            f"a copy moves {row.copy_gb_per_s:.1f} GB/s, bound {row.bound_s:.3f} s"
-        )
-        for part, seconds in row.seconds_of.items():
-            print(f"    {part:<16} {seconds:.3f} s  {row.num_bytes / seconds / 1e9:8.2f} GB/s of weights")
-    last = rows[-1]
-    ratio = last.bound_s / last.seconds
-    at_61 = last.seconds * QWEN3_30B_A3B_BYTES / last.num_bytes
+        measured = measure(mib, words.repeats, words.kind == "moe", words.bucket_mib)
+        for backend, name in TWINS.items():
+            rows = sorted((row for row in measured if row.backend == backend), key=lambda row: row.seconds)
+            row = rows[len(rows) // 2]
+            medians.append(row)
+            print(
+                f"{row.num_bytes / 1e9:.3f} GB by {name}: {row.seconds:.3f} s ({rows[0].seconds:.3f} to "
+                f"{rows[-1].seconds:.3f}), {row.gb_per_s:.2f} GB/s; a copy moves {row.copy_gb_per_s:.1f} GB/s, "
+                f"bound {row.bound_s:.3f} s: {100 * row.share:.0f}% of the memory's bandwidth"
+            )
+            for part, seconds in row.seconds_of.items():
+                print(f"    {part:<16} {seconds:.3f} s  {row.num_bytes / seconds / 1e9:8.2f} GB/s of weights")
+    last = {row.backend: row for row in medians}
+    at_61 = {backend: row.seconds * QWEN3_30B_A3B_BYTES / row.num_bytes for backend, row in last.items()}
     print(
-        f"extrapolation, not measured: 61 GB (Qwen3-30B-A3B, bfloat16) at the last size's rate, one process: {at_61:.0f} s"
+        "extrapolation, not measured: 61 GB (Qwen3-30B-A3B, bfloat16) at the last size's rate, one process: "
+        + ", ".join(f"{backend} {seconds:.0f} s" for backend, seconds in at_61.items())
     )
+    ratio = last["shm"].share
     if words.json:
         record = {
-            "device": device_name(), "commit": commit(), "backend": "shm", "not_available": NOT_AVAILABLE,
-            "rows": [asdict(row) | {"bound_s": row.bound_s} for row in rows], "extrapolated_61_gb_s": at_61, "ratio": ratio,
+            "device": device_name(), "commit": commit(), "bucket_mib": words.bucket_mib, "measured": TWINS,
+            "not_run": "nccl and ipc between GPUs",
+            "rows": [asdict(row) | {"bound_s": row.bound_s, "share_of_bandwidth": row.share} for row in medians],
+            "extrapolated_61_gb_s": at_61, "ratio": ratio,
         }  # fmt: skip
-        Path(words.json).write_text(json.dumps(record, indent=1))
+        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
     print(f"ratio: {ratio:.3f}")
     return 0
 

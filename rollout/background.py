@@ -14,7 +14,7 @@ trainer's next call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -43,6 +43,15 @@ class BackgroundScheduler:
         self._is_collecting = False
         self._is_closed = False
         self._error: BaseException | None = None
+
+    @property
+    def on_stage(self) -> Callable[[], None] | None:
+        """Told when a stage begins, in either thread."""
+        return self._scheduler.on_stage
+
+    @on_stage.setter
+    def on_stage(self, listener: Callable[[], None] | None) -> None:
+        self._scheduler.on_stage = listener
 
     @property
     def num_unfinished(self) -> int:

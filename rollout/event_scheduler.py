@@ -239,6 +239,7 @@ class EventScheduler(Ledger):
         if state.num_stages >= self._num_asked + self.config.overlap:
             return
         state.num_stages += 1
+        self.note_stage()
         self._open(state.pending)  # left by a run without rollout.overlap
         state.pending = []
         if self._num_carried() <= self.config.max_unfinished:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -94,11 +94,17 @@ class Ledger:
         self.seed = seed
         self.state = SchedulerState()
         self.counts = Counter()
+        self.on_stage: Callable[[], None] | None = None  # told when a stage begins
 
     @property
     def num_unfinished(self) -> int:
         """Samples that have been asked for and are not finished."""
         return sum(len(group.partial) for group in self.state.open.values())
+
+    def note_stage(self) -> None:
+        """A stage begins."""
+        if self.on_stage is not None:
+            self.on_stage()
 
     def policy_of(self, agent: str) -> str:
         return self.team.agents[agent].policy

@@ -68,6 +68,7 @@ class Scheduler(Ledger):
         """Nothing of ours is left running."""
 
     def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> Batch:
+        self.note_stage()
         self.counts: Counter[str] = Counter()
         asks = sorted(self.state.pending, key=lambda ask: ask.group_id)
         self.state.pending = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,21 @@ from marsrl.rollout.unfinished import Partial
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
 """The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
+
+
+class WatchedJudge:
+    """The task's judge, which tells on_call (number of answers, start, end; time.time()) of each call, where it is set."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self.on_call: Callable[[int, float, float], None] | None = None
+
+    def __call__(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        start = time.time()
+        rewards = self._judge(answers)
+        if self.on_call is not None and answers:
+            self.on_call(len(answers), start, max(start, time.time()))  # the wall clock may be set back
+        return rewards
 
 
 def derive_seed(run_seed: int, *path: object) -> int:
@@ -38,7 +54,7 @@ class Team:
     orchestration: Orchestration
     renderers: Mapping[str, ChatRenderer]
     pools: Mapping[str, EnginePool]
-    judge: Judge
+    judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
 
     def renderer(self, agent: str) -> ChatRenderer:

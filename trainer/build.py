@@ -6,9 +6,10 @@ all:     process groups, the warm start where no model is given, one learner a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from marsrl.rollout.engines.build import make_openai_pool, make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.config import RunConfig
@@ -35,7 +36,9 @@ from marsrl.trainer.preflight import Checked
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.warm_start import WarmStart, warm_start
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weight_carriers import Carrier, FileCarrier, WireCarrier
+from marsrl.trainer.weight_sync import WeightSync, engine_dtype
+from marsrl.trainer.weight_wire import WireOptions, WireSender
 
 
 @contextmanager
@@ -62,10 +65,22 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         trained = config.trained_policies
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
-        driver = stack.enter_context(_driver(checked, directory, models, console)) if rank() == 0 else None
-        if world_size() > 1:
-            stack.enter_context(heartbeat())  # entered last, left first: closing engines may take its time
-        yield Run(config, directory, console, learners, driver, started)
+        senders = {name: WireSender(_wire(config)) for name in trained} if config.sync.backend != "shm" else {}
+        for sender in senders.values():
+            stack.callback(sender.close)
+        beat = heartbeat() if world_size() > 1 else None
+        if beat is not None:
+            stack.enter_context(beat)  # before rank 0 starts engines, which may take minutes
+        driver = stack.enter_context(_driver(checked, directory, models, console, senders)) if rank() == 0 else None
+        if beat is not None:
+            stack.push(beat)  # and left before it closes them, which may take its time too
+        yield Run(config, directory, console, learners, driver, started, senders)
+
+
+def _wire(config: RunConfig) -> WireOptions:
+    sync = config.sync
+    assert sync.backend != "shm"
+    return WireOptions(sync.backend, sync.bucket_mib << 20, sync.timeout_s, sync.host or "127.0.0.1")
 
 
 def _reference(reference: str, model_dir: str) -> str | None:
@@ -103,21 +118,32 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
 
 
 @contextmanager
-def _driver(checked: Checked, directory: RunDirectory, models: dict[str, str], console: RunConsole) -> Iterator[Driver]:
+def _driver(
+    checked: Checked,
+    directory: RunDirectory,
+    models: dict[str, str],
+    console: RunConsole,
+    senders: Mapping[str, WireSender],
+) -> Iterator[Driver]:
     """Rank 0's side: engines, team, scheduler, evaluator. Closed in the opposite order, whatever went wrong."""
     config = checked.config
     with ExitStack() as stack:
         team = stack.enter_context(open_team(checked, models))
         syncs = {}
         for name in config.trained_policies:
-            shape = read_shape(models[name])
+            shape, pool = read_shape(models[name]), team.pools[name]
+            carrier: Carrier[Any]
+            if name in senders:
+                carrier = WireCarrier(senders[name], pool.infos())
+            else:
+                carrier = FileCarrier(engine_dtype(pool), config.sync.directory, elements(shape).total)
+            stack.callback(carrier.close)
             sync = WeightSync(
-                team.pools[name],
+                pool,
                 vocab_size=shape.vocab_size,
                 tolerance=config.sync.tolerance,
                 verify_every=config.sync.verify_every,
-                directory=config.sync.directory,
-                num_elements=elements(shape).total,
+                carrier=carrier,
             )
             stack.callback(sync.close)
             syncs[name] = sync
@@ -162,4 +188,4 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
         )
         records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
-        yield Team(config.agents, orchestration, renderers, pools, checked.task.judge, records)
+        yield Team(config.agents, orchestration, renderers, pools, WatchedJudge(checked.task.judge), records)

@@ -169,9 +169,23 @@ class TrainerConfig(Settings):
 
 
 class SyncConfig(Settings):
-    backend: Literal["shm"] = "shm"
+    backend: Literal["shm", "nccl", "ipc"] = Field(
+        "shm",
+        description="shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the "
+        "same between processes on one GPU",
+    )
+    cpu_twin: bool = Field(
+        False, description="without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"
+    )
+    bucket_mib: int = Field(
+        256, gt=0, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
+    )
+    host: str | None = Field(
+        None, description="nccl, ipc: address of trainer rank 0 as the engines reach it; default: this host alone"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="nccl, ipc: a side that does not answer for so long is an error")
     directory: str | None = Field(
-        None, description="where the weights of a version are written for the engines; default: /dev/shm"
+        None, description="shm: where the weights of a version are written for the engines; default: /dev/shm"
     )
     verify_every: int = Field(
         1, gt=0, description="versions between probe comparisons; checksums are compared every time"
@@ -261,6 +275,7 @@ class RunConfig(Settings):
                     "trainer's log-probs are of the untruncated distribution; set them, or leave the agent out of "
                     "credit.train_agents"
                 )
+        _check_sync(self.sync, self.rollout)
         if self.credit.train_agents != "all":
             for name in self.credit.train_agents:
                 if self.agents and name not in self.agents:
@@ -291,6 +306,34 @@ class RunConfig(Settings):
                 "of a rollout instance in one step: set rollout.pipeline=trajectory"
             )
         return self
+
+
+def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
+    if sync.backend == "shm":
+        if sync.cpu_twin:
+            raise ValueError(
+                "sync.cpu_twin is true, but sync.backend=shm runs on a CPU as it is; set backend nccl or ipc"
+            )
+        return
+    key = f"sync.backend={sync.backend}"
+    if sync.directory is not None:
+        raise ValueError(f"sync.directory is set, but {key} writes no files; leave it out, or set sync.backend=shm")
+    if sync.backend == "nccl" and rollout.ray_address is not None and sync.host is None:
+        raise ValueError(
+            f"{key} with engines in the cluster rollout.ray_address={rollout.ray_address}: set sync.host to the address of "
+            "trainer rank 0 as they reach it"
+        )
+    if sync.backend == "nccl" and rollout.placement == "colocated":
+        raise ValueError(
+            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc or shm"
+        )
+    if rollout.engine == "scripted":
+        raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; set shm")
+    if rollout.placement == "local":
+        raise ValueError(
+            f"{key} is between processes, and with rollout.placement=local the engines live in the trainer's: set "
+            "sync.backend=shm, or another placement"
+        )
 
 
 def _check_policy(key: str, policy: PolicyConfig) -> None:

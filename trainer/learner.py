@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU 
     from marsrl.trainer.megatron.context import ContextCut
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
     from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
+    from marsrl.trainer.weight_wire import HeldWeights
 
 _KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
 _OUR_SUMS = ("nll", "weighted_nll")
@@ -259,6 +260,11 @@ class Learner:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
         self._optimizer.gather_weights()
         return self._converter.export()
+
+    def held(self) -> HeldWeights:
+        """This rank's part of the present weights; nothing is copied."""
+        self._optimizer.gather_weights()
+        return self._converter
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""

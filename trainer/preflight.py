@@ -85,9 +85,32 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
+    _check_sync_backend(config)
     return Checked(
         config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out
     )
+
+
+def _check_sync_backend(config: RunConfig) -> None:
+    """The machine has what sync.backend needs."""
+    import torch
+
+    sync = config.sync
+    if sync.backend == "shm":
+        return
+    key, has_cuda = f"sync.backend={sync.backend}", torch.cuda.is_available()
+    if has_cuda and sync.cpu_twin:
+        raise ConfigError(f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false")
+    if not has_cuda and not sync.cpu_twin:
+        raise ConfigError(
+            f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=shm, or sync.cpu_twin=true to send "
+            f"the same buckets over {'gloo' if sync.backend == 'nccl' else 'shared memory'}"
+        )
+    if not has_cuda and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
+            "sync.backend=shm, or rollout.engine=local"
+        )
 
 
 def _check_placement(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from marsrl.trainer.summary import Estimate
-from marsrl.trainer.trace import Span
+from marsrl.trainer.trace import MARKS, Span
 
 NUM_COLORS = 8
 MAX_SPANS = 3000  # a browser draws this many rectangles at once without stutter
@@ -105,14 +105,20 @@ def stacked(series: Mapping[str, Points], label: str) -> Markup:
 
 
 def timeline(spans: Sequence[Span]) -> tuple[Markup, dict[str, str], int]:
-    """Lanes over time. Returns the picture, {span name: colour class}, and how many short spans were left out."""
+    """Lanes over time, and a line over all of them where a step or a stage begins.
+
+    Returns the picture, {span name: colour class}, and how many short spans were left out.
+    """
+    marks = [span for span in spans if span.lane.startswith(f"{MARKS}/")]
+    spans = [span for span in spans if not span.lane.startswith(f"{MARKS}/")]
     lanes = list(dict.fromkeys(sorted((span.lane for span in spans), key=lambda lane: (len(lane), lane))))
     lanes.sort(key=lambda lane: lane.partition("/")[0])
     names = list(dict.fromkeys(span.name for span in spans))
     colors = {name: f"c{index % NUM_COLORS}" for index, name in enumerate(names)}
     shown = sorted(spans, key=lambda span: span.start_s - span.end_s)[:MAX_SPANS]
     row, left, width = 24, 110, 990
-    start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
+    start = min(span.start_s for span in [*spans, *marks])
+    end = max(span.end_s for span in [*spans, *marks])
     x_of = _scale(start, end, left, left + width)
     shapes = []
     for tick in _ticks(start, end, 10):
@@ -125,6 +131,10 @@ def timeline(spans: Sequence[Span]) -> tuple[Markup, dict[str, str], int]:
         title = f"{span.name} {arguments}: {span.start_s:.3f} to {span.end_s:.3f} s".replace(" :", ":")
         x, y = x_of(span.start_s), row * lanes.index(span.lane) + 3
         shapes.append(_rectangle(x, y, max(0.7, x_of(span.end_s) - x), row - 6, colors[span.name], title))
+    for mark in marks[:MAX_SPANS]:
+        x, kind = x_of(mark.start_s), mark.lane.partition("/")[2]
+        line = '<line class="mark {}" x1="{:.2f}" y1="0" x2="{:.2f}" y2="{}"><title>{}</title></line>'
+        shapes.append(Markup(line).format(kind, x, x, row * len(lanes), visible(f"{mark.name}: {mark.start_s:.3f} s")))
     return _svg(left + width + 30, row * len(lanes) + 24, shapes, "timeline"), colors, len(spans) - len(shown)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.background import BackgroundScheduler
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.ledger import Batch
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
@@ -20,7 +19,7 @@ from marsrl.rollout.team import Team
 from marsrl.rollout.types import Group, IntArray
 from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
 from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
-from marsrl.trainer.collective import barrier
+from marsrl.trainer.collective import barrier, rank
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.credit import Credited
@@ -38,17 +37,12 @@ from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.watch import gather_rank_spans, watch_engines, watch_judge
+from marsrl.trainer.weight_carriers import follow
 from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
+from marsrl.trainer.weight_wire import WireSender
 
-_ENGINE_WORK = {
-    "generate": "decode",
-    "collect": "decode",
-    "update_weights": "load weights",
-    "score": "score the probe",
-    "restart": "lost: restarted",
-    "sleep": "go to sleep",
-    "wake": "wake up",
-}
+_LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
 
 
 @dataclass(slots=True)
@@ -80,6 +74,7 @@ class Run:
         learners: Mapping[str, Learner],
         driver: Driver | None,
         started: WarmStart | None,
+        senders: Mapping[str, WireSender],
     ) -> None:
         self.config = config
         self.directory = directory
@@ -87,15 +82,18 @@ class Run:
         self.learners = learners
         self.driver = driver
         self.started = started
+        self.senders = senders  # of each trained policy, with sync.backend nccl or ipc
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
         self.consumed_version = (
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
         )
-        self.trace = TraceLog(directory.trace)
+        self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.pools, self.trace)
+            watch_judge(driver.team, self.trace)
+            driver.scheduler.on_stage = lambda: self.trace.mark("stage")
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
@@ -124,7 +122,9 @@ class Run:
     def timed(self, name: str) -> Iterator[None]:
         """timing_s/{name} of this step, and a span of this rank's lane in trace.json."""
         start = time.monotonic()
-        with self.trace.span("rank/0", name, step=self.step):
+        with ExitStack() as stack:
+            for lane in (f"rank/{rank()}", *([_LANES[name]] if name in _LANES else [])):
+                stack.enter_context(self.trace.span(lane, name, step=self.step))
             yield
         elapsed = time.monotonic() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
@@ -158,6 +158,8 @@ class Run:
         while self.step < self.config.run.steps:
             self.step += 1
             self.seconds = {}
+            if self.driver is not None:
+                self.trace.mark("step", self.step)
             yield self.step
 
     def play(self) -> Batch | None:
@@ -230,7 +232,7 @@ class Run:
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:
-        """Rank 0 carries the weights; gathering and scoring them is collective."""
+        """Rank 0 publishes the weights; gathering or sending, and scoring them, is collective."""
         learner, version = self.learners[policy], self.versions[policy]
         probe = None
         if version % self.config.sync.verify_every == 0:
@@ -238,17 +240,21 @@ class Run:
             scores = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
             tolerance = self.config.sync.tolerance
             probe = [probe_score(*each, len(s), tolerance) for s, each in zip(sequences, scores, strict=True)]
-        tensors = learner.export()
+        sender = self.senders.get(policy)
+        weights = learner.export() if sender is None else learner.held()
         if self.driver is None:
-            for _ in tensors:
-                pass
+            follow(weights, sender)
             return
+        start = time.monotonic()
         report = self.driver.syncs[policy].publish(
-            tensors,
+            weights,
             version,
             (lambda _: probe) if probe is not None else None,
             engines_at_rest=self.driver.scheduler.resting(self.versions),
         )
+        parts = {f"{part}_s": round(seconds, 4) for part, seconds in report.seconds_of.items()}
+        arguments = {"version": version, "bytes": report.num_bytes, **parts}
+        self.trace.add(f"sync/{policy}", "publish", start, time.monotonic(), arguments)
         self.driver.num_syncs += 1
         self.driver.row["sync/bytes"] = report.num_bytes
         self.driver.row["sync/seconds"] = report.seconds
@@ -268,7 +274,8 @@ class Run:
                 self.driver.row[f"eval/{name}"] = mean
 
     def record(self, step: int, batch: Batch | None) -> None:
-        """Rank 0: metrics, samples, trace, warnings of this step."""
+        """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
+        gather_rank_spans(self.trace)
         driver = self.driver
         if driver is None or batch is None:
             return
@@ -352,18 +359,6 @@ class Run:
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
         with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)
-
-
-def watch_engines(pools: Mapping[str, EnginePool], trace: TraceLog) -> None:
-    """A lane for every engine in trace.json; engines are numbered over the policies, in order of the pools."""
-    first = 0
-    for pool in pools.values():
-
-        def note(replica: int, method: str, start: float, end: float, first: int = first) -> None:
-            trace.add_wall(f"engine/{first + replica}", _ENGINE_WORK.get(method, method), start, end)
-
-        pool.on_call = note
-        first += pool.num_engines
 
 
 def packed_for_scoring(tokens: IntArray, align: int) -> PackedBatch:

@@ -1,7 +1,8 @@
 """trace.json: who was busy when, in the Chrome trace format that Perfetto (ui.perfetto.dev) opens.
 
-A lane is "kind/which": engine/0, rank/1, reward/3, sync/main. Perfetto shows a process for each kind and a thread for
-each lane. Format: "Trace Event Format" (Google), complete events ("ph": "X") and metadata events ("ph": "M").
+A lane is "kind/which": engine/0, rank/1, credit/main, reward/pool, sync/main. Perfetto shows a process for each kind and a
+thread for each lane. Where a step or a stage begins there is a mark over all lanes (lanes mark/step, mark/stage). Format:
+"Trace Event Format" (Google), complete events ("ph": "X"), instant events ("i") and metadata events ("M").
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from marsrl.trainer.run_directory import write_atomically
 
+MARKS = "mark"  # kind of the lanes in which steps and stages begin
 Argument = int | float | str | bool | None
 
 
@@ -31,23 +34,36 @@ class Span:
     arguments: Mapping[str, Argument] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class WallSpan:
+    """Work that another process timed, or that another process is told of. start, end: time.time()."""
+
+    name: str
+    start: float
+    end: float
+    arguments: Mapping[str, int] = field(default_factory=dict)
+
+
 class TraceLog:
     """Collects spans from any thread; `save` writes them.
 
         trace = TraceLog(run.trace)
         with trace.span("rank/0", "step", step=3):
             learner.step(batch)
+        trace.mark("step", 4)
         trace.save()
 
+    path: None where spans are collected only to be handed on (`take`).
     The clock is time.monotonic(), which never jumps. What another process timed (an engine, perhaps on another host) is
     `add_wall`ed: as near as the hosts' wall clocks are. Where the file exists (a resumed run) its spans are kept
     and the clock goes on behind them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._spans: list[Span] = read_trace(path) if path.exists() else []
+        self._spans: list[Span] = read_trace(path) if path is not None and path.exists() else []
+        self._num_marks = Counter(span.lane for span in self._spans if span.lane.startswith(f"{MARKS}/"))
         self._zero = time.monotonic() - max((span.end_s for span in self._spans), default=0.0)
 
     def add(
@@ -60,10 +76,29 @@ class TraceLog:
         with self._lock:
             self._spans.append(span)
 
-    def add_wall(self, lane: str, name: str, start: float, end: float) -> None:
+    def add_wall(self, lane: str, span: WallSpan) -> None:
         """Record work done between two readings of time.time()."""
         ahead = time.time() - time.monotonic()
-        self.add(lane, name, start - ahead, end - ahead)
+        self.add(lane, span.name, span.start - ahead, span.end - ahead, span.arguments)
+
+    def mark(self, kind: str, number: int | None = None) -> None:
+        """A step or stage of this number begins now; None: one more than there are in this trace."""
+        now, lane = time.monotonic(), f"{MARKS}/{kind}"
+        with self._lock:
+            self._num_marks[lane] += 1
+            number = number or self._num_marks[lane]
+        self.add(lane, f"{kind} {number}", now, now)
+
+    def take(self) -> list[WallSpan]:
+        """Everything recorded so far, for another process's trace; it is forgotten here."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        ahead = time.time() - time.monotonic() + self._zero
+        numbers = ({k: v for k, v in span.arguments.items() if isinstance(v, int)} for span in spans)
+        return [
+            WallSpan(span.name, span.start_s + ahead, span.end_s + ahead, each)
+            for span, each in zip(spans, numbers, strict=True)
+        ]
 
     @contextmanager
     def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:
@@ -76,6 +111,7 @@ class TraceLog:
 
     def save(self) -> None:
         """Write everything recorded so far, atomically."""
+        assert self._path is not None, "a trace without a path is handed on, not saved"
         with self._lock:
             spans = list(self._spans)
         content = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, allow_nan=False)
@@ -88,9 +124,9 @@ def read_trace(path: Path) -> list[Span]:
         events = json.loads(path.read_bytes())["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         return [
-            Span(lanes[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"])
+            Span(lanes[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e.get("dur", 0)) / 1e6, e["args"])
             for e in events
-            if e["ph"] == "X"
+            if e["ph"] in ("X", "i")
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trace of a run ({error!r}); move it away") from error
@@ -110,10 +146,13 @@ def _events(spans: list[Span]) -> list[dict[str, object]]:
         events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": lane}})
         events.append({"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": thread[lane]}})
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
-        microseconds = {"ts": round(span.start_s * 1e6, 3), "dur": round((span.end_s - span.start_s) * 1e6, 3)}
+        start, duration = round(span.start_s * 1e6, 3), round((span.end_s - span.start_s) * 1e6, 3)
         where = {"pid": process[span.lane], "tid": thread[span.lane]}
         arguments = {key: _json_safe(value) for key, value in span.arguments.items()}
-        events.append({"ph": "X", "name": span.name, "cat": "marsrl", **microseconds, **where, "args": arguments})
+        phase: dict[str, object] = {"ph": "X", "dur": duration}
+        if span.lane.startswith(f"{MARKS}/"):
+            phase = {"ph": "i", "s": "g"}  # an instant, over all lanes
+        events.append({**phase, "name": span.name, "cat": "marsrl", "ts": start, **where, "args": arguments})
     return events
 
 

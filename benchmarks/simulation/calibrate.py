@@ -1,5 +1,12 @@
 """The one fitted number: sigma of the log-normal lengths, so that a step of UloRL with one segment takes what they published.
-What the model then says about two and four segments is a prediction, set beside their figures."""
+What the model then says about two and four segments is a prediction, set beside their figures.
+
+The paper's text, as far as our notes hold it, leaves open how many samples a stage plays once some are carried over. Both
+readings are simulated with the same sigma, for they are one and the same with one segment, where nothing is carried over:
+
+    step_s      as many new problems a stage as with one segment; carried-over samples come on top (our scheduler's default)
+    steady_s    as many samples a stage as with one segment; new problems take the places that carried-over ones leave
+"""
 
 from __future__ import annotations
 
@@ -8,44 +15,58 @@ from dataclasses import dataclass, replace
 
 from .cost_model import Constants, scaled
 from .lengths import MEDIAN_TOKENS, Lengths
-from .play import Setting, play
+from .play import Outcome, Setting, play
 
 PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
 """Seconds a step by segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k."""
 
-ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=3)
+READINGS = {"step_s": "128 new problems", "steady_s": "1024 samples in all"}
+"""What a stage plays, by field of Fit."""
+
+ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
 """128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
 papers do not say how many."""
 
 MISS = 0.15  # a prediction further off than this is a miss
 _SIGMAS = (0.3, 2.5)
-_WARMUP = 5  # steps before the measured ones: the longest samples take four stages
+_WARMUP = 6  # steps before the measured ones: the longest samples take four stages
 
 
 @dataclass(frozen=True)
 class Fit:
-    """sigma: None where none in the range gives the published time. step_s: by segments, simulated."""
+    """sigma: None where none in the range gives the published time. step_s, steady_s: seconds a step by segments.
+
+    samples: trained a step under steady_s, by segments.
+    """
 
     sigma: float | None
     step_s: dict[int, float]
+    steady_s: dict[int, float]
+    samples: dict[int, float]
 
-    def error(self, segments: int) -> float:
-        """Relative to the published time."""
-        return self.step_s[segments] / PUBLISHED_S[segments] - 1
+    def error(self, reading: str, segments: int) -> float:
+        """Of a field of READINGS, relative to the published time."""
+        return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 
-def fit(constants: Constants, setting: Setting = ULORL, median: float = MEDIAN_TOKENS, predict: bool = True) -> Fit:
+def fit(constants: Constants, setting: Setting = ULORL, median: float = MEDIAN_TOKENS) -> Fit:
     """Fit sigma to the time with one segment, then predict the others."""
 
-    def step_s(sigma: float, segments: int = 1) -> float:
-        warmup = 0 if segments == 1 else _WARMUP
-        return play(replace(setting, segments=segments, warmup=warmup), constants, Lengths(sigma, median)).step_s
+    def outcome(sigma: float, segments: int = 1, keeps_batch: bool = False) -> Outcome:
+        warmup, steps = (0, 3) if segments == 1 else (_WARMUP, setting.steps)
+        changed = replace(setting, segments=segments, warmup=warmup, steps=steps, keeps_batch=keeps_batch)
+        return play(changed, constants, Lengths(sigma, median))
 
-    sigma = find_root(lambda s: step_s(s) - PUBLISHED_S[1], *_SIGMAS, tolerance=2.0)
+    sigma = find_root(lambda s: outcome(s).step_s - PUBLISHED_S[1], *_SIGMAS, tolerance=2.0)
     if sigma is None:
-        return Fit(None, {})
-    segments = PUBLISHED_S if predict else {1: 0.0}
-    return Fit(sigma, {n: step_s(sigma, n) for n in segments})
+        return Fit(None, {}, {}, {})
+    steady = {n: outcome(sigma, n, n > 1) for n in PUBLISHED_S}
+    return Fit(
+        sigma,
+        {n: outcome(sigma, n).step_s if n > 1 else steady[n].step_s for n in PUBLISHED_S},
+        {n: each.step_s for n, each in steady.items()},
+        {n: each.samples_per_step for n, each in steady.items()},
+    )
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
@@ -81,13 +102,27 @@ _USED = (
 )  # fmt: skip  # those that UloRL's single agent knows
 
 
-def sensitivity(constants: Constants) -> dict[str, dict[float, Fit]]:
-    """Fitted again with each constant at 0.8 and 1.2 of its value: {name: {factor: fit}}."""
-    table: dict[str, dict[float, Fit]] = {}
-    for name in _USED:
-        table[name] = {factor: fit(scaled(constants, name, factor)) for factor in (0.8, 1.2)}
-    for name in ("engines", "problems"):
-        value = getattr(ULORL, name)
-        table[name] = {f: fit(constants, replace(ULORL, **{name: round(value * f)})) for f in (0.8, 1.2)}
-    table["median length"] = {f: fit(constants, median=MEDIAN_TOKENS * f) for f in (0.8, 1.2)}
-    return table
+def refits(constants: Constants) -> list[Refit]:
+    """What a sensitivity table needs: each constant at 0.8 and 1.2 of its value, one at a time."""
+    found = []
+    for factor in (0.8, 1.2):
+        found += [Refit(name, factor, scaled(constants, name, factor)) for name in _USED]
+        for name in ("engines", "problems"):
+            changed = replace(ULORL, **{name: round(getattr(ULORL, name) * factor)})
+            found.append(Refit(name, factor, constants, changed))
+        found.append(Refit("median length", factor, constants, median=MEDIAN_TOKENS * factor))
+    return found
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A fit with one number changed by a factor."""
+
+    name: str
+    factor: float
+    constants: Constants
+    setting: Setting = ULORL
+    median: float = MEDIAN_TOKENS
+
+    def run(self) -> Fit:
+        return fit(self.constants, self.setting, self.median)

@@ -1,4 +1,4 @@
-"""The study's pictures (SVG) and the numbers behind them (JSON)."""
+"""The study's pictures (PNG) and the numbers behind them (JSON)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .calibrate import PUBLISHED_S
-from .charts import line_chart
-from .play import Outcome, Setting
-from .study import PIPELINES, Grid, Study, name, ours, reference
+from .calibrate import PUBLISHED_S, READINGS
+from .charts import write_line_chart
+from .play import Outcome
+from .study import PIPELINES, Grid, Study, central, name, ours, reference
 
 
 def record(study: Study) -> dict[str, Any]:
     """Everything as plain values, for --json."""
     return {
         "constants": asdict(study.constants),
-        "fit": {"sigma": study.fitted.sigma, "step_s": study.fitted.step_s, "published_s": PUBLISHED_S},
+        "fit": {**asdict(study.fitted), "published_s": PUBLISHED_S},
         "sensitivity": {
-            constant: {str(factor): {"sigma": f.sigma, "step_s": f.step_s} for factor, f in fits.items()}
+            constant: {str(factor): asdict(f) for factor, f in fits.items()}
             for constant, fits in study.sensitivity.items()
         },
         "rows": [{"setting": asdict(s), "name": name(s), "outcome": asdict(o)} for s, o in study.rows.items()],
@@ -33,26 +33,29 @@ def write_plots(study: Study, grid: Grid, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     by_segments = [str(n) for n in grid.segments]
     charts = {
-        "ulorl": line_chart(
+        "ulorl": (
             "UloRL: seconds a step, published and simulated", "segments (1 is fitted, 2 and 4 are predicted)", "s",
             [str(n) for n in PUBLISHED_S],
-            {"published": list(PUBLISHED_S.values()), "simulated": [study.fitted.step_s[n] for n in PUBLISHED_S]},
+            {
+                "published": list(PUBLISHED_S.values()),
+                **{label: [getattr(study.fitted, field)[n] for n in PUBLISHED_S] for field, label in READINGS.items()},
+            },
         ),
-        "step_time": line_chart(
+        "step_time": (
             "Seconds per trained sample", "segments", "s", by_segments, _lines(study, grid, lambda o: o.s_per_sample)
         ),
-        "idle": line_chart(
+        "idle": (
             "Engines without work, % of the time", "segments", "%", by_segments,
             _lines(study, grid, lambda o: 100 * o.idle_share),
         ),
-        "latency": line_chart(
+        "latency": (
             "First token to trained, mean", "segments", "s", by_segments, _lines(study, grid, lambda o: o.latency_mean_s)
         ),
-        "staleness": line_chart(
+        "staleness": (
             "Staleness of trained samples, agentic", "versions", "% of samples", ["0", "1", "2", "3", "4", "5+"],
             {f"{n} segments": _staleness(study, grid, n) for n in grid.segments},
         ),
-        "engines": line_chart(
+        "engines": (
             f"Seconds per trained sample x engines / {grid.engines}; {grid.problems} problems a step", "engines", "s",
             [str(n) for n in grid.engine_axis],
             {
@@ -62,7 +65,7 @@ def write_plots(study: Study, grid: Grid, folder: Path) -> list[Path]:
                 for label, setting in _COMPARED
             },
         ),
-        "problems": line_chart(
+        "problems": (
             f"Seconds per trained sample; {grid.engines} engines", "new problems a step", "s",
             [str(n) for n in grid.problem_axis],
             {
@@ -73,8 +76,8 @@ def write_plots(study: Study, grid: Grid, folder: Path) -> list[Path]:
     }  # fmt: skip
     paths = []
     for title, chart in charts.items():
-        paths.append(folder / f"pipeline_simulation_{title}.svg")
-        paths[-1].write_text(chart)
+        paths.append(folder / f"pipeline_simulation_{title}.png")
+        write_line_chart(paths[-1], *chart)
     paths.append(folder / "pipeline_simulation.json")
     paths[-1].write_text(json.dumps(record(study), indent=1) + "\n")
     return paths
@@ -84,12 +87,9 @@ _COMPARED = (("trajectory, 1 segment", reference), ("agentic, 4 segments", ours)
 
 
 def _lines(study: Study, grid: Grid, value: Callable[[Outcome], float]) -> dict[str, list[float | None]]:
-    return {
-        pipeline: [value(study.rows[Setting(grid.engines, grid.problems, pipeline, n)]) for n in grid.segments]
-        for pipeline in PIPELINES
-    }
+    return {pipeline: [value(study.rows[central(grid, pipeline, n)]) for n in grid.segments] for pipeline in PIPELINES}
 
 
 def _staleness(study: Study, grid: Grid, segments: int) -> list[float | None]:
-    shares = study.rows[Setting(grid.engines, grid.problems, "agentic", segments)].staleness
+    shares = study.rows[central(grid, "agentic", segments)].staleness
     return [*(100 * shares.get(v, 0.0) for v in range(5)), 100 * sum(s for v, s in shares.items() if v >= 5)]

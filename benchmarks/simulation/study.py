@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import TypeVar
 
-from .calibrate import Fit, fit, sensitivity
+from .calibrate import Fit, Refit, fit, refits
 from .cost_model import Constants
 from .lengths import Lengths
 from .play import Outcome, Pipeline, Setting, play
+
+_A, _B = TypeVar("_A"), TypeVar("_B")
 
 PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
@@ -22,6 +27,7 @@ class Grid:
 
     engines: int = 64
     problems: int = 512
+    group_size: int = 4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples a problem, not 72
     segments: tuple[int, ...] = (1, 2, 4, 8)
     overlap_at: tuple[int, int] = (8, 64)  # (engines, problems): as much work for an engine as in the centre
     engine_axis: tuple[int, ...] = (8, 64, 512)
@@ -56,15 +62,20 @@ class Study:
 
     def ratio(self, engines: int, problems: int) -> float:
         """Time per trained sample, trajectory with 1 segment over agentic with 4."""
-        return self.rows[reference(engines, problems)].s_per_sample / self.rows[ours(engines, problems)].s_per_sample
+        slow, fast = (self.rows[of(engines, problems)] for of in (reference, ours))
+        return slow.s_per_sample / fast.s_per_sample
 
 
 def reference(engines: int, problems: int) -> Setting:
-    return Setting(engines, problems, "trajectory", 1)
+    return Setting(engines, problems, "trajectory", 1, group_size=Grid.group_size)
 
 
 def ours(engines: int, problems: int) -> Setting:
-    return Setting(engines, problems, "agentic", 4)
+    return Setting(engines, problems, "agentic", 4, group_size=Grid.group_size)
+
+
+def central(grid: Grid, pipeline: Pipeline, segments: int) -> Setting:
+    return Setting(grid.engines, grid.problems, pipeline, segments, group_size=Grid.group_size)
 
 
 def settings(grid: Grid) -> Iterator[Setting]:
@@ -75,7 +86,7 @@ def settings(grid: Grid) -> Iterator[Setting]:
     places += [(grid.engines, problems) for problems in grid.problem_axis]
     for pipeline in PIPELINES:
         for segments in grid.segments:
-            setting = Setting(grid.engines, grid.problems, pipeline, segments)
+            setting = central(grid, pipeline, segments)
             seen.add(setting)
             yield setting
     for place in places:
@@ -102,34 +113,52 @@ def begin_study() -> Study:
     return Study(constants, fitted, cpu_s={"fit": time.process_time() - begin})
 
 
-def add_sensitivity(study: Study) -> None:
-    begin = time.process_time()
-    study.sensitivity = sensitivity(study.constants)
-    study.cpu_s["sensitivity"] = time.process_time() - begin
+def add_sensitivity(study: Study, workers: int) -> None:
+    work = refits(study.constants)
+    for refit, (found, cpu_s) in zip(work, _each(Refit.run, work, workers), strict=True):
+        study.sensitivity.setdefault(refit.name, {})[refit.factor] = found
+        study.cpu_s["sensitivity"] = study.cpu_s.get("sensitivity", 0.0) + cpu_s
 
 
-def add_rows(study: Study, grid: Grid, say: Callable[[str], None]) -> None:
-    """Every setting of the grid; `say` gets a line after each."""
+def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int) -> None:
+    """Every setting of the grid, the largest first; `say` gets a line after each."""
     assert study.fitted.sigma is not None
-    for setting in settings(grid):
-        begin = time.process_time()
-        with _no_collector():
-            study.rows[setting] = play(setting, study.constants, Lengths(study.fitted.sigma))
+    work = sorted(settings(grid), key=_size, reverse=True)
+    function = partial(play, constants=study.constants, lengths=Lengths(study.fitted.sigma))
+    for setting, (outcome, cpu_s) in zip(work, _each(function, work, workers), strict=True):
+        study.rows[setting] = outcome
+        study.cpu_s[name(setting)] = cpu_s
+        say(f"{name(setting)}: {outcome.s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
+    study.rows = {setting: study.rows[setting] for setting in settings(grid)}
+
+
+def _size(setting: Setting) -> int:
+    """About how much work a simulation of it is."""
+    return setting.problems * (setting.warmup_steps + setting.steps) * (5 if setting.pipeline == "trajectory" else 1)
+
+
+def _each(function: Callable[[_A], _B], items: Sequence[_A], workers: int) -> Iterator[tuple[_B, float]]:
+    """(result, CPU seconds) of each item, in order, in so many processes."""
+    timed = partial(_timed, function)
+    if workers == 1:
+        yield from map(timed, items)
+        return
+    # forked: a child has this checkout's modules already, wherever they were imported from
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        yield from pool.map(timed, items)
+
+
+def _timed(function: Callable[[_A], _B], item: _A) -> tuple[_B, float]:
+    """The garbage collector is off: samples hold no cycles, and looking for some among millions takes a third of the time."""
+    begin = time.process_time()
+    gc.disable()
+    try:
+        return function(item), time.process_time() - begin
+    finally:
+        gc.enable()
         gc.collect()
-        cpu_s = study.cpu_s[name(setting)] = time.process_time() - begin
-        say(f"{name(setting)}: {study.rows[setting].s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
 
 
 def name(setting: Setting) -> str:
     overlap = f", overlap {setting.overlap}" if setting.overlap else ""
     return f"{setting.pipeline} x{setting.segments}{overlap}, {setting.engines} engines, {setting.problems} problems"
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Samples hold no cycles; looking for some among millions of them takes a third of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

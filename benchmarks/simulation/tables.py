@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .calibrate import MISS, PUBLISHED_S, ULORL, Fit
+from .calibrate import MISS, PUBLISHED_S, READINGS, ULORL, Fit
 from .cost_model import MEASURED_ITL, Constants, constants_table
 from .lengths import MEDIAN_TOKENS
-from .play import Outcome, Setting
-from .study import Grid, Study, ours, overlapped, reference
+from .play import Outcome
+from .study import Grid, Study, central, ours, overlapped, reference
 
 
 def constants_text() -> str:
@@ -28,16 +28,18 @@ def constants_text() -> str:
 
 
 def fit_text(fitted: Fit) -> str:
-    """Sigma, and the predictions beside what UloRL published."""
+    """Sigma, and the predictions of both readings beside what UloRL published."""
     rows = []
     for segments, published in PUBLISHED_S.items():
-        error = fitted.error(segments)
-        verdict = "fitted" if segments == 1 else "within 15%" if abs(error) <= MISS else "MISS"
-        rows.append(
-            (str(segments), f"{published:.0f}", f"{fitted.step_s[segments]:.0f}", f"{100 * error:+.0f}%", verdict)
-        )
+        cells = [str(segments), f"{published:.0f}"]
+        for reading in READINGS:
+            error = fitted.error(reading, segments)
+            verdict = "fitted" if segments == 1 else "within 15%" if abs(error) <= MISS else "MISS"
+            cells += [f"{getattr(fitted, reading)[segments]:.0f}", f"{100 * error:+.0f}% {verdict}"]
+        rows.append((*cells, f"{fitted.samples[segments]:.0f}"))
     head = f"UloRL: sigma of the log-normal lengths fitted to 1 segment: {fitted.sigma:.3f}"
-    return head + "\n" + columns(("segments", "published s", "simulated s", "off by", ""), rows)
+    names = [cell for label in READINGS.values() for cell in (f"{label}: s", "off by")]
+    return head + "\n" + columns(("segments", "published s", *names, "samples trained a step, then"), rows)
 
 
 def sensitivity_text(study: Study) -> str:
@@ -45,27 +47,33 @@ def sensitivity_text(study: Study) -> str:
     rows = []
     for constant, fits in study.sensitivity.items():
         cells = [constant]
-        for fitted in fits.values():
+        for factor in (0.8, 1.2):
+            fitted = fits[factor]
             if fitted.sigma is None:
-                cells += ["none", "", ""]
+                cells += ["none", "", "", "", ""]
             else:
                 cells += [f"{fitted.sigma:.2f}"] + [
-                    f"{fitted.step_s[n]:.0f} ({100 * fitted.error(n):+.0f}%)" for n in (2, 4)
+                    f"{getattr(fitted, reading)[n]:.0f} ({100 * fitted.error(reading, n):+.0f}%)"
+                    for reading in READINGS
+                    for n in (2, 4)
                 ]
         rows.append(tuple(cells))
-    heads = ("x 0.8: sigma", "2 segments s", "4 segments s", "x 1.2: sigma", "2 segments s", "4 segments s")
-    return "Sensitivity, fitted again (none: no sigma gives 1240 s)\n" + columns(("constant", *heads), rows)
+    heads = [
+        f"{factor}: {cell}" for factor in ("x 0.8", "x 1.2") for cell in ("sigma", "2", "4", "2 steady", "4 steady")
+    ]
+    return (
+        "Sensitivity, fitted again (none: no sigma gives 1240 s); seconds with 2 and 4 segments, off by; steady: "
+        f"{READINGS['steady_s']}\n" + columns(("constant", *heads), rows)
+    )
 
 
 def pipelines_text(study: Study, grid: Grid) -> str:
     """Trajectory against agentic at the centre of the grid."""
     rows = []
     for setting, outcome in study.rows.items():
-        if setting == Setting(
-            grid.engines, grid.problems, setting.pipeline, setting.segments
-        ):  # not those of overlap_text
+        if setting == central(grid, setting.pipeline, setting.segments):  # not those of overlap_text
             rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
-    head = f"{grid.engines} engines, {grid.problems} new problems a step, five agents, 64k"
+    head = f"{grid.engines} engines, {grid.problems} new problems a step, groups of {grid.group_size}, five agents, 64k"
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
 
 

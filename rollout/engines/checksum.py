@@ -66,8 +66,55 @@ def checksum_of_parts(parts: Iterable[Tensor], shape: Sequence[int]) -> int:
         total += _word_sum(last, num_bytes // 8)
     if num_elements != torch.Size(shape).numel():
         raise ValueError(f"checksum: the parts have {num_elements} elements; expected shape {tuple(shape)}")
+    assert dtype is not None, "checksum_of_parts: no parts"
+    return checksum_of_sum(total, dtype, shape)
+
+
+def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The checksum of a tensor whose blocks' sums (block_sum) add up to total."""
     kind = hashlib.blake2b(f"{dtype} {list(shape)}".encode(), digest_size=8).digest()
     return (total + int.from_bytes(kind, "little")) % (1 << 64)
+
+
+def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int:
+    """What a block adds to the checksum of the tensor that it is a part of, whoever holds the rest.
+
+    Args:
+        block: [R, C], at (row, col) of the tensor seen as a matrix of shape `matrix`.
+
+    Raises:
+        ValueError: the block begins or ends within a word of 8 bytes, which then is in nobody's sum.
+    """
+    num_rows, num_cols = matrix
+    if block.shape[1] == num_cols:  # its rows lie end to end
+        start, length = row * num_cols * block.itemsize, block.nbytes
+        data = block.detach().contiguous().view(-1).view(torch.uint8)
+        if row + block.shape[0] == num_rows and length % 8:  # the tensor's last word
+            data = torch.cat([data, data.new_zeros(-length % 8)])
+        if start % 8 == 0 and data.numel() % 8 == 0:
+            return _word_sum(data, start // 8) % (1 << 64)
+    else:
+        start, width, stride = ((row * num_cols + col) * block.itemsize, block.shape[1] * block.itemsize,
+                                num_cols * block.itemsize)  # fmt: skip
+        if start % 8 == width % 8 == stride % 8 == 0:
+            return _strided_sum(block.detach().contiguous().view(torch.int64), start // 8, stride // 8) % (1 << 64)
+    raise ValueError(
+        f"checksum: a block {list(block.shape)} of {block.dtype} at ({row}, {col}) of a {num_rows} x {num_cols} matrix begins "
+        "or ends within a word of 8 bytes: its share cannot be computed without its neighbours"
+    )
+
+
+def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
+    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
+    step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // words.shape[1])
+    column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
+    row = torch.arange(min(step, len(words)), device=words.device, dtype=torch.int64) * _signed(stride * _GOLDEN)
+    key = row[:, None] + column
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        total += _mix(part ^ (key[: len(part)] + _signed((first_word + start * stride) * _GOLDEN))).sum()
+    return int(total.item())
 
 
 def _word_sum(data: Tensor, first_word: int) -> int:

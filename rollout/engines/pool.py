@@ -347,10 +347,10 @@ class EnginePool:
         self._wake()
         return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
 
-    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Give every replica the new weights; returns when all of them hold them."""
+    def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
+        """Give every replica the new weights, the same update or its own; returns when all of them hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
-        updates = [update] * len(self._replicas)
+        updates = [update] * len(self._replicas) if isinstance(update, WeightUpdate) else update
         self._wake("weights")
         receipts = self._call("update_weights", [(each,) for each in updates])
         self._recovery.note_weights(updates, receipts)

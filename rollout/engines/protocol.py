@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from marsrl.rollout.engines.receive import Feed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights of one policy: a safetensors file with HF names, in a place every engine of this host can read."""
+    """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with `feed`
+    (then path is empty), what comes to this one engine over a wire."""
 
     path: str
     version: int
+    feed: Feed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,9 @@ class WeightReceipt:
     seconds: float
     checksum_seconds: float = 0.0
 
+
+TORN = -1
+"""No policy version: what an engine holds while weights arrive in its tensors, and after that has failed."""
 
 MemoryPart = Literal["weights", "kv_cache"]
 """What an engine that sleeps gets back, in this order: new weights are loaded in between, where they need the room most."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
+    TORN,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
@@ -31,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.whole_call import generate_all
+from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -220,12 +222,16 @@ class VllmEngine:
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the file, drop every cached prefix, and report checksums of what the kernels hold."""
+        """Load the file, or receive the feed, drop every cached prefix, and report checksums of what the kernels hold."""
         start = time.perf_counter()
-        self._llm.collective_rpc("marsrl_load", args=(update.path,))
+        what: str | bytes = update.path
+        if update.feed is not None:
+            self._version, what = TORN, encode(update.feed)  # of weights that arrived in part nothing is decoded
+        self._llm.collective_rpc("marsrl_receive" if update.feed else "marsrl_load", args=(what,))
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        checksums = self._llm.collective_rpc("marsrl_checksums", args=(update.path,))[0]
+        method = "marsrl_received_checksums" if update.feed else "marsrl_checksums"
+        checksums = self._llm.collective_rpc(method, args=(what,))[0]
         self._version = update.version
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles, fuse
+from marsrl.rollout.engines.receive import Feed, Receiver
+from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 
 if TYPE_CHECKING:
@@ -53,6 +55,33 @@ class WorkerExtension:
                     found[_our_name(name)] = checksum(parameter)
         return found
 
+    def marsrl_receive(self, feed: bytes) -> None:
+        """Take the weights of an encoded Feed straight into the parameters. Not run on a GPU.
+
+        Raises:
+            RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
+        """
+        told = decode(Feed, feed)
+        model = self.model_runner.get_model()
+        targets = {name: _held(model, name).data for name in told.shapes}
+        device = next(iter(targets.values())).device
+        if device.type == "cpu":
+            raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
+        if not hasattr(self, "_marsrl_receiver"):
+            self._marsrl_receiver = Receiver(device)
+        self._marsrl_receiver.take(told, targets)
+
+    def marsrl_received_checksums(self, feed: bytes) -> dict[str, int]:
+        """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
+        told = decode(Feed, feed)
+        model = self.model_runner.get_model()
+        dtype = told.meeting.torch_dtype
+        found = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in told.shapes.items()}
+        for name, parameter in model.named_parameters():
+            if _our_name(name) not in found:
+                found[_our_name(name)] = checksum(parameter)
+        return found
+
     def marsrl_take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
         """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew."""
         return self._drawer().take(keys, lengths)
@@ -81,6 +110,14 @@ def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         module = model.get_submodule(path)
         return getattr(module, "routed_experts", module), attribute
     return model.get_submodule(path), attribute
+
+
+def _held(model: nn.Module, name: str) -> Tensor:
+    """The tensor of that fused name which the model computes with."""
+    module, attribute = _module_of(model, name)
+    held = getattr(module, attribute)
+    assert isinstance(held, Tensor), name
+    return held
 
 
 def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:

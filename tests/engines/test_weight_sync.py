@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import weakref
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.trainer.weight_carriers import FileCarrier, _side_by_side
 from marsrl.trainer.weight_files import write_shards
 from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score
 
@@ -28,7 +30,8 @@ def engine(checkpoint):
 
 @pytest.fixture
 def sync(engine, tmp_path):
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, verify_every=2, directory=tmp_path)
+    carrier = FileCarrier(torch.float32, tmp_path)
+    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, verify_every=2, carrier=carrier)
     yield sync
     sync.close()
 
@@ -104,7 +107,7 @@ def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, che
             yield name, fresh
             del fresh
 
-    small = WeightSync(sync._pool, vocab_size=160, directory=tmp_path, shard_bytes=1)
+    small = WeightSync(sync._pool, vocab_size=160, carrier=FileCarrier(torch.float32, tmp_path, shard_bytes=1))
     small.publish(export(), 1, None)
     small.close()
     layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
@@ -206,3 +209,15 @@ def test_a_probe_counts_up_to_the_first_narrow_margin():
     margins = torch.tensor([1.0, 2e-5, 9e-6, 1.0, 0.0])
     assert probe_score(torch.zeros(5), margins, num_tokens=5, tolerance=1e-4).num_certain == 2
     assert probe_score(torch.zeros(5), margins, num_tokens=5, tolerance=1e-5).num_certain == 4  # of 4 targets
+
+
+def test_a_side_that_fails_is_raised_while_the_other_still_waits():
+    forever = threading.Event()
+    with pytest.raises(RuntimeError, match="an engine died"):
+        _side_by_side(lambda: forever.wait(60), lambda: fail("an engine died"))
+    forever.set()
+    assert _side_by_side(lambda: 1, lambda: "a") == (1, "a")
+
+
+def fail(message):
+    raise RuntimeError(message)

@@ -67,6 +67,17 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
         assert [e.name for e in inside].count("decode") == 1
 
 
+def test_the_trace_has_a_lane_for_everybody_and_marks_where_steps_and_stages_begin(first_run: Path) -> None:
+    spans = read_trace(first_run / "trace.json")
+    lanes = {span.lane for span in spans}
+    assert lanes >= {"rank/0", "engine/0", "credit/main", "reward/pool", "sync/main", "mark/step", "mark/stage"}
+    steps = [span.name for span in spans if span.lane == "mark/step"]
+    assert steps == ["step 1", "step 2", "step 3", "step 4"]
+    assert [s.name for s in spans if s.lane == "mark/stage"] == [f"stage {n}" for n in range(1, 5)]
+    published = [span.arguments["version"] for span in spans if span.lane == "sync/main"]
+    assert published == list(range(load_summary(first_run / "summary.json").verified_syncs))
+
+
 def test_every_step_trains_on_all_agents_that_finished_in_it(first_run: Path) -> None:
     agents = []
     for path in sample_files(RunDirectory(first_run)).values():

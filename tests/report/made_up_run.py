@@ -160,6 +160,8 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             metrics.log(step, values)
             lanes = {"rollout": "engine/0", "step": "rank/0", "publish": "sync/main", "credit": f"reward/0{text}"}
             at = start + 4.5 * step
+            for mark in (f"step {step}", f"stage {step}{text}"):
+                trace.add(f"mark/{mark[:5].strip()}", mark, at, at)
             for name, lane in lanes.items():
                 trace.add(lane, f"{name}{text}", at, at + parts[name], {"step": step, "note": text})
                 at += parts[name]

@@ -50,6 +50,17 @@ def test_what_models_wrote_stays_text(tmp_path: Path) -> None:
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text and "⟨U+D800⟩" in text
 
 
+def test_the_timeline_shows_every_lane_and_where_steps_and_stages_begin(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path).path).read_text("utf-8")
+    picture = text[text.index('aria-label="timeline"') :]
+    picture = picture[: picture.index("</svg>")]
+    for lane in ("engine/0", "rank/0", "sync/main", "reward/0"):
+        assert f">{lane}</text>" in picture
+    assert "mark/" not in picture
+    assert picture.count('class="mark step"') == picture.count('class="mark stage"') == 6
+    assert "<title>step 3: 13.500 s</title>" in picture
+
+
 def test_a_page_shows_every_part(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path).path).read_text("utf-8")
     parts = ("LLMEngine", "0123abc", "412,345", "Verifier in the loop", "<polyline", "engine/0", "0.880", "config.yaml")

@@ -5,16 +5,20 @@ import json
 import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_up_run import make_group, make_sample, make_summary
 
+from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import MISSING, Reward
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.summary import load_summary, save_summary
 from marsrl.trainer.trace import TraceLog, read_trace
+from marsrl.trainer.watch import watch_engines, watch_judge
 
 HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"
 
@@ -78,6 +82,43 @@ def test_a_resumed_trace_goes_on_behind_the_old_one(tmp_path: Path) -> None:
         trace.save()
     first, second = read_trace(path)
     assert (first.name, second.name) == ("first", "second") and second.start_s >= first.end_s - 1e-6
+
+
+class Quick:
+    """An engine that scores nothing."""
+
+    def score(self, sequences: list[Any], temperature: float) -> list[Any]:
+        return sequences
+
+
+def test_engines_judges_other_ranks_and_marks_are_in_a_written_trace(tmp_path: Path) -> None:
+    trace, other = TraceLog(tmp_path / "trace.json"), TraceLog(None)
+    pools = {name: EnginePool(LocalReplicas([Quick(), Quick()])) for name in ("main", "frozen")}
+    team = Team({}, None, {}, pools, WatchedJudge(lambda answers: [None] * len(answers)))  # type: ignore
+    watch_engines(pools, trace)
+    watch_judge(team, trace)
+    trace.mark("step", 7)
+    for _ in range(2):
+        trace.mark("stage")
+    assert pools["frozen"].score([]) == [[], []]
+    team.judge([("p", "1"), ("p", "2")])  # type: ignore[list-item]
+    with other.span("rank/1", "pack", step=7):
+        pass
+    for span in other.take():
+        trace.add_wall("rank/1", span)
+    assert other.take() == []
+    trace.save()
+    spans = {span.lane: span for span in read_trace(tmp_path / "trace.json")}
+    assert set(spans) == {"mark/step", "mark/stage", "engine/2", "engine/3", "reward/pool", "rank/1"}
+    assert (spans["mark/step"].name, spans["mark/stage"].name) == ("step 7", "stage 2")
+    assert (spans["rank/1"].name, spans["rank/1"].arguments) == ("pack", {"step": 7})
+    assert spans["reward/pool"].arguments == {"answers": 2} and spans["engine/2"].name == "score the probe"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    instants = [event for event in events if event["ph"] == "i"]
+    assert len(instants) == 3 and all(event["s"] == "g" and "dur" not in event for event in instants)
+    again = TraceLog(tmp_path / "trace.json")
+    again.mark("stage")
+    assert [span.name for span in again._spans if span.lane == "mark/stage"] == ["stage 1", "stage 2", "stage 3"]
 
 
 def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation import plots, study, tables
@@ -106,11 +107,29 @@ def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
     assert beside.tokens_per_s > apart.tokens_per_s
 
 
+def test_a_stage_of_constant_size_takes_as_many_new_problems_as_there_are_places_left() -> None:
+    setting = replace(TINY, segments=4, is_solver_only=True, keeps_batch=True, problems=6)
+    simulation = Simulation(setting, CONSTANTS, Lengths(1.2))
+    played = []
+    generate = simulation.replicas.call
+
+    def counted(method: str, arguments: Any, on_wait: Any = None) -> Any:
+        played.append(sum(len(requests) for requests, _ in arguments))
+        return generate(method, arguments, on_wait)
+
+    simulation.replicas.call = counted  # type: ignore[method-assign]
+    carried = []
+    for _ in range(6):
+        simulation.step()
+        carried.append(simulation.scheduler.num_unfinished)
+    assert min(carried) > 0 and max(abs(n - 6 * 8) for n in played) <= 4  # whole problems: half a group more or less
+
+
 def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
     grid = study.Grid(
         engines=2, problems=2, segments=(1, 4), overlap_at=(1, 1), engine_axis=(1, 2), problem_axis=(1, 2),
     )  # fmt: skip
-    fitted = study.Fit(1.2, {1: 1240.0, 2: 700.0, 4: 700.0})
+    fitted = study.Fit(1.2, *3 * [{1: 1240.0, 2: 700.0, 4: 700.0}])
     found = study.Study(CONSTANTS, fitted)
     for setting in study.settings(grid):
         found.rows[setting] = play(
@@ -122,8 +141,8 @@ def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
             *(part(found, grid) for part in (tables.pipelines_text, tables.overlap_text, tables.axes_text)),
         ]
     )
-    assert "+16%  MISS" in text and "-10%  within 15%" in text
+    assert "+16% MISS" in text and "-10% within 15%" in text
     assert f"{found.ratio(2, 2):.2f}" in text and f"{found.ratio(2, 2):.2f}x" in tables.adds_text(found, grid)
     paths = plots.write_plots(found, grid, tmp_path)
-    assert len(paths) == 8 and all(path.read_text() for path in paths)
+    assert len(paths) == 8 and all(path.read_bytes().startswith(b"\x89PNG") for path in paths[:-1])
     assert json.loads(paths[-1].read_text())["fit"]["sigma"] == 1.2

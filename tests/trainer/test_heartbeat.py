@@ -48,3 +48,15 @@ def test_a_rank_that_is_done_is_not_missed() -> None:
         with ranks[1].heartbeat:
             pass
         assert not ranks[0].stopped.wait(2.0)
+
+
+def test_a_heartbeat_that_is_left_before_the_end_says_so_once() -> None:
+    """A run enters it before its engines start and leaves it before they are closed."""
+    store = dist.HashStore()
+    rank, told = Rank(store, 0, silent_s=1e9), list[bytes]()
+    with contextlib.suppress(MemoryError), contextlib.ExitStack() as stack:
+        stack.enter_context(rank.heartbeat)
+        stack.callback(lambda: told.append(store.get("lost")))  # closing engines
+        stack.push(rank.heartbeat)
+        raise MemoryError("no room")
+    assert b"MemoryError: no room" in told[0] and not rank.stopped.is_set()

@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import CONFIGS, ConfigError, read_config
 
 
@@ -88,3 +90,29 @@ def test_the_task_chooses_its_preset() -> None:
 
 def test_later_words_win() -> None:
     assert read_config(None, ["run.steps=3", "run.steps=4"])[0].run.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("sync.backend=nccl", "rollout.placement=local"), "rollout.placement=local the engines live in the trainer's"),
+        (("sync.backend=nccl", "rollout.placement=colocated"), "NCCL refuses two processes on one GPU"),
+        (("sync.backend=ipc", "rollout.engine=scripted"), "rollout.engine=scripted has none"),
+        (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
+        (("sync.backend=nccl", "rollout.ray_address=head:6379"), "set sync.host to the address"),
+        (("sync.cpu_twin=true",), "sync.backend=shm runs on a CPU as it is"),
+    ],
+)
+def test_a_weight_sync_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], reason: str) -> None:
+    assert reason in refusal(*words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
+    words = [f"sync.backend={backend}", "rollout.engine=local"]
+    with pytest.raises(ConfigError, match=rf"sync\.backend={backend} needs CUDA, .* or sync\.cpu_twin=true"):
+        preflight(read_config(None, words)[0], world_size=1)
+    assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
+    with pytest.raises(ConfigError, match="vLLM on a CPU computes with packed copies"):
+        preflight(read_config(None, [words[0], "sync.cpu_twin=true", "rollout.engine=vllm"])[0], world_size=1)

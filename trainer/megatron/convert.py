@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from marsrl.rollout.engines.transfers import Box
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.megatron.held import held_boxes, held_matrices
 from marsrl.trainer.megatron.hf_files import HfReader, write_hf
-from marsrl.trainer.megatron.mapping import Unit, part_shape, split, units
+from marsrl.trainer.megatron.mapping import Unit, hf_shapes, part_shape, split, units
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Converter:
         self._places: list[_Place] = places
         self._num_local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
         self._dtype = next(iter(self._parameters.values())).dtype
+        self._unit_of = {name: unit for unit in self._units for name in unit.hf}
+        self._boxes: list[dict[str, Box]] = []
         known = {self._local_name(unit) for unit in self._units if self._owns(unit)}
         if shape.is_tied and self._num_stages > 1:
             known.add("output_layer.weight")  # the last stage's copy of the embedding
@@ -90,6 +94,40 @@ class Converter:
                 parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
                 yield from zip(unit.hf, parts, strict=True)
 
+    # What this rank holds, for a sync without files (weight_wire.HeldWeights).
+
+    @property
+    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every Hugging Face tensor of the model, in the order of its file."""
+        return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._shape.num_kv_heads
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
+        """For each rank {Hugging Face name: the part of that tensor which it holds}."""
+        if not self._boxes:
+            for place in self._places:
+                boxes: dict[str, Box] = {}
+                for unit in self._units:
+                    if self._owns(unit, place):
+                        part = place.tensor if unit.expert is None else place.expert_tensor
+                        boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size()))
+                self._boxes.append(boxes)
+        return self._boxes
+
+    @torch.no_grad()
+    def matrix(self, name: str) -> Tensor:
+        """This rank's box of a Hugging Face tensor, in the model's dtype and memory where it lies together there."""
+        unit = self._unit_of[name]
+        matrices = held_matrices(self._shape, unit, self._local(unit), self._group(unit).size())
+        return matrices[unit.hf.index(name)]
+
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.
 
@@ -112,10 +150,12 @@ class Converter:
 
     # One unit: who has it, and how it is cut and put together.
 
-    def _owns(self, unit: Unit) -> bool:
-        if unit.stage != self._place.stage:
+    def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
+        """A rank (default: this one) holds a part of the unit."""
+        place = place or self._place
+        if unit.stage != place.stage:
             return False
-        return unit.expert is None or unit.expert // self._num_local_experts == self._place.expert
+        return unit.expert is None or unit.expert // self._num_local_experts == place.expert
 
     def _local_name(self, unit: Unit) -> str:
         if not unit.name.startswith("decoder.layers."):

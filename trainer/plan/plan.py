@@ -237,10 +237,11 @@ def _scores_first(config: RunConfig) -> bool:
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     notes = []
-    if config.rollout.placement == "disaggregated" and num_gpus > hw.GPUS_PER_NODE.value:
+    far = config.rollout.placement == "disaggregated" and num_gpus > hw.GPUS_PER_NODE.value
+    if far and config.sync.backend != "nccl":
         notes.append(
-            "sync.backend=shm reaches engines on the host of trainer rank 0 only; on several nodes the engines must stand "
-            "there, or the publish fails"
+            f"sync.backend={config.sync.backend} reaches engines on the host of trainer rank 0 only; on several nodes the "
+            "engines must stand there, or the publish fails; sync.backend=nccl reaches all (it has not run on GPUs yet)"
         )
     if config.rollout.placement == "colocated":
         notes.append(

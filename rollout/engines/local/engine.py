@@ -29,6 +29,7 @@ from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import (
+    TORN,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
@@ -37,6 +38,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.receive import Receiver
 from marsrl.rollout.engines.sampler import RowSampling, draw
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
@@ -68,6 +70,7 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         self._device = torch.device(device)
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
+        self._receiver = Receiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version, self._deadline_s = version, deadline_s
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
@@ -122,7 +125,11 @@ class LocalEngine:
         if self._batch is not None or self._inbox:
             raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
-        self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
+        if update.feed is not None:
+            self._version = TORN  # of weights that arrived in part nothing is decoded
+            self._receiver.take(update.feed, self._model.weights)
+        else:
+            self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop
         loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
@@ -142,6 +149,7 @@ class LocalEngine:
             self._move_weights(self._device)
 
     def close(self) -> None:
+        self._receiver.close()
         self._model.weights.clear()
 
     def _move_weights(self, device: torch.device) -> None:

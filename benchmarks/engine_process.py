@@ -1,0 +1,58 @@
+"""Our local engine in a process of its own, without Ray: what benchmarks/weight_sync.py sends weights to."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def _serve(connection: Connection, model_dir: str, dtype: str) -> None:
+    """The child: calls the engine's methods until the other end closes."""
+    import torch
+
+    from marsrl.rollout.engines.local.engine import LocalEngine
+    from marsrl.rollout.engines.pool import timed
+
+    torch.set_num_threads(1)
+    engine = LocalEngine(model_dir, dtype=dtype, max_model_len=256)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: Any = timed(lambda method=method, args=args: getattr(engine, method)(*args))
+        except Exception as error:  # raised by the parent
+            answer = error
+        connection.send(answer)
+
+
+class EngineProcess:
+    """One engine, as the pool wants its replicas; only what a weight sync calls."""
+
+    def __init__(self, model_dir: str, dtype: str) -> None:
+        # forked: the child has this checkout's modules, wherever they were imported from
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model_dir, dtype), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __len__(self) -> int:
+        return 1
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Any = None) -> list[Any]:
+        self._connection.send((method, arguments[0]))
+        while not self._connection.poll(1.0):
+            if not self._process.is_alive():
+                raise RuntimeError(f"the engine's process has ended ({self._process.exitcode}) in {method}")
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(10)

@@ -1,0 +1,210 @@
+"""The plan of a sync without files: every number arrives once, from somebody who has it; nobody waits in a circle."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marsrl.rollout.engines.checksum import block_sum, checksum, checksum_of_sum
+from marsrl.rollout.engines.fused_layout import fuse
+from marsrl.rollout.engines.receive import Feed, Receiver, feed_of
+from marsrl.rollout.engines.shard_layout import shard_layout
+from marsrl.rollout.engines.transfers import Box, plan_buckets, plan_pieces, whole_box
+from marsrl.rollout.engines.wires import Meeting, Site, gate_ranks
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.state import decode, encode
+from marsrl.trainer.megatron.held import held_boxes
+from marsrl.trainer.megatron.mapping import hf_shapes, units
+
+CPU = torch.device("cpu")
+
+
+def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
+    return ModelShape(
+        "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM", 2, 16, 8, 4, 4, 8, 70, 64,
+        1e4, 1e-6, tied, bias, True, experts, 2 if experts else 0,
+    )  # fmt: skip
+
+
+def ranks_of(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
+) -> list[dict[str, Box]]:
+    """What each rank of a layout holds: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    held = []
+    for rank in range(world):
+        inner, stage = rank % (world // pipeline), rank // (world // pipeline)
+        boxes: dict[str, Box] = {}
+        for unit in units(shape, pipeline):
+            part, parts = inner % tensor, tensor
+            if unit.expert is not None:
+                part, parts = inner % expert_tensor, expert_tensor
+                if unit.expert // (shape.num_experts // expert) != inner // expert_tensor % expert:
+                    continue
+            if unit.stage == stage:
+                boxes.update(held_boxes(shape, unit, part, parts))
+        held.append(boxes)
+    return held
+
+
+LAYOUTS = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 3),
+    (2, 1, 2, 1, 2),
+    (2, 2, 1, 1, 4),
+    (4, 2, 2, 1, 4),
+    (2, 4, 1, 2, 8),
+    (1, 1, 1, 2, 4),
+]
+SHARDS = [[(0, 1)], [(0, 1)] * 3, [(0, 2), (1, 2)], [(i, 8) for i in range(8)]]  # 8 shards: more than 4 key heads
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(LAYOUTS), st.sampled_from(SHARDS), st.integers(32, 700), st.booleans(), st.booleans(), st.booleans()
+)
+def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, bucket, is_moe, bias, tied):  # type: ignore[no-untyped-def]
+    shape = model_shape(experts=4 if is_moe else 0, bias=bias, tied=tied)
+    sizes = {n: s for u in units(shape, 1) for n, s in zip(u.hf, hf_shapes(shape, u), strict=True)}
+    start = 0.0
+    tensors = {}
+    for name, size in sizes.items():  # every number of the model is another
+        tensors[name] = torch.arange(start, start + torch.Size(size).numel(), dtype=torch.float64).view(size)
+        start += tensors[name].numel()
+    held = ranks_of(shape, *layout)
+    layouts = [shard_layout(sizes, num_kv_heads=shape.num_kv_heads, part=i, parts=n) for i, n in shards]
+    pieces = plan_pieces(held, [each.needs for each in layouts])
+    buckets = plan_buckets(pieces, len(held), bucket)
+
+    for piece in pieces:
+        assert held[piece.source][piece.name].overlap(piece.box) == piece.box, "a rank sends only what it has"
+    assert all(0 < each.num_elements <= bucket for each in buckets)
+    assert finish([(b.source, len(held) + b.target) for b in buckets])
+    sent = [sum(b.num_elements for b in buckets if b.source == rank) for rank in range(len(held))]
+    if layout == (1, 1, 1, 1, 3):  # replicas share the work, to a tensor
+        assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
+    for number, one in enumerate(layouts):
+        taken = taken_by(number, one, buckets, tensors)
+        assert all(not t.isnan().any() for t in taken.values())
+        if shards[number] == (0, 1):
+            assert all(torch.equal(taken[name], fused) for name, fused in fuse(tensors))
+
+
+def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
+    """The fused tensors of a shard after it has received its buckets; what was not written is NaN, twice written fails."""
+    feed = feed_of(SimpleNamespace(session="s"), shard, layout, buckets)  # type: ignore[arg-type]
+    queue = deque(b for b in buckets if b.target == shard)
+
+    class Wire:
+        def receive(self, source, num_elements):  # type: ignore[no-untyped-def]
+            bucket = queue.popleft()
+            assert (bucket.source, bucket.num_elements) == (source, num_elements)
+            parts = []
+            for piece in bucket.pieces:
+                b, whole = piece.box, tensors[piece.name]
+                parts.append(whole.reshape(len(whole), -1)[b.row : b.row_end, b.col : b.col_end].reshape(-1))
+            return torch.cat(parts)
+
+        def release(self):  # type: ignore[no-untyped-def]
+            pass
+
+    receiver = Receiver(CPU)
+    receiver._wire, receiver._session = Wire(), "s"  # type: ignore[assignment]
+    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in feed.shapes.items()}
+    receiver.take(feed, held)
+    num_written = sum(b.rows * b.cols * len(b.places) for a in feed.arrivals for b in a.blocks)
+    assert num_written == sum(t.numel() for t in held.values())
+    return held
+
+
+def finish(work: list[tuple[int, int]]) -> bool:
+    """Sender and receiver of each bucket meet, everybody in the one order, nobody ahead of himself: does it end?"""
+    queues: dict[int, deque[int]] = {}
+    for number, members in enumerate(work):
+        for member in members:
+            queues.setdefault(member, deque()).append(number)
+    done = 0
+    while ready := [
+        n for n, (a, b) in enumerate(work) if queues[a] and queues[b] and queues[a][0] == queues[b][0] == n
+    ]:
+        for number in ready:
+            for member in work[number]:
+                queues[member].popleft()
+            done += 1
+    return done == len(work)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_shares_of_a_checksum_add_up_to_it(across, down, rows, words, dtype):  # type: ignore[no-untyped-def]
+    columns = words * 8 // dtype.itemsize
+    whole = torch.randn(down * rows, across * columns).to(dtype)
+    total = 0
+    few_words = patch("marsrl.rollout.engines.checksum._WORDS", 4)  # a round: so that blocks take several
+    for i in range(down):
+        for j in range(across):
+            block = whole[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            with few_words:
+                total += block_sum(block, i * rows, j * columns, (down * rows, across * columns))
+    assert checksum_of_sum(total, dtype, whole.shape) == checksum(whole)
+
+
+def test_a_share_that_cuts_a_word_is_refused_but_for_the_last():
+    vector = torch.randn(7, 1).bfloat16()
+    total = block_sum(vector[:4], 0, 0, (7, 1)) + block_sum(vector[4:], 4, 0, (7, 1))
+    assert checksum_of_sum(total, torch.bfloat16, (7,)) == checksum(vector[:, 0])
+    with pytest.raises(ValueError, match="within a word of 8 bytes"):
+        block_sum(vector[:3], 0, 0, (7, 1))
+    with pytest.raises(ValueError, match="within a word of 8 bytes"):
+        block_sum(torch.randn(4, 3), 0, 0, (4, 6))
+
+
+def test_ranks_and_shards_are_busy_side_by_side():
+    boxes = [{"w": Box(4 * rank, 4 * rank + 4, 0, 4)} for rank in range(3)]
+    buckets = plan_buckets(plan_pieces(boxes, [{"w": whole_box((12, 4))}] * 3), 3, 16)
+    assert len(buckets) == 9
+    for start in (0, 3, 6):  # a round
+        members = buckets[start : start + 3]
+        assert {b.source for b in members} == {b.target for b in members} == {0, 1, 2}
+
+
+def test_what_nobody_holds_is_named():
+    with pytest.raises(ValueError, match=r"shard 0 needs 32 numbers of w .* hold 16"):
+        plan_pieces([{"w": Box(0, 4, 0, 4)}], [{"w": whole_box((8, 4))}])
+    with pytest.raises(ValueError, match="no room for a row of w"):
+        plan_buckets(plan_pieces([{"w": whole_box((8, 4))}], [{"w": whole_box((8, 4))}]), 1, 3)
+
+
+def test_an_engine_that_holds_other_shapes_is_left_alone():
+    layout = shard_layout({"model.norm.weight": (4,)}, num_kv_heads=1)
+    feed = feed_of(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
+        Receiver(CPU).take(feed, {"model.norm.weight": torch.zeros(3)})
+
+
+def test_a_feed_travels_as_bytes():
+    layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, num_kv_heads=1)
+    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
+    meeting = Meeting("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
+    feed = feed_of(meeting, 0, layout, buckets)
+    assert len(feed.arrivals) == 5 and decode(Feed, encode(feed)) == feed
+
+
+def test_an_engine_is_served_by_the_rank_on_its_gpu():
+    ranks = [Site("a", "gpu0"), Site("a", "gpu1"), Site("b", "gpu2")]
+    assert gate_ranks(ranks, [Site("b", "gpu2"), Site("a", "gpu0")]) == [2, 0]
+    with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
+        gate_ranks(ranks, [Site("a", "gpu9")])
+    cpus = [Site("a", "")] * 2
+    assert gate_ranks(cpus, [Site("a", "")] * 3) == [0, 1, 0]

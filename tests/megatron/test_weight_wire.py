@@ -1,0 +1,89 @@
+"""Weights straight from the trainer's shards to the engines': two gloo ranks and two engines, started once, about 20 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_models import save_model
+from safetensors.torch import load_file
+from wire_worker import BUCKET
+
+from marsrl.rollout.engines.fused_layout import fuse
+
+CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
+    "tp2_ep2_shards": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
+    "ep2_bfloat16": ("qwen3_moe", {"expert": 2}, "float32", "bfloat16"),
+    "pp2_tied": ("qwen3", {"pipeline": 2}, "float32", "float32"),
+    "tp2_with_biases": ("qwen2", {"tensor": 2}, "bfloat16", "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that wire_worker did, in found.json and shard_*.pt."""
+    folder = tmp_path_factory.mktemp("wire")
+    models = {kind: str(save_model(kind, folder / kind)) for kind in {case[0] for case in CASES.values()}}
+    cases = {name: (models[kind], *rest) for name, (kind, *rest) in CASES.items()}
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += [str(Path(__file__).parent / "wire_worker.py"), str(folder / "found.json"), json.dumps(cases)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=420, env=environment | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(params=CASES)
+def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """{shm, nccl, ipc: what both engines held and counted}, rank_peaks."""
+    report: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return report[request.param]
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_a_wire_brings_what_files_bring_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+    assert found[kind]["held"] == found["shm"]["held"]
+    assert found[kind]["held"][0] == found[kind]["held"][1]
+    assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
+    assert found[kind]["probe"] == found["shm"]["probe"]
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
+    name, error = found[kind]["spoiled"]
+    assert "version 3: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
+
+
+def test_no_process_holds_more_than_a_bucket_of_what_others_sent(found: dict[str, Any]) -> None:
+    for kind in ("nccl", "ipc"):
+        assert all(0 < peak <= BUCKET for peak in found[kind]["peak"])
+    assert max(found["rank_peaks"]) <= BUCKET <= found["shm"]["rank_peak"]
+
+
+def test_tensor_parallel_engine_shards_get_their_halves(folder: Path) -> None:
+    whole = dict(fuse(load_file(folder / "qwen3_moe" / "model.safetensors")))
+    halves = [torch.load(folder / f"shard_{i}.pt", weights_only=True) for i in range(2)]
+    assert set(halves[0]) == set(halves[1]) == set(whole)
+    for name, tensor in whole.items():
+        left, right = (half[name] for half in halves)
+        if name.endswith("qkv_proj.weight"):  # 4 query heads, 2 key and 2 value heads of 16
+            q, k, v = tensor.split([64, 32, 32])
+            expected = [torch.cat([t.chunk(2)[i] for t in (q, k, v)]) for i in range(2)]
+        elif name.endswith("w13_weight"):
+            gate, up = tensor.chunk(2, 1)
+            expected = [torch.cat([gate.chunk(2, 1)[i], up.chunk(2, 1)[i]], 1) for i in range(2)]
+        elif name.endswith(("o_proj.weight", "w2_weight")):
+            expected = list(tensor.chunk(2, -1))
+        elif name in ("lm_head.weight", "model.embed_tokens.weight"):  # 61 rows, padded to 64: 32 and 29
+            expected = list(tensor.split([32, 29]))
+        else:
+            expected = [tensor, tensor]
+        assert torch.equal(left, expected[0]) and torch.equal(right, expected[1]), name
