@@ -36,7 +36,8 @@ TRAINING_MODULES = (
     "psutil", "zstandard", "tensorboard", "jinja2", "einops",
 )  # fmt: skip
 CASES = (
-    "linear_logprob", "policy_rows", "policy_loss", "attention_varlen", "grouped_linear", "group_advantage", "mpt_gate",
+    "linear_logprob", "policy_rows", "policy_loss", "attention_varlen", "attention_decode", "grouped_linear",
+    "group_advantage", "mpt_gate", "packing",
 )  # fmt: skip
 
 

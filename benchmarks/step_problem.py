@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.init_model import InitShape
@@ -46,13 +47,21 @@ PROBLEMS = {
 }
 
 
+PADDING = 256  # the tokenizer's padding token: transformers gives its embedding no gradient, so no sequence has it
+
+
+def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.NDArray[np.int32]:
+    drawn = rng.integers(4, problem.vocab_size, number)
+    return np.where(drawn == PADDING, 4, drawn).astype(np.int32)
+
+
 def batch(problem: StepProblem, seed: int = 0) -> tuple[list[TrainSequence], int]:
     """Groups of 8 with lognormal responses (sigma 1.0); every second group has no spread (advantage 0). Returns the
     sequences and the number of sampled tokens."""
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):
-        prompt = rng.integers(4, problem.vocab_size, rng.integers(*problem.prompts)).astype(np.int32)
+        prompt = _tokens(rng, problem, int(rng.integers(*problem.prompts)))
         rewards = np.array([1, 0, 1, 1, 0, 0, 1, 0], float)
         advantages = (rewards - rewards.mean()) / rewards.std() if group % 2 else np.zeros(8)
         for i in range(8):
@@ -62,7 +71,7 @@ def batch(problem: StepProblem, seed: int = 0) -> tuple[list[TrainSequence], int
                 TrainSequence(
                     uid=f"{group}:{i}",
                     prompt_ids=prompt,
-                    token_ids=rng.integers(4, problem.vocab_size, n).astype(np.int32),
+                    token_ids=_tokens(rng, problem, n),
                     is_sampled=np.ones(n, bool),
                     rollout_logprobs=np.full(n, -9.0, np.float32),
                     advantage=float(advantages[i]),

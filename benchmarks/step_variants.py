@@ -105,7 +105,7 @@ def _take_megatrons_head(learner: Any) -> None:
     class PlainHead(PolicyModel):
         def _loss(self, batch: Any, loss: Any, hidden: torch.Tensor, weight: torch.Tensor) -> HeadResult:
             logits = torch.nn.functional.linear(hidden, weight).float()  # [T, V / TP]
-            nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None], tp_group=self.pg_collection.tp)
+            nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None])
             lengths = batch.cu_seqlens.diff().long()
             advantage = batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
             # The gradient of the ratio at 1 is that of the log-prob.

@@ -153,7 +153,7 @@ def measure(variant: str, model_dir: str, experts: str, mpt: float | None, words
     if "OutOfMemoryError" in done.stderr:
         return {"problem": "out of memory"}
     if done.returncode:
-        raise RuntimeError(f"{variant} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{variant} failed:\n{done.stderr[-8000:]}")
     row: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     return row
 

@@ -5,8 +5,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# Rows of a weight in a narrower dtype that are converted to float32 at a time.
-TILE_ROWS = 4096
+# Rows of a weight in a narrower dtype that are converted to float32 at a time. On the CPU a piece of 1 MiB at H = 256,
+# which is still in the cache when the GEMM reads it.
+HOST_TILE_ROWS = 1024
+DEVICE_TILE_ROWS = 4096
 
 
 class HeadGemms:
@@ -26,16 +28,25 @@ class HeadGemms:
         """Of dz where it is not formed in place: what the backward GEMMs of a device multiply."""
         return torch.bfloat16 if self._is_narrow else torch.float32
 
+    @property
+    def is_converted(self) -> bool:
+        """True where the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
+        return self.weight.dtype != torch.float32 and not self._multiplies_narrow
+
+    @property
+    def _tile_rows(self) -> int:
+        return DEVICE_TILE_ROWS if self.weight.is_cuda else HOST_TILE_ROWS
+
     @cached_property
     def _tile(self) -> Tensor:
         rows, size = self.weight.shape
-        return torch.empty(min(TILE_ROWS, rows), size, device=self.weight.device)
+        return torch.empty(min(self._tile_rows, rows), size, device=self.weight.device)
 
     def _tiles(self) -> list[slice]:
-        rows = self.weight.shape[0]
-        if self.weight.dtype == torch.float32:
+        rows, step = self.weight.shape[0], self._tile_rows
+        if not self.is_converted:
             return [slice(0, rows)]
-        return [slice(begin, min(begin + TILE_ROWS, rows)) for begin in range(0, rows, TILE_ROWS)]
+        return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
     def _weight(self, tile: slice) -> Tensor:
         weight = self.weight[tile]
@@ -74,3 +85,28 @@ class HeadGemms:
         if total is None:
             return torch.mm(dz.t(), hidden, out=torch.empty(self.weight.shape, device=dz.device))
         return total.addmm_(dz.t(), hidden)
+
+    def hidden_and_weight_gradient(
+        self, dz: Tensor, hidden: Tensor, of_hidden: Tensor | None, of_weight: Tensor | None, adds: bool
+    ) -> None:
+        """of_hidden [n, H] float32 = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+
+        In pieces of the vocabulary, each converted to float32 once. adds: to of_weight, which is then float32; else it
+        may have any dtype and is rounded once, from float32.
+        """
+        hidden = hidden.float()
+        for tile in self._tiles():
+            piece = dz[:, tile].float()
+            if of_hidden is not None and tile.start == 0:
+                torch.mm(piece, self._weight(tile), out=of_hidden)
+            elif of_hidden is not None:
+                of_hidden.addmm_(piece, self._weight(tile))
+            if of_weight is None:
+                continue
+            of_tile = of_weight[tile]
+            if adds:
+                of_tile.addmm_(piece.t(), hidden)
+            elif of_weight.dtype == torch.float32:
+                torch.mm(piece.t(), hidden, out=of_tile)
+            else:  # in the memory of the converted piece of the weight, which is done with
+                of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))

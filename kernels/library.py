@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 5  # csrc/include/abi.h
+ABI_VERSION = 6  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -26,12 +26,20 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_row_partials": (None, [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _int]),
     "marsrl_row_gradients": (
         _int64,
-        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float, *[_pointer] * 7, _int],
+        [
+            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float),
+            *([_pointer] * 7),
+            *(_int, _pointer, _int),
+        ],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
     "marsrl_policy_rows": (
         _int64,
-        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 7, _int],
+        [
+            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float),
+            *([_pointer] * 7),
+            *(_int, _pointer, _int),
+        ],
     ),
     "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
     "marsrl_unpack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),

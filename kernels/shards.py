@@ -1,4 +1,4 @@
-"""Statistics of a vocabulary that is cut over ranks: each shard's part, put together by two small all-reduces."""
+"""Statistics of a vocabulary that is cut over ranks: each shard's part, put together after one small all-gather."""
 
 import torch
 import torch.distributed as dist
@@ -9,26 +9,40 @@ from .rows.selection import Rows
 from .vocabulary import Head
 
 
-def sharded_statistics(kernels: RowKernels, head: Head, logits: Tensor, rows: Rows, out: Statistics) -> None:
-    """Fill `out` at these rows from this rank's logits [R, V]; the same bits on every rank of head.tp_group."""
-    partials = kernels.partials(logits, rows, head)
-    targets = rows.take(head.targets)
-    local = targets - head.first_column
-    inverse = head.inverse_temperature_at(rows)
-    maximum = partials[0].clone()
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=head.tp_group)
-    # e^(d + shift) for sums that were taken relative to this shard's own maximum; -1e4 stands for "nothing here"
-    shift = ((partials[0] - maximum) * inverse).clamp_(min=-1e4)
-    scale = shift.exp()
-    is_mine = (local >= 0) & (local < head.num_columns)
-    centred = torch.where(is_mine, (partials[3] - maximum) * inverse, 0.0)
-    sums = torch.stack((partials[1] * scale, (partials[2] + shift * partials[1]) * scale, centred))
-    dist.all_reduce(sums, group=head.tp_group)
-    log_sum = sums[0].log()
-    logprobs = sums[2] - log_sum
-    if not kernels.is_host:  # a bad target belongs to no shard: its row is told from log p = -log_sum
-        logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
-    rows.put(out.logprobs, logprobs.float())
-    rows.put(out.entropy, (log_sum - sums[1] / sums[0]).float())
-    rows.put(out.maximum, maximum.float())
-    rows.put(out.log_sum, log_sum.float())
+class ShardStatistics:
+    """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
+
+    flight = ShardStatistics(kernels, head, logits, rows)   # returns at once
+    ...                                                     # the logits of the next chunk
+    flight.put(statistics)
+    """
+
+    def __init__(self, kernels: RowKernels, head: Head, logits: Tensor, rows: Rows):
+        """logits: [R, V] of this shard; they may change once this returns on the stream that is current now."""
+        self._head, self._rows, self._is_host = head, rows, kernels.is_host
+        self._own = kernels.partials(logits, rows, head)  # lives until it is sent
+        world = dist.get_world_size(head.tp_group)
+        self._all = self._own.new_empty(world * self._own.shape[0], rows.count)  # [W 4, R] float64
+        self._work = dist.all_gather_into_tensor(self._all, self._own, group=head.tp_group, async_op=True)
+
+    def put(self, out: Statistics) -> None:
+        """Fill `out` at the rows of the chunk: every rank adds in the order of the ranks, to the same bits."""
+        self._work.wait()
+        head, rows = self._head, self._rows
+        maxima, sums, weighted, target_logits = self._all.unflatten(0, (-1, 4)).unbind(1)  # [W, R] each
+        inverse = head.inverse_temperature_at(rows)
+        maximum = maxima.amax(0)
+        # e^(d + shift) for sums that were taken relative to a shard's own maximum; -1e4 stands for "nothing there"
+        shift = ((maxima - maximum) * inverse).clamp_(min=-1e4)
+        scale = shift.exp()
+        total = (sums * scale).sum(0)
+        log_sum = total.log()
+        # one shard owns the target, the others gave 0
+        logprobs = (target_logits.sum(0) - maximum) * inverse - log_sum
+        if not self._is_host:  # a bad target belongs to no shard
+            targets = rows.take(head.targets)
+            logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
+        rows.put(out.logprobs, logprobs.float())
+        rows.put(out.entropy, (log_sum - ((weighted + shift * sums) * scale).sum(0) / total).float())
+        rows.put(out.maximum, maximum.float())
+        rows.put(out.log_sum, log_sum.float())

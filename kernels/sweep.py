@@ -1,7 +1,11 @@
 """Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -9,15 +13,31 @@ from torch import Tensor
 from .gemms import HeadGemms
 from .rows.protocol import PolicyTerms, RowKernels, Statistics
 from .rows.selection import LateCount, Rows
-from .shards import sharded_statistics
+from .shards import ShardStatistics
 from .vocabulary import Head
 
-# CPU: one buffer for logits and gradients, of 16 MiB where that is enough for 128 rows, else of up to 80 MiB. A GEMM
-# reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 rows: at
-# V = 151936 chunks of 86 rows cost 15% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
-HOST_BYTES = 16 * 2**20
-HOST_ROWS = 128
-HOST_MAX_BYTES = 80 * 2**20
+
+@dataclass(frozen=True)
+class HostBudget:
+    """Of the buffer for logits and gradients on the CPU: num_bytes where they are enough for num_rows, else up to
+    max_bytes. Rows are of float32 logits."""
+
+    num_bytes: int
+    num_rows: int
+    max_bytes: int
+
+    def rows(self, width: int) -> int:
+        """How many rows of this many columns; 1 at least."""
+        row = 4 * width
+        return max(1, self.num_bytes // row, min(self.num_rows, self.max_bytes // row))
+
+
+# A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
+# rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
+# 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
+HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
+# With gradients in bfloat16, which take half of a logit's room: 256 rows wait together, in two or three chunks.
+HOST_NARROW = HostBudget(24 * 2**20, 160, 86 * 2**20)
 # A device: at V = 151936 chunks of 768 rows of float32 logits, and 3072 rows of bfloat16 gradients: 1.4 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
 # some 1000 rows). Not measured yet.
@@ -29,13 +49,25 @@ DEVICE_MAX_ROWS = 16384
 
 
 class HeadGradients:
-    """Collects dX [T, H] and dW [V, H] float32 of a head while chunks come by; what is not wanted stays None.
+    """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
 
-    of_weight is also None where no row had a coefficient.
+    of_weight is also None where no row had a coefficient. It is float32, but of weight_dtype where it is formed by one
+    product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
     """
 
-    def __init__(self, gemms: HeadGemms, hidden: Tensor, wants_hidden: bool, wants_weight: bool):
+    def __init__(
+        self,
+        gemms: HeadGemms,
+        hidden: Tensor,
+        wants_hidden: bool,
+        wants_weight: bool,
+        weight_dtype: torch.dtype = torch.float32,
+        in_pieces: bool = False,
+    ):
+        """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
         self.gemms = gemms
+        self.weight_dtype = weight_dtype
+        self._in_pieces = in_pieces and gemms.is_converted
         self.hidden = hidden
         self.wants_hidden = wants_hidden
         self.wants_weight = wants_weight
@@ -53,21 +85,36 @@ class HeadGradients:
             self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._of_hidden
 
-    def add(self, dz: Tensor, tokens: Tensor) -> None:
-        """Add the rows dz [n, V] of the tokens [n] int64, ascending."""
-        count = tokens.numel()
-        if count == 0:
+    def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
+        """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
+        if tokens.numel() == 0:
             return
         rows = _contiguous_or_listed(tokens)
+        if self._in_pieces:
+            self._add_in_pieces(dz, rows, is_last)
+            return
         if self.wants_hidden:
-            gradient = self.gemms.hidden_gradient(dz)
-            if count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
-                self._of_hidden = gradient.to(self.hidden.dtype)
-            else:
-                assert self.of_hidden is not None
-                rows.put(self.of_hidden, gradient.to(self.hidden.dtype))
+            self._put(rows, self.gemms.hidden_gradient(dz))
         if self.wants_weight:
             self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
+
+    def _add_in_pieces(self, dz: Tensor, rows: Rows, is_last: bool) -> None:
+        of_hidden, adds = None, self.of_weight is not None
+        if self.wants_hidden:
+            of_hidden = torch.empty(rows.count, self.hidden.shape[1])
+        if self.wants_weight and self.of_weight is None:
+            dtype = self.weight_dtype if is_last else torch.float32
+            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype)
+        self.gemms.hidden_and_weight_gradient(dz, rows.take(self.hidden), of_hidden, self.of_weight, adds)
+        if of_hidden is not None:
+            self._put(rows, of_hidden)
+
+    def _put(self, rows: Rows, gradient: Tensor) -> None:
+        if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
+            self._of_hidden = gradient.to(self.hidden.dtype)
+            return
+        assert self.of_hidden is not None
+        rows.put(self.of_hidden, gradient.to(self.hidden.dtype))
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
@@ -90,8 +137,10 @@ class Sweep:
     `policy_rows` stands for both calls with the objective between them.
 
     The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
-    On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait. On a device there
-    are two, and the number of gradients of a chunk is read after the next chunk is queued: the device never runs dry.
+    On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait, which are float32
+    or, for a bfloat16 model, bfloat16. On a device there are two, and the number of gradients of a chunk is read after
+    the next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
+    logits: while the statistics of a chunk travel between the ranks the logits of the next are computed.
     """
 
     def __init__(
@@ -102,44 +151,84 @@ class Sweep:
         rows: Rows,
         wants_hidden: bool = False,
         wants_weight: bool = False,
+        weight_dtype: torch.dtype = torch.float32,
+        wants_statistics: bool = True,
     ):
+        """weight_dtype: that dW will have; it may come as float32. wants_statistics: they are asked of every chunk."""
         self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
         self._gemms = HeadGemms(head.weight, hidden.dtype)
-        self._gradients = HeadGradients(self._gemms, hidden, wants_hidden, wants_weight)
+        self._gradients = HeadGradients(
+            self._gemms, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
+        )
+        self._is_narrow = self._gradients.wants_any and self._gemms.gradient_dtype == torch.bfloat16
+        self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
+        self._flights: deque[ShardStatistics] = deque()
         width, device = head.width, hidden.device
-        self._at_most = _host_rows(width) if kernels.is_host else _device_rows(width)
-        size = min(rows.count, self._at_most)
-        self._logits = _host_buffer(size, width) if kernels.is_host else torch.empty(size, width, device=device)
         if kernels.is_host:
+            capacity = max(2, HOST_NARROW.rows(width)) if self._is_narrow else HOST.rows(width)
+            self._sizes = _host_chunks(rows.count, capacity, self._is_narrow)
+            self._logits = _host_buffer(min(capacity, _rows_needed(self._sizes, self._is_narrow)), width)
             self._waiting = self._logits
+            if self._is_narrow:
+                self._waiting = self._logits.view(-1).view(torch.bfloat16).view(-1, width)
         else:
+            self._at_most = _device_rows(width)
+            size = min(rows.count, self._at_most)
+            self._logits = torch.empty(size, width, device=device)
+            if self._has_two_in_flight:
+                self._other_logits = torch.empty(size if rows.count > size else 0, width, device=device)
             dtype = self._gemms.gradient_dtype
             chunks = max(1, DEVICE_GRADIENT_BYTES // (dtype.itemsize * width * max(1, size)))
-            capacity = min(rows.count, chunks * size) if self._gradients.wants_any else 0
-            self._waiting = torch.empty(capacity, width, dtype=dtype, device=device)
+            waiting = min(rows.count, chunks * size) if self._gradients.wants_any else 0
+            self._waiting = torch.empty(waiting, width, dtype=dtype, device=device)
         self._active = torch.empty(self._waiting.shape[0], dtype=torch.int64, device=device)  # whose gradients wait
         self._filled = 0
         self._late: LateCount | None = None
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
         """(chunk, its logits [R, V] float32, overwritten by the next)."""
-        for chunk in self._rows.chunks(self._at_most, equal=self._kernels.is_host):
+        if self._has_two_in_flight:
+            yield from self._two_in_flight()
+            return
+        for chunk in self._chunks():
             begin = 0
             if self._kernels.is_host:
                 self._make_room(chunk.count)
-                begin = self._filled
+                begin = self._logits_begin()
             logits = self._logits[begin : begin + chunk.count]
             self._gemms.logits(chunk.take(self._hidden), logits)
             known = chunk.settled()
             if known.count > 0:
                 yield known, logits[: known.count]
 
+    def _two_in_flight(self) -> Iterator[tuple[Rows, Tensor]]:
+        """The chunks of a vocabulary shard: the statistics of one travel while the logits of the next are computed."""
+        before: tuple[Rows, Tensor] | None = None
+        for turn, chunk in enumerate(self._chunks()):
+            logits = (self._other_logits if turn % 2 else self._logits)[: chunk.count]
+            self._gemms.logits(chunk.take(self._hidden), logits)
+            known = chunk.settled()
+            if known.count == 0:
+                continue
+            logits = logits[: known.count]
+            self._flights.append(ShardStatistics(self._kernels, self._head, logits, known))
+            if before is not None:
+                yield before
+            before = known, logits
+        if before is not None:
+            yield before
+
+    def _chunks(self) -> Iterable[Rows]:
+        return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._at_most)
+
     def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
         """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
-        if self._head.is_sharded:
-            sharded_statistics(self._kernels, self._head, logits, chunk, out)
-        else:
+        if not self._head.is_sharded:
             self._kernels.statistics(logits, chunk, self._head, out)
+        elif self._has_two_in_flight:
+            self._flights.popleft().put(out)
+        else:
+            ShardStatistics(self._kernels, self._head, logits, chunk).put(out)
 
     def add_gradients(
         self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
@@ -147,7 +236,8 @@ class Sweep:
         """Turn the rows that have a coefficient into gradients; dL/dlogp and dL/dH are [T] float32."""
         if not self._gradients.wants_any:
             return
-        self._make_room(chunk.count)
+        if not self._kernels.is_host:  # there the logits themselves have taken the room
+            self._make_room(chunk.count)
         self._late = self._kernels.gradients(
             logits,
             chunk,
@@ -167,28 +257,34 @@ class Sweep:
             terms.evaluate(chunk)
             self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
             return
-        self._make_room(chunk.count)
-        self._late = in_one_walk(logits, chunk, self._head, statistics, self._active[self._filled :])
+        begin = self._filled
+        self._late = in_one_walk(logits, chunk, self._head, statistics, self._waiting[begin:], self._active[begin:])
 
     def finish(self) -> HeadGradients:
         """The gradients of all chunks."""
-        self._flush()
+        self._flush(is_last=True)
         return self._gradients
 
     def _make_room(self, count: int) -> None:
+        """For the logits of so many rows on the CPU, for their gradients on a device."""
         self._settle()
-        if self._filled + count > self._waiting.shape[0]:
-            self._flush()
+        begin, size = (self._logits_begin(), self._logits) if self._kernels.is_host else (self._filled, self._waiting)
+        if begin + count > size.shape[0]:
+            self._flush(is_last=False)
+
+    def _logits_begin(self) -> int:
+        """The first row of the CPU's buffer that gradients leave to the logits, with room for one gradient between."""
+        return self._filled // 2 + 1 if self._is_narrow else self._filled
 
     def _settle(self) -> None:
         if self._late is not None:
             self._filled += self._late.wait()
             self._late = None
 
-    def _flush(self) -> None:
+    def _flush(self, is_last: bool) -> None:
         self._settle()
         if self._filled:
-            self._gradients.add(self._waiting[: self._filled], self._active[: self._filled])
+            self._gradients.add(self._waiting[: self._filled], self._active[: self._filled], is_last)
             self._filled = 0
 
 
@@ -207,9 +303,40 @@ def _host_buffer(num_rows: int, width: int) -> Tensor:
     return kept[: num_rows * width].view(num_rows, width)
 
 
-def _host_rows(width: int) -> int:
-    row = 4 * width
-    return max(1, HOST_BYTES // row, min(HOST_ROWS, HOST_MAX_BYTES // row))
+def _host_chunks(count: int, capacity: int, is_narrow: bool) -> list[int]:
+    """Sizes of the chunks of so many rows; all of them may turn out to have a gradient.
+
+    Equal ones, since a GEMM of few rows reads the weight as long. Where gradients are narrow, rounds of up to three
+    that wait together, each of half the size of the one before: its gradients leave half of its room.
+    """
+    if not is_narrow:
+        return _shared(count, [1] * ceil(count / capacity))
+    first = max(1, capacity - 1)  # a row of the buffer lies between gradients and logits
+    halves = [first, first // 2, first // 4]
+    rounds = _shared(count, [1] * ceil(count / sum(halves)))
+    sizes: list[int] = []
+    for size in rounds:
+        num_chunks = next(n for n in (1, 2, 3) if size <= sum(halves[:n]))
+        sizes += _shared(size, halves[:num_chunks])
+    return sizes
+
+
+def _shared(count: int, weights: list[int]) -> list[int]:
+    """count as a sum of integers in these proportions, none above its share by 1 or more; without the zeros."""
+    total, before, ends = sum(weights), 0, [0]
+    for weight in weights:
+        before += weight
+        ends.append(count * before // total)
+    return [end - begin for begin, end in pairwise(ends) if end > begin]
+
+
+def _rows_needed(sizes: list[int], is_narrow: bool) -> int:
+    """Rows of a buffer in which these chunks wait together if that fits, else their largest need."""
+    filled = need = 0
+    for size in sizes:
+        need = max(need, filled // 2 + 1 + size if is_narrow else filled + size)
+        filled += size
+    return need
 
 
 def _device_rows(width: int) -> int:
@@ -235,11 +362,12 @@ def sweep_gradients(
     entropy_coefficient: Tensor,
     wants_hidden: bool,
     wants_weight: bool,
+    weight_dtype: torch.dtype,
 ) -> HeadGradients:
     """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
     is_active = (coefficient != 0) | (entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
-    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight)
+    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
     for chunk, logits in sweep:
         sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
     return sweep.finish()

@@ -13,7 +13,9 @@ ORDER = (
     "policy_loss",
     "group_advantage",
     "mpt_gate",
+    "packing",
     "attention_varlen",
+    "attention_decode",
     "grouped_linear",
 )
 

@@ -96,7 +96,7 @@ class _Ours:
     def run(self) -> Results:
         rows, found, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms
         if terms.in_one_walk is not None:
-            terms.in_one_walk(self.logits, rows, self.head, found, self.active).wait()
+            terms.in_one_walk(self.logits, rows, self.head, found, self.out, self.active).wait()
         else:
             self.kernels.statistics(self.logits, rows, self.head, found)
             terms.evaluate(rows)

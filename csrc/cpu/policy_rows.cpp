@@ -1,7 +1,7 @@
 // The policy objective over a list of tokens: coefficients, and sums per agent; alone, or between the statistics of a
 // row of logits and its gradient.
-#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "policy_objective.h"
 #include "softmax_row.h"
@@ -45,48 +45,53 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
                                       int64_t first_token, const int64_t* targets, const float* inverse_temperature,
                                       float inverse_temperature_of_all, float* logprobs, float* entropy,
                                       float* maximum, float* log_sum, const Objective* objective, const Tokens* tokens,
-                                      int64_t* active, int num_threads) {
+                                      void* out, int is_narrow, int64_t* active, int num_threads) {
   const Statistics statistics = {logprobs, entropy, maximum, log_sum};
+  const GradientRows gradients = {out, stride, is_narrow != 0};
   const bool has_bonus = objective->entropy_coef != 0.0f;
   const int threads = usable_threads(rows, columns, num_threads);
   int64_t kept = 0;  // of one thread, which writes a gradient to its place at once; several move the rows afterwards
   BadTarget bad;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t token = token_ids ? token_ids[r] : first_token + r, target = targets[token];
-    if (target < 0 || target >= columns) {
-      bad.saw(token);
-      continue;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> origins(has_bonus ? 0 : num_blocks(columns));
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t token = token_ids ? token_ids[r] : first_token + r, target = targets[token];
+      if (target < 0 || target >= columns) {
+        bad.saw(token);
+        continue;
+      }
+      const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
+      float* row = x + r * stride;
+      const float target_logit = row[target];
+      Sums sums;
+      if (has_bonus)
+        row_sums(row, columns, tau_inverse, &sums);
+      else
+        row_sums_in_place(row, columns, tau_inverse, &sums, origins.data());
+      statistics.put(token, sums, target_logit, tau_inverse);
+      const Term term = policy_term(*objective, *tokens, token);
+      const float c = tokens->coefficient[token] = term.coefficient;
+      const float e = tokens->entropy_coefficient[token] = term.entropy_coefficient;
+      if (c == 0.0f && e == 0.0f) continue;
+      GradientRow gradient = {row, false};
+      if (threads == 1) {
+        gradient = gradients.row(kept);
+        active[kept++] = token;
+      }
+      if (has_bonus)
+        row_gradient(row, gradient, columns, sums.maximum, tau_inverse, log_sum[token], entropy[token], c, e);
+      else
+        scaled_row(row, origins.data(), gradient, columns, sums.maximum, tau_inverse, -c * tau_inverse / sums.sum);
+      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
+      gradient.zero(columns, stride);
     }
-    const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
-    float* row = x + r * stride;
-    const float target_logit = row[target];
-    Sums sums;
-    if (has_bonus)
-      row_sums(row, columns, row_maximum(row, columns), tau_inverse, &sums);
-    else
-      row_sums_in_place(row, columns, row_maximum(row, columns), tau_inverse, &sums);
-    statistics.put(token, sums, target_logit, tau_inverse);
-    const Term term = policy_term(*objective, *tokens, token);
-    const float c = tokens->coefficient[token] = term.coefficient;
-    const float e = tokens->entropy_coefficient[token] = term.entropy_coefficient;
-    if (c == 0.0f && e == 0.0f) continue;
-    float* out = row;
-    if (threads == 1) {
-      out = x + kept * stride;
-      active[kept++] = token;
-    }
-    if (has_bonus)
-      row_gradient(row, out, columns, sums.maximum, tau_inverse, log_sum[token], entropy[token], c, e);
-    else
-      scaled_row(row, out, columns, static_cast<float>(-c * tau_inverse / sums.sum));
-    out[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
-    std::fill(out + columns, out + stride, 0.0f);
   }
   if (bad.token_or_minus_1() >= 0) return -1 - bad.token_or_minus_1();
   if (threads > 1)
-    kept = move_active_rows(x, stride, rows, token_ids, first_token, tokens->coefficient, tokens->entropy_coefficient,
-                            active);
+    kept = move_active_rows(x, gradients, rows, token_ids, first_token, tokens->coefficient,
+                            tokens->entropy_coefficient, active);
   marsrl_policy_terms(objective, tokens, token_ids, first_token, rows);  // the sums, in the order of the tokens
   return kept;
 }

@@ -7,63 +7,152 @@
 
 namespace {
 
-// 4096 terms are summed in float32, the partial sums in double: the error does not grow with the vocabulary. A block of
-// them stays in the L1 cache between its two walks.
-constexpr int64_t kBlock = 4096;
+inline int64_t end_of_block(int64_t begin, int64_t columns) {
+  return begin + kBlock < columns ? begin + kBlock : columns;
+}
 
-}  // namespace
+// Asks for the block after this one, which the prefetcher of the hardware does not: it stops at the end of a page, and
+// the walk computes on a block for longer than it takes to read it.
+inline void prefetch_block(const float* x, int64_t begin, int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  for (int64_t i = begin; i < end_of_block(begin, columns); i += kLine) __builtin_prefetch(x + i);
+}
 
-MARSRL_CLONES float row_maximum(const float* __restrict__ x, int64_t columns) {
+// The sums of a row as its blocks come by. Those taken relative to a smaller maximum shrink when a larger one is seen.
+struct RunningSums {
+  float maximum = -INFINITY;
+  double sum = 0, weighted = 0;
+
+  void see_maximum(float value, float inverse_temperature) {
+    if (!(value > maximum)) return;
+    if (sum != 0) {
+      const double d = (static_cast<double>(maximum) - value) * inverse_temperature, shrink = std::exp(d);
+      weighted = shrink == 0 ? 0 : (weighted + d * sum) * shrink;
+      sum *= shrink;
+    }
+    maximum = value;
+  }
+
+  // What the terms of a block are taken relative to. Where nothing but -inf was seen any number will do.
+  float origin() const { return maximum > -INFINITY ? maximum : 0.0f; }
+};
+
+MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   float maximum = -INFINITY;
 #pragma omp simd reduction(max : maximum)
-  for (int64_t i = 0; i < columns; i++) maximum = x[i] > maximum ? x[i] : maximum;
+  for (int64_t i = begin; i < end; i++) maximum = x[i] > maximum ? x[i] : maximum;
   return maximum;
 }
 
-MARSRL_CLONES void row_sums(const float* __restrict__ x, int64_t columns, float maximum, float inverse_temperature,
-                            Sums* out) {
-  double sum = 0, weighted = 0;
-  for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t end = begin + kBlock < columns ? begin + kBlock : columns;
-    float s = 0, w = 0;
-#pragma omp simd reduction(+ : s, w)
-    for (int64_t i = begin; i < end; i++) add_softmax_term(x[i], maximum, inverse_temperature, s, w);
-    sum += s;
-    weighted += w;
-  }
-  *out = {maximum, sum, weighted};
+// The nearest bfloat16, ties to even.
+MARSRL_INLINE uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
 }
 
-MARSRL_CLONES void row_sums_in_place(float* __restrict__ x, int64_t columns, float maximum, float inverse_temperature,
-                                     Sums* out) {
-  double sum = 0, weighted = 0;
+}  // namespace
+
+MARSRL_CLONES void row_sums(const float* __restrict__ x, int64_t columns, float inverse_temperature, Sums* out) {
+  RunningSums found;
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t end = begin + kBlock < columns ? begin + kBlock : columns;
+    const int64_t end = end_of_block(begin, columns);
+    found.see_maximum(block_maximum(x, begin, end), inverse_temperature);
+    prefetch_block(x, end, columns);
+    const float origin = found.origin();
     float s = 0, w = 0;
 #pragma omp simd reduction(+ : s, w)
-    for (int64_t i = begin; i < end; i++) x[i] = add_softmax_term(x[i], maximum, inverse_temperature, s, w);
-    sum += s;
-    weighted += w;
+    for (int64_t i = begin; i < end; i++) add_softmax_term(x[i], origin, inverse_temperature, s, w);
+    found.sum += s;
+    found.weighted += w;
   }
-  *out = {maximum, sum, weighted};
+  *out = {found.maximum, found.sum, found.weighted};
 }
 
-MARSRL_CLONES void row_gradient(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
-                                float log_sum, float entropy, float c, float e) {
+MARSRL_CLONES void row_sums_in_place(float* __restrict__ x, int64_t columns, float inverse_temperature, Sums* out,
+                                     float* __restrict__ origins) {
+  RunningSums found;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t end = end_of_block(begin, columns);
+    found.see_maximum(block_maximum(x, begin, end), inverse_temperature);
+    prefetch_block(x, end, columns);
+    const float origin = found.origin();
+    origins[begin / kBlock] = found.maximum;
+    float s = 0, w = 0;
+#pragma omp simd reduction(+ : s, w)
+    for (int64_t i = begin; i < end; i++) x[i] = add_softmax_term(x[i], origin, inverse_temperature, s, w);
+    found.sum += s;
+    found.weighted += w;
+  }
+  *out = {found.maximum, found.sum, found.weighted};
+}
+
+MARSRL_CLONES void row_gradient(const float* x, GradientRow out, int64_t columns, float maximum,
+                                float inverse_temperature, float log_sum, float entropy, float c, float e) {
+  if (out.is_narrow) {
+    uint16_t* narrow = out.narrow();
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++)
+      narrow[i] = to_bfloat16(softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e));
+    return;
+  }
+  float* wide = out.wide();
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++)
-    out[i] = softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e);
+    wide[i] = softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e);
 }
 
-MARSRL_CLONES void row_gradient_of_logprob(float* __restrict__ x, int64_t columns, float maximum,
+MARSRL_CLONES void row_gradient_of_logprob(const float* x, GradientRow out, int64_t columns, float maximum,
                                            float inverse_temperature, float log_sum, float c) {
   const float scale = -c * inverse_temperature;
+  if (out.is_narrow) {
+    uint16_t* narrow = out.narrow();
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++)
+      narrow[i] = to_bfloat16(softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale));
+    return;
+  }
+  float* wide = out.wide();
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++)
-    x[i] = softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale);
+    wide[i] = softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale);
 }
 
-MARSRL_CLONES void scaled_row(const float* x, float* out, int64_t columns, float scale) {
+MARSRL_CLONES void scaled_row(const float* x, const float* origins, GradientRow out, int64_t columns, float maximum,
+                              float inverse_temperature, double scale) {
+  float origin = maximum, of_block = static_cast<float>(scale);
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t end = end_of_block(begin, columns);
+    if (origins[begin / kBlock] != origin) {
+      origin = origins[begin / kBlock];
+      of_block = static_cast<float>(scale * std::exp((static_cast<double>(origin) - maximum) * inverse_temperature));
+    }
+    if (out.is_narrow) {
+      uint16_t* narrow = out.narrow();
 #pragma omp simd
-  for (int64_t i = 0; i < columns; i++) out[i] = scale * x[i];
+      for (int64_t i = begin; i < end; i++) narrow[i] = to_bfloat16(of_block * x[i]);
+    } else {
+      float* wide = out.wide();
+#pragma omp simd
+      for (int64_t i = begin; i < end; i++) wide[i] = of_block * x[i];
+    }
+  }
+}
+
+MARSRL_CLONES void copied_row(const float* x, GradientRow out, int64_t columns) {
+  if (!out.is_narrow) {
+    std::memcpy(out.wide(), x, columns * sizeof(float));
+    return;
+  }
+  uint16_t* narrow = out.narrow();
+#pragma omp simd
+  for (int64_t i = 0; i < columns; i++) narrow[i] = to_bfloat16(x[i]);
+}
+
+void GradientRow::put(int64_t column, float value) const {
+  if (is_narrow)
+    narrow()[column] = to_bfloat16(value);
+  else
+    wide()[column] = value;
 }

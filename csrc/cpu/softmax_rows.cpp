@@ -3,7 +3,6 @@
 // The arithmetic of an element is in softmax_terms.h.
 // A row of `stride` floats holds `columns` real logits; what lies between is vocabulary padding: never read, and its
 // gradient is written as 0. `targets` are local column indices. Rows are independent: the thread count changes nothing.
-#include <algorithm>
 #include <cstdint>
 
 #include "abi.h"
@@ -35,7 +34,7 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
     const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
     const float* row = x + r * stride;
     Sums sums;
-    row_sums(row, columns, row_maximum(row, columns), tau_inverse, &sums);
+    row_sums(row, columns, tau_inverse, &sums);
     out.put(token, sums, row[target], tau_inverse);
   }
   return bad.token_or_minus_1();
@@ -50,7 +49,7 @@ MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows
   for (int64_t r = 0; r < rows; r++) {
     const float* row = x + r * stride;
     Sums sums;
-    row_sums(row, columns, row_maximum(row, columns), inverse_temperature[r], &sums);
+    row_sums(row, columns, inverse_temperature[r], &sums);
     const bool is_mine = local_targets[r] >= 0 && local_targets[r] < columns;
     partials[r] = sums.maximum;
     partials[rows + r] = sums.sum;
@@ -59,32 +58,43 @@ MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows
   }
 }
 
-// Turns the logits of the rows with a coefficient into their gradient and moves these rows to the front of x.
+// Turns the logits of the rows with a coefficient into their gradients, side by side.
 //   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
 //   first_column: of this shard; targets are global
+//   out [>= rows, stride]: x itself, or (is_narrow) bfloat16 as GradientRows wants it
 //   active [rows]: receives the token of each row kept, in order
-// Returns how many rows were kept; rows of x behind them hold rubbish.
+// Returns how many rows were kept; rows of x may hold rubbish afterwards.
 MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* tokens,
                                         int64_t first_token, const int64_t* targets, int64_t first_column,
                                         const float* inverse_temperature, float inverse_temperature_of_all,
                                         const float* logprobs, const float* entropy, const float* maximum,
                                         const float* log_sum, const float* coefficient,
-                                        const float* entropy_coefficient, int64_t* active, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(usable_threads(rows, columns, num_threads))
+                                        const float* entropy_coefficient, void* out, int is_narrow, int64_t* active,
+                                        int num_threads) {
+  const GradientRows gradients = {out, stride, is_narrow != 0};
+  const int threads = usable_threads(rows, columns, num_threads);
+  int64_t kept = 0;  // of one thread, which writes a gradient to its place at once; several move the rows afterwards
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;
     const float c = coefficient[token], e = entropy_coefficient ? entropy_coefficient[token] : 0.0f;
     if (c == 0.0f && e == 0.0f) continue;
     const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
     float* row = x + r * stride;
+    GradientRow gradient = {row, false};
+    if (threads == 1) {
+      gradient = gradients.row(kept);
+      active[kept++] = token;
+    }
     if (e == 0.0f)
-      row_gradient_of_logprob(row, columns, maximum[token], tau_inverse, log_sum[token], c);
+      row_gradient_of_logprob(row, gradient, columns, maximum[token], tau_inverse, log_sum[token], c);
     else
-      row_gradient(row, row, columns, maximum[token], tau_inverse, log_sum[token], entropy[token], c, e);
+      row_gradient(row, gradient, columns, maximum[token], tau_inverse, log_sum[token], entropy[token], c, e);
     const int64_t target = targets[token] - first_column;
     if (target >= 0 && target < columns)
-      row[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
-    std::fill(row + columns, row + stride, 0.0f);
+      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
+    gradient.zero(columns, stride);
   }
-  return move_active_rows(x, stride, rows, tokens, first_token, coefficient, entropy_coefficient, active);
+  if (threads == 1) return kept;
+  return move_active_rows(x, gradients, rows, tokens, first_token, coefficient, entropy_coefficient, active);
 }

@@ -17,14 +17,14 @@ MARSRL_INLINE float softmax_exp(float x) {
 #endif
 }
 
-// Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, 0 below the smallest
-// normal float32.
+// Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, on a CPU 0 where it is
+// below the smallest normal float32.
 MARSRL_INLINE float add_softmax_term(float x, float maximum, float inverse_temperature, float& sum, float& weighted) {
   const float d = (x - maximum) * inverse_temperature;  // centred first: exactly 0 at the maximum
   const float e = softmax_exp(d);
   sum += e;
-  weighted += d < -87.0f ? 0.0f : d * e;
-  return d < -87.0f ? 0.0f : e;
+  weighted += (d < kSmallestExponent ? 0.0f : d) * e;  // 0 times -inf would be NaN
+  return e;
 }
 
 // dz of a column that is not the target; log_sum = log of the sum of e^d.

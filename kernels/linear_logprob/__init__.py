@@ -80,6 +80,7 @@ class _LinearLogProb(torch.autograd.Function):
             entropy_gradient.float().contiguous(),
             wants_hidden,
             wants_weight,
+            weight.dtype,
         )
         of_weight = gradients.of_weight
         if wants_weight:

@@ -173,6 +173,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
             tokens,
             wants_hidden=is_differentiable and hidden.requires_grad,
             wants_weight=is_differentiable and weight.requires_grad,
+            weight_dtype=weight.dtype if main_grad is None else main_grad.dtype,
         )
         sums = fused.terms.sums()
         loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), main_grad)

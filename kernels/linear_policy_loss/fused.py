@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from ..objective import PolicyObjective, PolicyTokens
@@ -31,15 +32,18 @@ def fused_loss(
     tokens: PolicyTokens,
     wants_hidden: bool,
     wants_weight: bool,
+    weight_dtype: torch.dtype,
 ) -> FusedLoss:
     """Loss, and gradients for a grad_output of 1 where they are wanted; takes the route that the objective allows.
+
+    weight_dtype: that the gradient of the weight will have; it may come as float32.
 
     Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
     and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
     """
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
     if not needs_whole_sequences(objective, tokens):
-        return _single_pass(kernels, head, hidden, objective, tokens, rows, wants_hidden, wants_weight)
+        return _single_pass(kernels, head, hidden, objective, tokens, rows, wants_hidden, wants_weight, weight_dtype)
     _say_recompute(objective.ratio, objective.correction)
     statistics = sweep_statistics(kernels, head, hidden, rows)
     terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
@@ -47,7 +51,15 @@ def fused_loss(
     if not (wants_hidden or wants_weight):
         return FusedLoss(statistics, terms, None)
     gradients = sweep_gradients(
-        kernels, head, hidden, statistics, terms.coefficient, terms.entropy_coefficient, wants_hidden, wants_weight
+        kernels,
+        head,
+        hidden,
+        statistics,
+        terms.coefficient,
+        terms.entropy_coefficient,
+        wants_hidden,
+        wants_weight,
+        weight_dtype,
     )
     return FusedLoss(statistics, terms, gradients)
 
@@ -61,10 +73,11 @@ def _single_pass(
     rows: Rows,
     wants_hidden: bool,
     wants_weight: bool,
+    weight_dtype: torch.dtype,
 ) -> FusedLoss:
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
-    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight)
+    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
     for chunk, logits in sweep:
         sweep.policy_rows(logits, chunk, statistics, terms)
     return FusedLoss(statistics, terms, sweep.finish())

@@ -1,4 +1,4 @@
-"""The row kernels of csrc/cpu: float32, in place, threads over rows."""
+"""The row kernels of csrc/cpu: float32 logits to gradients in their place, or to bfloat16; threads over rows."""
 
 import ctypes
 
@@ -78,7 +78,7 @@ class CpuRowKernels:
         out: Tensor,
         active: Tensor,
     ) -> LateCount:
-        assert out.data_ptr() == logits.data_ptr(), "csrc/cpu turns logits into gradients in place"
+        _check_place(logits, out)
         kept = library.cpu_library().marsrl_row_gradients(
             logits.data_ptr(),
             head.width,
@@ -96,6 +96,8 @@ class CpuRowKernels:
             statistics.log_sum.data_ptr(),
             coefficient.data_ptr(),
             entropy_coefficient.data_ptr(),
+            out.data_ptr(),
+            out.dtype == torch.bfloat16,
             active.data_ptr(),
             torch.get_num_threads(),
         )
@@ -120,8 +122,11 @@ class CpuPolicyTerms:
             ctypes.byref(self._objective), ctypes.byref(self._tokens), address(rows.ids), rows.first, rows.count
         )
 
-    def in_one_walk(self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, active: Tensor) -> LateCount:
+    def in_one_walk(
+        self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
+    ) -> LateCount:
         assert statistics.logprobs.data_ptr() == self._inputs.logprobs.data_ptr(), "terms of other log-probs"
+        _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(
             logits.data_ptr(),
             head.width,
@@ -138,6 +143,8 @@ class CpuPolicyTerms:
             statistics.log_sum.data_ptr(),
             ctypes.byref(self._objective),
             ctypes.byref(self._tokens),
+            out.data_ptr(),
+            out.dtype == torch.bfloat16,
             active.data_ptr(),
             torch.get_num_threads(),
         )
@@ -146,6 +153,18 @@ class CpuPolicyTerms:
 
     def sums(self) -> Tensor:
         return self._sums
+
+
+def _check_place(logits: Tensor, out: Tensor) -> None:
+    """csrc/cpu turns logits into gradients where they lie, or writes bfloat16 that stays behind the row it reads."""
+    begin, at = logits.data_ptr(), out.data_ptr()
+    if out.dtype == torch.float32:
+        assert at == begin, "float32 gradients on the CPU take the place of the logits"
+        return
+    assert out.dtype == torch.bfloat16, f"gradients are {out.dtype}"
+    row_end = at + out.stride(0) * out.element_size()
+    is_apart = at >= begin + logits.numel() * logits.element_size()
+    assert row_end <= begin or is_apart, "bfloat16 gradients would overwrite logits that are still to be read"
 
 
 def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:

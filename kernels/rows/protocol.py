@@ -2,7 +2,7 @@
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 gemms.py
-        statistics (or partials and two all-reduces)              RowKernels
+        statistics (or partials and an all-gather, shards.py)     RowKernels
         terms.evaluate: coefficients and sums of the loss         RowKernels
         gradients: rows with a coefficient to dz, side by side    RowKernels
         (on the CPU these three in one: terms.in_one_walk)
@@ -70,8 +70,10 @@ class TermInputs:
 class RowsInOneWalk(Protocol):
     """Statistics, evaluation and gradients of a chunk in one call: each row while it is in the cache."""
 
-    def __call__(self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, active: Tensor) -> LateCount:
-        """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other, in place.
+    def __call__(
+        self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, out: Tensor, active: Tensor
+    ) -> LateCount:
+        """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other.
 
         For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of TermInputs.
         """
@@ -99,8 +101,8 @@ class PolicyTerms(Protocol):
 class RowKernels(Protocol):
     """One implementation.
 
-    is_host: results are complete when a call returns, and `gradients` works in place; else calls queue work on the
-    current stream, never wait for it, and `gradients` writes to a second buffer.
+    is_host: results are complete when a call returns, and `gradients` overwrites the logits; else calls queue work on
+    the current stream, never wait for it, and `gradients` writes to a second buffer.
     """
 
     is_host: bool
@@ -137,6 +139,7 @@ class RowKernels(Protocol):
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 
-        and 0 in padding. 1 - p of the target through expm1. out [>= R, V] is `logits` itself where is_host, else a
-        buffer of the GEMM's dtype (bfloat16 or float32). active: [>= R] int64. Returns n.
+        and 0 in padding. 1 - p of the target through expm1. out [>= R, V] has the GEMM's dtype (bfloat16 or float32): a
+        second buffer, but where is_host `logits` itself if float32, and if bfloat16 memory that may reach into the
+        logits so far that its row k ends before row k of the logits begins. active: [>= R] int64. Returns n.
         """

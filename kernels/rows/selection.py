@@ -1,8 +1,7 @@
 """Which packed tokens a sweep visits, and numbers that a device computes and the host needs a little later."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -63,12 +62,11 @@ class Rows:
         count = min(self.count, self.late.wait())
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
-    def chunks(self, at_most: int, equal: bool = True) -> "Iterator[Rows]":
-        """These rows in order, cut into chunks.
+    def chunks(self, at_most: int) -> "Iterator[Rows]":
+        """These rows in order, cut into chunks of at_most rows and a rest.
 
-        equal: of nearly the same size, since a GEMM of few rows reads the weight as long; else of at_most rows and a
-        rest, so that a row's result does not depend on how many there are. Where the count is late the first chunk is
-        an upper bound to be settled, and the others are cut when they are asked for.
+        A row's result then does not depend on how many rows there are. Where the count is late the first chunk is an
+        upper bound to be settled, and the others are cut when they are asked for.
         """
         rows = self
         if self.late is not None:
@@ -78,17 +76,20 @@ class Rows:
             rows = self.settled()
             assert rows.ids is not None
             if rows.count > head:
-                yield from Rows(rows.ids[head:], 0, rows.count - head).chunks(at_most, equal)
+                yield from Rows(rows.ids[head:], 0, rows.count - head).chunks(at_most)
             return
-        if rows.count == 0:
-            return
-        size = ceil(rows.count / ceil(rows.count / at_most)) if equal else at_most
-        for begin in range(0, rows.count, size):
-            count = min(size, rows.count - begin)
-            if rows.ids is None:
-                yield Rows(None, rows.first + begin, count)
+        full, rest = divmod(rows.count, at_most)
+        yield from rows.pieces([at_most] * full + [rest] * (rest > 0))
+
+    def pieces(self, sizes: Iterable[int]) -> "Iterator[Rows]":
+        """These rows in order, cut into pieces of these sizes, whose sum is the count."""
+        begin = 0
+        for count in sizes:
+            if self.ids is None:
+                yield Rows(None, self.first + begin, count)
             else:
-                yield Rows(rows.ids[begin : begin + count], 0, count)
+                yield Rows(self.ids[begin : begin + count], 0, count)
+            begin += count
 
     def take(self, values: Tensor) -> Tensor:
         """values [T, ...] at these tokens; a view where they are contiguous."""

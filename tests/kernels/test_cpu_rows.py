@@ -38,12 +38,36 @@ def terms_for(statistics: Statistics, bonus: float, rows: int = 6) -> CpuPolicyT
     return policy_terms(CpuRowKernels(), objective, tokens, statistics.logprobs, statistics.entropy)
 
 
-def one_walk(z: Tensor, head: Head, bonus: float) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
+def place(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(the logits in a buffer, where their gradients go): the logits' own place, or bfloat16 that begins before them."""
+    buffer = torch.full((z.shape[0] + 1, z.shape[1]), torch.nan)
+    logits = buffer[1:].copy_(z)
+    return logits, logits if dtype == torch.float32 else buffer.view(-1).view(torch.bfloat16).view(-1, z.shape[1])[1:]
+
+
+def one_walk(
+    z: Tensor, head: Head, bonus: float, dtype: torch.dtype = torch.float32
+) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
     """(statistics, terms, dz of the rows kept, their tokens)."""
-    statistics, active, z = Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64), z.clone()
+    statistics, active = Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64)
     terms = terms_for(statistics, bonus)
-    count = terms.in_one_walk(z, Rows.of(None, 6), head, statistics, active).wait()
-    return statistics, terms, z[:count], active[:count]
+    logits, out = place(z, dtype)
+    count = terms.in_one_walk(logits, Rows.of(None, 6), head, statistics, out, active).wait()
+    return statistics, terms, out[:count], active[:count]
+
+
+def three_calls(
+    z: Tensor, head: Head, bonus: float, dtype: torch.dtype = torch.float32
+) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
+    """The same by the calls that the walk stands for."""
+    kernels, statistics, active = CpuRowKernels(), Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64)
+    logits, out = place(z, dtype)
+    kernels.statistics(logits, Rows.of(None, 6), head, statistics)
+    terms = terms_for(statistics, bonus)
+    terms.evaluate(Rows.of(None, 6))
+    coefficients = terms.coefficient, terms.entropy_coefficient
+    count = kernels.gradients(logits, Rows.of(None, 6), head, statistics, *coefficients, out, active).wait()
+    return statistics, terms, out[:count], active[:count]
 
 
 def gradients(z: Tensor, head: Head, tokens: Tensor, bonus: float) -> Tensor:
@@ -56,8 +80,8 @@ def gradients(z: Tensor, head: Head, tokens: Tensor, bonus: float) -> Tensor:
     return torch.autograd.grad(loss, z)[0].nan_to_num(0)[tokens]
 
 
-# 131: less than a block of sums; 8197: two blocks and a rest, an odd number
-@pytest.mark.parametrize("columns", [1, 131, 8197])
+# 131: less than a block of 512; 1024: two blocks; 8197: more and a rest, an odd number
+@pytest.mark.parametrize("columns", [1, 131, 1024, 8197])
 @pytest.mark.parametrize("bonus", [0.0, 0.05])
 def test_one_walk_gives_statistics_and_gradients_of_hard_rows(columns, bonus):
     z, head = case(columns)
@@ -78,28 +102,70 @@ def test_one_walk_gives_statistics_and_gradients_of_hard_rows(columns, bonus):
 def test_one_walk_equals_the_three_calls(bonus):
     z, head = case(4099)
     statistics, terms, dz, tokens = one_walk(z, head, bonus)
-    kernels, expected, active = CpuRowKernels(), Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64)
-    kernels.statistics(z, Rows.of(None, 6), head, expected)
-    separate = terms_for(expected, bonus)
-    separate.evaluate(Rows.of(None, 6))
-    coefficients = separate.coefficient, separate.entropy_coefficient
-    count = kernels.gradients(z, Rows.of(None, 6), head, expected, *coefficients, z, active).wait()
-    assert torch.equal(tokens, active[:count])
+    expected, separate, expected_dz, expected_tokens = three_calls(z, head, bonus)
+    assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(terms.sums(), separate.sums(), rtol=1e-6, atol=1e-6)
     for name in ("logprobs", "entropy", "maximum", "log_sum"):  # multiply-adds may be fused in one and not in the other
         torch.testing.assert_close(getattr(statistics, name), getattr(expected, name), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(dz, z[:count], rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(dz, expected_dz, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("walk", [one_walk, three_calls])
+@pytest.mark.parametrize("bonus", [0.0, 0.05])
+def test_bfloat16_gradients_are_the_float32_ones_rounded(walk, bonus):
+    z, head = case(8197)
+    _, terms, dz, tokens = walk(z, head, bonus)
+    _, narrow_terms, narrow, narrow_tokens = walk(z, head, bonus, torch.bfloat16)
+    assert torch.equal(narrow, dz.bfloat16()) and torch.equal(narrow_tokens, tokens)
+    assert torch.equal(narrow_terms.sums(), terms.sums())
+
+
+def test_bfloat16_gradients_that_would_overwrite_logits_are_refused():
+    z, head = case(131)
+    buffer = torch.zeros(7, z.shape[1])
+    logits, out = buffer[:6], buffer.view(-1).view(torch.bfloat16).view(-1, z.shape[1])
+    statistics = Statistics.zeros(6, z.device)
+    terms = terms_for(statistics, 0.0)
+    with pytest.raises(AssertionError, match="would overwrite logits"):
+        terms.in_one_walk(logits, Rows.of(None, 6), head, statistics, out, torch.empty(6, dtype=torch.int64))
+
+
+def test_the_maximum_may_rise_in_any_block_and_blocks_of_minus_infinity_add_nothing():
+    columns = 5 * 512 + 3
+    z = torch.randn(6, columns) + torch.arange(columns) * 0.02  # rises by 10 a block
+    z[1] = z[1].flip(0)
+    z[2, : 3 * 512], z[3, 512:] = -torch.inf, -torch.inf
+    z[4, 700] = 300.0  # everything before shrinks to nothing
+    head = head_for(torch.tensor([0, 5, columns - 1, 7, 700, 9]), columns, columns, temperature=torch.rand(6) + 0.5)
+    statistics, _, dz, tokens = one_walk(z, head, 0.0)
+    exact = exact_statistics(z.double(), head.targets, head.inverse_temperature.double())
+    plain = exact_statistics(z, head.targets, head.inverse_temperature)
+    assert_accurate("logprobs", statistics.logprobs, exact[0], plain[0])
+    assert_accurate("entropy", statistics.entropy, exact[1], plain[1])
+    assert_accurate("dz", dz, *(gradients(values, head, tokens, 0.0) for values in (z.double(), z)))
+
+
+@pytest.mark.parametrize("place_of_nan", [3, 600])
+def test_a_nan_logit_makes_its_row_nan(place_of_nan):
+    z, head = case(1024)
+    z[0, place_of_nan] = torch.nan
+    z[2, :], z[2, place_of_nan] = -torch.inf, torch.nan
+    statistics, *_ = one_walk(z, head, 0.0)
+    assert statistics.logprobs.isnan().tolist() == statistics.entropy.isnan().tolist()
+    assert statistics.logprobs.isnan().tolist() == [True, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.05])
-def test_the_number_of_threads_is_not_seen_in_one_walk(bonus):
+@pytest.mark.parametrize("walk", [one_walk, three_calls])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_is_not_seen(walk, bonus, dtype):
     z, head = case(8197)  # above the size that one thread keeps for itself
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        _, terms, dz, tokens = one_walk(z, head, bonus)
+        _, terms, dz, tokens = walk(z, head, bonus, dtype)
         torch.set_num_threads(3)
-        _, terms_of_3, dz_of_3, tokens_of_3 = one_walk(z, head, bonus)
+        _, terms_of_3, dz_of_3, tokens_of_3 = walk(z, head, bonus, dtype)
     finally:
         torch.set_num_threads(before)
     assert (

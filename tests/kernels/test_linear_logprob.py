@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fused_head import compare_logprob
+from fused_head import chunks_of, compare_logprob
 
-from marsrl.kernels import bad_targets, gemms, linear_logprob, raise_bad_targets, sweep
+from marsrl.kernels import bad_targets, gemms, linear_logprob, raise_bad_targets
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 # (T, H, V): nothing, one row, odd sizes, a block boundary of 4096 columns, real vocabularies
@@ -49,13 +49,13 @@ def test_padded_columns_have_no_probability_and_no_gradient():
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, monkeypatch):
-    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 129)
+    chunks_of(rows, monkeypatch)
     compare_logprob((torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,))))
     compare_logprob((torch.randn(40, 16), torch.randn(129, 16), torch.randint(0, 129, (40,))), dtype=torch.bfloat16)
 
 
 def test_tiles_of_a_bfloat16_weight_add_up(monkeypatch):
-    monkeypatch.setattr(gemms, "TILE_ROWS", 50)
+    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     compare_logprob((torch.randn(9, 16), torch.randn(129, 16), torch.randint(0, 129, (9,))), dtype=torch.bfloat16)
 
 

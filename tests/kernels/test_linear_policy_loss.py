@@ -1,14 +1,17 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
+import sys
+
 import pytest
 import torch
-from fused_head import arguments_for, compare_policy_loss, head_case
+from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case
 from fused_head import run_policy_loss as run
 
 from marsrl.kernels import PolicyObjective, gemms, linear_policy_loss, sweep
 from marsrl.kernels.testing import OBJECTIVES
 
 PLAIN = PolicyObjective(mpt_probability=None)
+linear_policy_loss_module = sys.modules[linear_policy_loss.__module__]  # the function hides it in the package
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,10 +34,51 @@ def test_shapes(shape):
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-def test_the_chunk_size_is_not_seen_in_the_result(rows, name, monkeypatch):
-    monkeypatch.setattr(sweep, "HOST_BYTES", rows * 4 * 131)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunk_size_is_not_seen_in_the_result(rows, name, dtype, monkeypatch):
+    chunks_of(rows, monkeypatch)
+    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     case = head_case()
-    compare_policy_loss(case, arguments_for(case, name))
+    compare_policy_loss(case, arguments_for(case, name), dtype)
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("capacity", [2, 3, 7, 120, 148])
+def test_chunks_hold_every_row_once_and_those_of_a_round_wait_together(capacity, is_narrow):
+    for count in range(4 * capacity):
+        sizes = sweep._host_chunks(count, capacity, is_narrow)
+        assert sum(sizes) == count and all(0 < size <= capacity for size in sizes)
+        if is_narrow and count <= 1.75 * (capacity - 1) - 2:
+            assert sweep._rows_needed(sizes, is_narrow) <= capacity
+
+
+# copies: of the float32 logits, that plain PyTorch holds at once (measured)
+@pytest.mark.parametrize(
+    ("vocab", "is_narrow", "copies"),
+    [(32_000, False, 3.0), (151_936, False, 2.0), (32_000, True, 4.0), (151_936, True, 2.5)],
+)
+def test_the_buffer_of_256_rows_is_below_a_quarter_of_what_plain_pytorch_holds(vocab, is_narrow, copies):
+    capacity = (sweep.HOST_NARROW if is_narrow else sweep.HOST).rows(vocab)
+    needed = sweep._rows_needed(sweep._host_chunks(256, capacity, is_narrow), is_narrow)
+    assert min(capacity, needed) <= 0.24 * copies * 256
+    assert not is_narrow or needed <= capacity  # all wait together: one product gives dW
+
+
+def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_float32_sum(monkeypatch):
+    hidden, weight, targets = head_case(60)
+    arguments = {**arguments_for((hidden, weight, targets), "pseudo on-policy"), "mask": None}
+    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    seen = []
+    backward = linear_policy_loss_module._FusedLoss.backward
+    monkeypatch.setattr(
+        linear_policy_loss_module._FusedLoss,
+        "backward",
+        staticmethod(lambda ctx, gradient: (seen.append(ctx.gradients.of_weight.dtype), backward(ctx, gradient))[1]),
+    )
+    for rows, main_grad in ((36, None), (10, None), (36, torch.zeros(weight.shape))):
+        chunks_of(rows, monkeypatch)
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss.backward()
+    assert seen == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_more_tokens_than_a_grid_axis_has_programs():

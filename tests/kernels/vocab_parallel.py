@@ -1,11 +1,12 @@
 """The fused head with its vocabulary cut over gloo processes, and what one process makes of all of it.
 
-A script of its own: `python vocab_parallel.py RANK WORLD TOKENS FOLDER` is one rank.
+A script of its own: `python vocab_parallel.py RANK WORLD TOKENS CHUNK FOLDER` is one rank; CHUNK: rows of logits.
 """
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate, sweep
 
 SIZE, VOCAB = 12, 80
 OBJECTIVES = {
@@ -69,10 +70,45 @@ def results(
     return [*first, loss.loss.detach(), loss.coefficient, hidden.grad, main_grad]  # type: ignore[list-item]
 
 
-def run_rank(rank: int, world: int, tokens: int, folder: str) -> None:
+@dataclass(frozen=True)
+class OfRank:
+    """cases: results() of each case; gate: of mpt_gate; in_flight: the most chunks whose statistics travelled at once."""
+
+    cases: list[list[Tensor]]
+    gate: Tensor
+    in_flight: int
+
+
+def use_chunks(rows: int, width: int) -> None:
+    """Of this process: logits of so many rows at a time."""
+    sweep.HOST = sweep.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
+    sweep.DEVICE_ROW_MULTIPLE, sweep.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
+
+
+def count_flights() -> list[int]:
+    """[now, most] of the statistics that travel, from here on."""
+    counts = [0, 0]
+
+    class Counted(sweep.ShardStatistics):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            counts[0] += 1
+            counts[1] = max(counts)
+
+        def put(self, out: Any) -> None:
+            super().put(out)
+            counts[0] -= 1
+
+    sweep.ShardStatistics = Counted
+    return counts
+
+
+def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     group, width = dist.group.WORLD, VOCAB // world
+    use_chunks(chunk, width)
+    flights = count_flights()
     found = []
     for name, real in CASES:
         hidden, weight, targets, arguments = make_case(tokens, real)
@@ -89,25 +125,25 @@ def run_rank(rank: int, world: int, tokens: int, folder: str) -> None:
         torch.tensor([True]),
         process_group=group,
     )
-    torch.save((found, gate), f"{folder}/{rank}")
+    torch.save((found, gate, flights[1]), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, tokens: int, folder: Path, **environment: str) -> list[tuple[list[list[Tensor]], Tensor]]:
-    """[(results of each case, gate)] of the ranks. Scripts, not mp.spawn: that cannot import a test's file by name."""
-    command = [sys.executable, __file__]
+def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: str) -> list[OfRank]:
+    """What each rank found. Scripts, not mp.spawn: that cannot import a test's file by name."""
+    words = [str(world), str(tokens), str(chunk), str(folder)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(world), str(tokens), str(folder)], env={**os.environ, **environment})
+        subprocess.Popen([sys.executable, __file__, str(rank), *words], env={**os.environ, **environment})
         for rank in range(world)
     ]
     assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
-    return [torch.load(folder / str(rank)) for rank in range(world)]
+    return [OfRank(*torch.load(folder / str(rank))) for rank in range(world)]
 
 
-def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[tuple[list[list[Tensor]], Tensor]]) -> None:
+def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[OfRank]) -> None:
     """Case `number` of the ranks against this process with all of the vocabulary; the ranks agree to the bit."""
     name, real = CASES[number]
-    shards = [found[number] for found, _ in of_ranks]
+    shards = [rank.cases[number] for rank in of_ranks]
     for index, value in enumerate(results(*make_case(tokens, real), name, real, None)):
         if index in (3, 7):  # dW
             found = torch.cat([shard[index] for shard in shards])
@@ -118,4 +154,4 @@ def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[tuple
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
-from letters import completion, letter_config, letter_problems, letter_team
+from letters import END, PROMPT_ENDS, completion, letter_config, letter_problems, letter_team
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.event_scheduler import EventScheduler
@@ -20,9 +21,14 @@ class Play:
     """A scheduler with its engines, driven as a trainer would, without a thread."""
 
     def __init__(
-        self, config: RolloutConfig, seed: int = 0, version: int = 0, state: RolloutState | None = None
+        self,
+        config: RolloutConfig,
+        seed: int = 0,
+        version: int = 0,
+        state: RolloutState | None = None,
+        **options: Any,
     ) -> None:
-        team, self.engines = letter_team(config)
+        team, self.engines = letter_team(config, **options)
         self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed)
         self.version = version
         if state is not None:
@@ -71,7 +77,9 @@ def test_a_sample_is_trained_once_and_its_group_is_whole(name: str, seed: int) -
     config = CONFIGS[name]
     play = Play(config, seed=seed)
     rng = random.Random(seed)
-    groups = [g for _ in range(8) for g in sum(play.train(1, rng.randrange(8)), ())]
+    batches = [batch for _ in range(8) for batch in play.train(1, rng.randrange(8))]
+    assert all([g.group_id for g in batch] == sorted(g.group_id for g in batch) for batch in batches)
+    groups = [g for batch in batches for g in batch]
     uids = Counter(s.uid for g in groups for s in g.samples)
     assert len(groups) > 12 and max(uids.values()) == 1
     assert len({g.group_id for g in groups}) == len(groups)
@@ -204,3 +212,110 @@ def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> N
     assert len(set(ids)) == len(ids)
     solved = {g.rollout_id for batch in trained for g in batch if g.agent == "solver"}
     assert {f"{i:06d}" for i in range(1, 15)} <= solved
+
+
+def test_every_token_is_counted_once() -> None:
+    play = Play(CONFIGS["stragglers dropped"])
+    told = sum(batch.metrics["rollout/tokens"] for batch in _batches(play, 10))
+    left = play.scheduler.counts["rollout/tokens"]
+    assert told + left == sum(engine.num_decoded() for engine in play.engines) > 300
+
+
+def _batches(play: Play, count: int) -> list[Batch]:
+    batches = []
+    for _ in range(count):
+        batches.append(play.batch())
+        play.scheduler.rest()
+        play.version += 1
+        play._resume()
+    return batches
+
+
+def test_the_oldest_batch_is_taken_first() -> None:
+    play = Play(letter_config(overlap=3))
+    play.batch()
+    for _ in range(200):
+        play.scheduler.advance(0.0)
+    assert len(play.scheduler.state.ready) == 3
+    firsts = [min(g.rollout_id for g in play.batch().groups if g.agent == "solver") for _ in range(3)]
+    assert firsts == ["000003", "000005", "000007"]
+
+
+def test_what_an_abort_cut_off_is_the_rest_of_its_segment() -> None:
+    play = Play(letter_config(segments=4))  # 12 tokens a stage, of which an engine makes 9 at a time
+    play.scheduler.ask()
+    play.scheduler.advance(0.0)
+    play.scheduler.rest()
+    cut = {f"{group.ask.group_id}:{i}" for group in play.scheduler.state.open.values() for i in group.partial}
+    play._resume()
+    play.scheduler.submit()
+    sent = {work.request.uid: work.request.max_new_tokens for work in play.engines[0]._under_way}
+    assert cut and {sent[uid] for uid in cut} == {12 - 9}
+    assert play.scheduler.state.num_batches == 0  # and its stage waits for that
+
+
+def _one_is_long(request: Any) -> list[int]:
+    """A single sample takes four segments of twelve, all others a single step."""
+    known = len(request.token_ids) - request.token_ids.tolist().index(PROMPT_ENDS) - 1
+    return [ord(".")] * (47 - known) + [END] if request.uid == "000001/solver:0" else [ord("."), END]
+
+
+def test_a_stage_waits_for_a_segment_of_every_sample_that_it_began_with() -> None:
+    play = Play(letter_config(segments=4, overlap=3), script=_one_is_long, tokens_per_step=3)
+    play.scheduler.ask()
+    known = []
+    while len(known) < 3:
+        before = play.scheduler.state.num_batches
+        play.scheduler.advance(0.0)
+        if play.scheduler.state.num_batches > before:
+            known.append(len(play.scheduler.state.open["000001/solver"].partial[0].token_ids))
+    assert known == [12, 24, 36]
+
+
+def test_with_a_finish_share_a_stage_does_not_wait_for_the_rest() -> None:
+    play = Play(letter_config(segments=4, overlap=1, finish_share=0.5), script=_one_is_long, tokens_per_step=3)
+    play.scheduler.ask()
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    assert len(play.scheduler.state.open["000001/solver"].partial[0].token_ids) == 0  # in its first segment still
+    batch = play.scheduler.take()
+    assert batch is not None and [group.group_id for group in batch.groups] == ["000002/solver"]
+
+
+def test_a_restored_stage_waits_for_what_it_waited_for() -> None:
+    play = Play(letter_config(segments=4, overlap=1), script=_one_is_long, tokens_per_step=3)
+    play.scheduler.ask()
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    for _ in range(2):
+        play.scheduler.advance(0.0)
+    state = play.scheduler.snapshot()
+    assert state.scheduler.num_stages == 2 > state.scheduler.num_batches == 1
+    again = Play(letter_config(segments=4, overlap=1), state=state, script=_one_is_long, tokens_per_step=3)
+    while again.scheduler.state.num_batches < 2:
+        again.scheduler.advance(0.0)
+    assert len(again.scheduler.state.open["000001/solver"].partial[0].token_ids) == 24
+
+
+def test_a_snapshot_stays_as_it_was() -> None:
+    play = Play(letter_config(segments=4, overlap=2))
+    play.train(2)
+    state = play.scheduler.snapshot()
+    taken = encode(state)
+    play.train(2)
+    assert encode(state) == taken
+
+
+def test_a_guess_is_the_mean_of_what_was_left_of_longer_ones() -> None:
+    play = Play(letter_config(segments=2))  # 24 tokens each
+    play.scheduler.ask()
+    group = play.scheduler.state.open["000001/solver"]
+    for length in (10, 20, 40):
+        play.scheduler._note_length("solver", length)
+    group.partial[0].extend(group.prompt_ids[:12], group.prompt_ids[:12].astype("float32"), 0)
+    assert play.scheduler._next_segment(group, 0).expected_new_tokens == (20 + 40) / 2 - 12
+    for length in range(513):
+        play.scheduler._note_length("verifier1", length)
+    assert play.scheduler._lengths["verifier1"] == list(range(1, 513))  # the oldest is forgotten
+    group.partial[1].extend(group.prompt_ids[:1].repeat(40), group.prompt_ids[:1].repeat(40).astype("float32"), 0)
+    assert play.scheduler._next_segment(group, 1).expected_new_tokens is None  # nothing was longer

@@ -281,9 +281,9 @@ def test_the_tokens_of_a_mask_are_listed_before_their_number_is_known():
     mask = torch.tensor([False, True, True, False, True, False])
     rows = Rows.of(mask, 6, is_late=True)
     assert rows.count == 6 and rows.ids.tolist() == [1, 2, 4, 0, 3, 5] and rows.settled().ids.tolist() == [1, 2, 4]
-    chunks = list(rows.chunks(2, equal=False))
+    chunks = list(rows.chunks(2))
     assert [chunk.settled().ids.tolist() for chunk in chunks] == [[1, 2], [4]]
-    assert [chunk.settled().count for chunk in Rows.of(mask & False, 6, is_late=True).chunks(2, equal=False)] == [0]
+    assert [chunk.settled().count for chunk in Rows.of(mask & False, 6, is_late=True).chunks(2)] == [0]
     assert LateCount(torch.tensor([7])).wait() == 7
 
 

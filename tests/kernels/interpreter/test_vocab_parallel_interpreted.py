@@ -3,14 +3,18 @@
 import pytest
 from vocab_parallel import CASES, assert_shards_equal_the_whole, run_ranks
 
-TOKENS = 6
+TOKENS, CHUNK = 6, 3
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    return run_ranks(2, TOKENS, tmp_path_factory.mktemp("ranks"), MARSRL_KERNELS="triton")
+    return run_ranks(2, TOKENS, CHUNK, tmp_path_factory.mktemp("ranks"), MARSRL_KERNELS="triton")
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}, {real}" for name, real in CASES])
 def test_shards_equal_the_whole(number, of_ranks):
     assert_shards_equal_the_whole(number, TOKENS, of_ranks)
+
+
+def test_the_statistics_of_a_chunk_travel_while_the_next_is_computed(of_ranks):
+    assert [rank.in_flight for rank in of_ranks] == [2, 2]

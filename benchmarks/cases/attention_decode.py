@@ -1,0 +1,102 @@
+"""attention_decode: one new token a sequence over its key-value cache, sequences of very different lengths."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.benchmarks.peers import why_not_imported
+from marsrl.kernels import attention_decode
+from marsrl.kernels.attention_decode.reference import attention_decode_reference
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    """tokens: places of all caches together, S x L."""
+    if quick:
+        return [Shape(device, tokens=4 * 32, sequences=4, heads=4, kv_heads=2, head_size=16, note="caches of 32")]
+    if device == "cpu":
+        return [
+            Shape(
+                device, dtype, tokens=32 * 1024, sequences=32, heads=8, kv_heads=4, head_size=64, note="caches of 1,024"
+            )
+            for dtype in ("float32", "bfloat16")
+        ]
+    return [
+        Shape(
+            device, "bfloat16", tokens=sequences * 4096, sequences=sequences, heads=16, kv_heads=8, head_size=128,
+            note="caches of 4,096",
+        )
+        for sequences in (16, 256)
+    ]  # fmt: skip
+
+
+def _build(shape: Shape) -> Bench:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    dtype, capacity = getattr(torch, shape.dtype), shape.tokens // shape.sequences
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=shape.device).to(dtype)
+
+    q = randn(shape.sequences, shape.heads, shape.head_size)
+    # head by head, as the local engine keeps it
+    k, v = (randn(shape.sequences, shape.kv_heads, capacity, shape.head_size).transpose(1, 2) for _ in range(2))
+    lengths = torch.linspace(1, capacity, shape.sequences, device=shape.device).long()
+    scale = shape.head_size**-0.5
+
+    def ours() -> Results:
+        return {"out": attention_decode(q, k, v, lengths)}
+
+    def judge() -> Judgement:
+        exact = attention_decode_reference(q.double(), k.double(), v.double(), lengths, scale)
+        return Judgement({"out": exact}, _eager(q, k, v, lengths, scale))
+
+    variants = [
+        Variant("ours", ours),
+        Variant("torch eager", partial(_eager, q, k, v, lengths, scale), "reads the whole cache"),
+        Variant("torch SDPA", partial(_sdpa, q, k, v, lengths, scale), "reads the whole cache"),
+    ]
+    missing: list[Missing] = []
+    flash = _flash_attn(shape.device)
+    if isinstance(flash, str):
+        missing.append(Missing("flash-attn with a cache", flash))
+    else:
+        variants.append(Variant("flash-attn with a cache", lambda: {"out": flash(q, k, v, lengths)}))
+    known = int(lengths.sum())
+    flops = 4.0 * known * shape.heads * shape.head_size  # q k^T and p v
+    num_bytes = 2.0 * known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
+    return Bench(variants, missing, judge, flops, num_bytes, q.nbytes)
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Results:
+    return {"out": attention_decode_reference(q, k, v, lengths, scale)}
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Results:
+    is_known = (torch.arange(k.shape[1], device=q.device) < lengths[:, None])[:, None, None]  # [S, 1, 1, L]
+    heads_first = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=is_known, scale=scale, enable_gqa=True)
+    return {"out": out[:, :, 0]}
+
+
+def _flash_attn(device: str):  # type: ignore[no-untyped-def]
+    if importlib.util.find_spec("flash_attn") is None:
+        return "ModuleNotFoundError: No module named 'flash_attn'"
+    if device != "cuda":
+        return "it has no CPU kernel"
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except Exception as error:  # it is a compiled extension: it may not fit this torch
+        return why_not_imported(error)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=lengths.int())[:, 0]
+
+    return call
+
+
+CASE = Case("attention_decode", _shapes, _build)
