@@ -184,7 +184,7 @@ def _plan(add: AddParser) -> None:
             return 0
         if words.json:
             Path(words.json).write_text(as_json(plan) + "\n", encoding="utf-8")
-        show(plan, Console(highlight=False))
+        show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
         return 0
 
     parser.set_defaults(run=run)

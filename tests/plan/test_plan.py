@@ -42,6 +42,9 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     text = console.export_text()
     assert "(config)" in text and "KV cache" in text and "weight sync" in text
     assert all(constant.source.split(";")[0][:20] in text for constant in plan.constants)
+    narrow = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(plan, narrow)
+    assert any(line.split()[-2:] == ["needs", "update"] for line in narrow.export_text().splitlines())
 
 
 def test_no_preset_is_left_out() -> None:

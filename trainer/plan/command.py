@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -63,21 +64,15 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
 
 
 def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
-    table = Table(title="layouts, the fastest that fits first; GiB of the fullest GPU", title_justify="left")
-    headings = (
-        "layout",
-        "recompute",
-        "weights",
-        "reference",
-        "gradients",
-        "optimizer",
-        "kept",
-        "working",
-        "needs",
-        "update",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("layout", "recompute") else "right", no_wrap=True)
+    title = "layouts, the fastest that fits first; GiB of the fullest GPU"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    has_reference = any(option.memory.reference for option in policy.options)
+    reference = ("reference",) if has_reference else ()
+    table.add_column("layout", min_width=12)  # an 80-column terminal has room for all
+    table.add_column("recompute", min_width=9)
+    for heading in ("weights", *reference, "grads", "optim", "kept", "work", "needs"):
+        table.add_column(heading, justify="right", min_width=len(heading))
+    table.add_column("update", justify="right", min_width=8)
     fitting = best_of_each_layout([o for o in policy.options if o.fits])
     fitted = {o.layout for o in fitting}
     unfit = [o for o in best_of_each_layout([o for o in policy.options if not o.fits]) if o.layout not in fitted]
@@ -87,17 +82,18 @@ def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
         rows.append(mine)
     for each in rows:
         is_mine = mine is not None and (each.layout, each.recompute) == (mine.layout, mine.recompute)
-        table.add_row(*_cells(each, is_mine), style="bold" if is_mine else "")
+        table.add_row(*_cells(each, is_mine, has_reference), style="bold" if is_mine else "")
     table.add_section()
     for each in unfit[:_UNFIT]:
-        table.add_row(*_cells(each, False), style="dim")
+        table.add_row(*_cells(each, False, has_reference), style="dim")
     table.caption = f"{len(fitting)} layouts fit, {len(unfit)} do not" + (", the config's is bold" if mine else "")
     return table
 
 
-def _cells(option: Option, is_mine: bool) -> list[Text]:
+def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
     memory = option.memory
-    held = (memory.weights, memory.reference, memory.gradients, memory.optimizer)
+    reference = (memory.reference,) if has_reference else ()
+    held = (memory.weights, *reference, memory.gradients, memory.optimizer)
     sizes = (*held, memory.activations, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
@@ -120,11 +116,13 @@ def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
 
 
 def _where_time_goes(option: Option) -> Table:
-    table = Table(title=f"an update with {option.layout.words}, recompute {option.recompute}", title_justify="left")
-    seconds = {name.replace("_", " "): value for name, value in vars(option.time).items() if value > 0}
-    for name in seconds:
-        table.add_column(name, justify="right")
-    table.add_row(*(_duration(value) for value in seconds.values()))
+    title = f"an update with {option.layout.words}, recompute {option.recompute}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, seconds in vars(option.time).items():
+        if seconds > 0:
+            table.add_row(name.replace("_", " "), _duration(seconds))
     return table
 
 
