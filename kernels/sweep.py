@@ -299,6 +299,7 @@ def _host_buffer(num_rows: int, width: int) -> Tensor:
     """
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < num_rows * width:
+        kept = _kept.buffer = None  # before the larger one comes
         kept = _kept.buffer = torch.empty(num_rows * width)
     return kept[: num_rows * width].view(num_rows, width)
 

@@ -30,7 +30,7 @@ def sample(uid: str, advantage: float) -> TrainSequence:
 def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
     config = RunConfig(policies={"a": PolicyConfig(), "b": PolicyConfig()})
-    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None)  # type: ignore[arg-type]
+    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None, {})  # type: ignore[arg-type]
     work = Work((MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),))
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, work)
