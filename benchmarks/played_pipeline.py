@@ -81,9 +81,10 @@ def played(num_problems: int, model_dir: str | None, settings: Sequence[str], js
     with ExitStack() as stack:
         if model_dir is None:
             from marsrl.trainer.megatron import parallel
+            from marsrl.trainer.megatron.layout import resolve
 
             layout = next(iter(checked.config.policies.values())).layout
-            parallel.start(parallel.resolve(layout), checked.config.run.seed)
+            parallel.start(resolve(layout), checked.config.run.seed)
             stack.callback(parallel.stop)
             model_dir = str(warm_start(checked.config, checked.task, RunConsole(0)).model_dir)
         team = stack.enter_context(open_team(checked, dict.fromkeys(checked.config.policies, model_dir)))

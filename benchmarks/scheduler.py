@@ -41,14 +41,13 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from marsrl.rollout.agents.orchestration import VerifierCorrector
+from marsrl.benchmarks.simulation.simulated_team import Problems, SolverOnly
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.pool import EnginePool, Timed
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.event_scheduler import EventScheduler
 from marsrl.rollout.scheduler import Scheduler
-from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Finish, Problem, Reward
 
@@ -132,29 +131,9 @@ class Timers:
         return time.monotonic() if self._is_waiting else self.waited_s
 
 
-class SolverOnly(VerifierCorrector):
-    """One agent: the samples under way are those of its groups."""
-
-    agents = VerifierCorrector.agents[:1]
-
-
-class Problems:
-    """Problems of a typical length."""
-
-    def __init__(self) -> None:
-        self._drawn = 0
-
-    def next_problem(self) -> Problem:
-        self._drawn += 1
-        return Problem(
-            f"p{self._drawn}", f"What is {self._drawn} modulo 7? " + "Think step by step. " * 20, "1", "math"
-        )
-
-    def state(self) -> CursorState:
-        return CursorState(0, self._drawn)
-
-    def load(self, state: CursorState) -> None:
-        self._drawn = state.position
+def typical_text(number: int) -> str:
+    """A problem of a typical length."""
+    return f"What is {number} modulo 7? " + "Think step by step. " * 20
 
 
 def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
@@ -197,7 +176,7 @@ def setup(
         max_unfinished=1,  # no new problems until these have ended
     )
     kind = EventScheduler if overlap else Scheduler
-    return kind(config, team, Problems(), seed=0), timers
+    return kind(config, team, Problems(typical_text, "1"), seed=0), timers
 
 
 def measure(model_dir: str, num_samples: int, segment_length: int, overlap: int, *, is_waiting: bool) -> Share:

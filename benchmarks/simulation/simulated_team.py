@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -55,14 +55,15 @@ class SolverOnly(VerifierCorrector):
 
 
 class Problems:
-    """An endless stream of problems that differ in their ids."""
+    """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> None:
+        self._text, self._answer = text, answer
         self._drawn = 0
 
     def next_problem(self) -> Problem:
         self._drawn += 1
-        return Problem(f"p{self._drawn}", "?", "7", "math")
+        return Problem(f"p{self._drawn}", self._text(self._drawn), self._answer, "math")
 
     def state(self) -> CursorState:
         return CursorState(0, self._drawn)

@@ -25,19 +25,9 @@ class CpuRowKernels:
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(
-            logits.data_ptr(),
-            head.width,
-            rows.count,
-            head.num_columns,
-            address(rows.ids),
-            rows.first,
-            head.targets.data_ptr(),
-            address(head.inverse_temperature),
-            head.inverse_temperature_of_all,
-            out.logprobs.data_ptr(),
-            out.entropy.data_ptr(),
-            out.maximum.data_ptr(),
-            out.log_sum.data_ptr(),
+            *c_rows(logits, head.width, rows, head),
+            *c_temperature(head),
+            *c_statistics(out),
             torch.get_num_threads(),
         )
         assert bad < 0, f"target of token {bad} is out of range, and no check saw it"
@@ -80,20 +70,10 @@ class CpuRowKernels:
     ) -> LateCount:
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_row_gradients(
-            logits.data_ptr(),
-            head.width,
-            rows.count,
-            head.num_columns,
-            address(rows.ids),
-            rows.first,
-            head.targets.data_ptr(),
+            *c_rows(logits, head.width, rows, head),
             head.first_column,
-            address(head.inverse_temperature),
-            head.inverse_temperature_of_all,
-            statistics.logprobs.data_ptr(),
-            statistics.entropy.data_ptr(),
-            statistics.maximum.data_ptr(),
-            statistics.log_sum.data_ptr(),
+            *c_temperature(head),
+            *c_statistics(statistics),
             coefficient.data_ptr(),
             entropy_coefficient.data_ptr(),
             out.data_ptr(),
@@ -128,19 +108,9 @@ class CpuPolicyTerms:
         assert statistics.logprobs.data_ptr() == self._inputs.logprobs.data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(
-            logits.data_ptr(),
-            head.width,
-            rows.count,
-            head.num_columns,
-            address(rows.ids),
-            rows.first,
-            head.targets.data_ptr(),
-            address(head.inverse_temperature),
-            head.inverse_temperature_of_all,
-            statistics.logprobs.data_ptr(),
-            statistics.entropy.data_ptr(),
-            statistics.maximum.data_ptr(),
-            statistics.log_sum.data_ptr(),
+            *c_rows(logits, head.width, rows, head),
+            *c_temperature(head),
+            *c_statistics(statistics),
             ctypes.byref(self._objective),
             ctypes.byref(self._tokens),
             out.data_ptr(),
@@ -165,6 +135,30 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
     row_end = at + out.stride(0) * out.element_size()
     is_apart = at >= begin + logits.numel() * logits.element_size()
     assert row_end <= begin or is_apart, "bfloat16 gradients would overwrite logits that are still to be read"
+
+
+def c_rows(logits: Tensor, stride: int, rows: Rows, head: Head) -> tuple[int | None, ...]:
+    """Which rows, and their targets: how the row functions of the C interface begin. stride: of logits, in elements."""
+    return (
+        logits.data_ptr(),
+        stride,
+        rows.count,
+        head.num_columns,
+        address(rows.ids),
+        rows.first,
+        head.targets.data_ptr(),
+    )
+
+
+def c_temperature(head: Head) -> tuple[int | None, float]:
+    """Of each token, and the one of all where that is null."""
+    return address(head.inverse_temperature), head.inverse_temperature_of_all
+
+
+def c_statistics(statistics: Statistics) -> tuple[int, ...]:
+    """Where the statistics of the tokens lie, in the order of the C interface."""
+    of = statistics
+    return of.logprobs.data_ptr(), of.entropy.data_ptr(), of.maximum.data_ptr(), of.log_sum.data_ptr()
 
 
 def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:

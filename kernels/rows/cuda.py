@@ -10,7 +10,7 @@ from ..library import address
 from ..mpt_gate.cuda import sequence_sums_cuda
 from ..objective import METRICS, PolicyTokens
 from ..vocabulary import Head
-from .cpu import c_objective, c_tokens
+from .cpu import c_objective, c_rows, c_statistics, c_temperature, c_tokens
 from .protocol import PolicyTerms, Statistics, TermInputs
 from .selection import LateCount, Rows
 
@@ -24,19 +24,9 @@ class CudaRowKernels:
         queue(
             "row_logprobs",
             logits,
-            logits.data_ptr(),
-            logits.stride(0),
-            rows.count,
-            head.num_columns,
-            address(rows.ids),
-            rows.first,
-            head.targets.data_ptr(),
-            address(head.inverse_temperature),
-            head.inverse_temperature_of_all,
-            out.logprobs.data_ptr(),
-            out.entropy.data_ptr(),
-            out.maximum.data_ptr(),
-            out.log_sum.data_ptr(),
+            *c_rows(logits, logits.stride(0), rows, head),
+            *c_temperature(head),
+            *c_statistics(out),
         )
 
     def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
@@ -96,20 +86,10 @@ class CudaRowKernels:
         queue(
             "row_gradients",
             logits,
-            logits.data_ptr(),
-            logits.stride(0),
-            rows.count,
-            head.num_columns,
-            address(rows.ids),
-            rows.first,
-            head.targets.data_ptr(),
+            *c_rows(logits, logits.stride(0), rows, head),
             head.first_column,
-            address(head.inverse_temperature),
-            head.inverse_temperature_of_all,
-            statistics.logprobs.data_ptr(),
-            statistics.entropy.data_ptr(),
-            statistics.maximum.data_ptr(),
-            statistics.log_sum.data_ptr(),
+            *c_temperature(head),
+            *c_statistics(statistics),
             coefficient.data_ptr(),
             entropy_coefficient.data_ptr(),
             slots.data_ptr(),
