@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 # Too little of the first and what is missing is knowledge, which a few steps of RL do not find.
 LEARNABLE = (
     "task_options={min_operations: 1, max_operations: 1}",
-    "warm_start={max_solver_steps: 600, short_steps: 30, solver_loss: 0.08, team_steps: 40, table_drills: 256, "
-    "slip_solver_phase1: 0.03, slip_solver: 0.35, slip_verifier: 0.2, slip_corrector: 0.25}",
+    "warm_start={max_solver_steps: 600, short_steps: 30, solver_loss: 0.08, max_team_steps: 16, decay_steps: 24, "
+    "table_drills: 256, slip_solver_phase1: 0.03, slip_solver: 0.35, slip_verifier: 0.2, slip_corrector: 0.25}",
     "credit.train_agents=[solver]",  # the whole team plays; a policy so small cannot also serve the others in 14 steps
     "policies.main.optimizer.lr=6e-4",
     "rollout.prompts_per_step=16",
