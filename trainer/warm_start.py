@@ -132,11 +132,12 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
         )
         school = School(settings, options, ChatRenderer(initial), random.Random(f"warm start/{config.run.seed}"))
         place = Share(learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align)
-        _teach(learner, school, settings, place, console)
+        teach(learner, school, settings, place, console)
         learner.save_hf(out)
 
 
-def _teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
+def teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
+    """Both phases; one that does not end by itself ends with a warning."""
     solver = RunningMean()
     with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
         for step in range(settings.max_solver_steps):
