@@ -25,7 +25,7 @@ from marsrl.trainer.console import RunConsole
 from marsrl.trainer.credit import Credited
 from marsrl.trainer.evaluate import Evaluator, Probe
 from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
-from marsrl.trainer.learner import Learner, StepStats
+from marsrl.trainer.learner import Learner
 from marsrl.trainer.metrics import MetricsLog
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.report import write_report
@@ -33,6 +33,7 @@ from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_j
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share, Work
 from marsrl.trainer.step_metrics import step_metrics
+from marsrl.trainer.step_stats import StepStats
 from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
