@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool, Timed
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.receive import Receiver
+from marsrl.rollout.engines.replicas import Timed
 from marsrl.rollout.engines.wires import GroupWire, SharedWire
 from marsrl.trainer.collective import gather_bytes
 from marsrl.trainer.config import MptConfig, PolicyConfig
