@@ -31,6 +31,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
     os.environ.update(vllm_environment(threads))
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     torch.set_num_threads(threads)
     llm = LLM(
@@ -40,7 +41,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in work]
         sampling = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work]
         llm.reset_prefix_cache()
         start = time.perf_counter()

@@ -210,8 +210,10 @@ class School:
         return [self._sequence(t, TRACES) for t in traces] + [self._sequence(d, DRILLS) for d in drills]
 
     def _sequence(self, trace: Trace, kind: int) -> TrainSequence:
-        is_words = isinstance(trace.prompt, str)
-        prompt = self._words(trace.prompt) if is_words else self.renderer.render(trace.prompt)[0]
+        if isinstance(trace.prompt, str):
+            prompt = self._words(trace.prompt)
+        else:
+            prompt = self.renderer.render(trace.prompt)[0]
         end = [self.renderer.eos_id] if trace.ends else []
         completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
         return TrainSequence(
