@@ -36,13 +36,13 @@ BUCKET = 4096  # bytes: most tensors take several
 class Processes:
     """Engines in the other processes, as the pool wants them (pool.Replicas, as far as a sync needs it)."""
 
-    def __init__(self, connections: list[Connection]) -> None:
-        self.connections = connections
+    def __init__(self, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+        self.connections, self._processes = connections, processes
 
     @classmethod
     def start(cls, num: int) -> Processes:
         """Engines that end when this process does, or lets go of its connections."""
-        connections = []
+        connections, processes = [], []
         for _ in range(num):
             mine, theirs = socket.socketpair()
             command = [
@@ -52,10 +52,15 @@ class Processes:
                 str(Path(__file__).parent / "wire_engine.py"),
                 str(theirs.fileno()),
             ]
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
             theirs.close()
             connections.append(Connection(mine.detach()))
-        return cls(connections)
+        return cls(connections, processes)
+
+    def end(self) -> None:
+        for connection, process in zip(self.connections, self._processes, strict=True):
+            connection.send(("end", ()))
+            process.wait()
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -170,6 +175,5 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
                 publish_to_shards(learner, engines, Path(folder))
             parallel.stop(keep_world=True)
     if engines:
-        for connection in engines.connections:
-            connection.send(("end", ()))
+        engines.end()
     return found

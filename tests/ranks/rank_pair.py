@@ -8,11 +8,9 @@ traceback of the rank; both ranks are then ended, for the other one may wait in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -52,11 +50,10 @@ class RankPair:
             raise RuntimeError(f"job of {file.name} on two ranks: {error}\n{said}") from None
 
     def close(self) -> str:
-        """Ends the ranks and what they started; returns the end of what each wrote to stderr."""
+        """Ends the ranks; returns the end of what each wrote to stderr."""
         said = []
         for i, (rank, log) in enumerate(zip(self._ranks, self._logs, strict=True)):
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
             rank.communicate()
             log.seek(0)
             said.append(f"--- rank {i} wrote:\n{log.read()[-_STDERR_SHOWN:]}")
@@ -80,7 +77,6 @@ class RankPair:
                     stderr=self._logs[-1],
                     text=True,
                     env={**os.environ, **{name: str(value) for name, value in place.items()}},
-                    start_new_session=True,
                 )
             )
 
