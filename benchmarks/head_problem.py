@@ -124,7 +124,9 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
         value = objective(chosen, entropy, rows)
         value.backward()
         assert hidden.grad is not None and weight.grad is not None
-        values.append(value.detach()), logprobs.append(chosen.detach()), entropies.append(entropy.detach())
+        values.append(value.detach())
+        logprobs.append(chosen.detach())
+        entropies.append(entropy.detach())
         of_hidden.append(hidden.grad)
         of_weight = weight.grad.float() if of_weight is None else of_weight.add_(weight.grad)
     assert of_weight is not None

@@ -285,7 +285,7 @@ class Run:
             version=self.consumed_version,
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
-            verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+            verifiers=[spec.name for spec in driver.team.orchestration.agents if spec.role is Role.VERIFIER],
             frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}

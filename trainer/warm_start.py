@@ -234,8 +234,10 @@ class School:
         return [self._sequence(trace) for trace in traces + drills]
 
     def _sequence(self, trace: Trace) -> TrainSequence:
-        is_words = isinstance(trace.prompt, str)
-        prompt = self._words(trace.prompt) if is_words else self.renderer.render(trace.prompt)[0]
+        if isinstance(trace.prompt, str):
+            prompt = self._words(trace.prompt)
+        else:
+            prompt = self.renderer.render(trace.prompt)[0]
         end = [self.renderer.eos_id] if trace.ends else []
         completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
         return TrainSequence(

@@ -11,8 +11,9 @@ from engine_cases import actors, after, perturbed, prompt, request, tensors_of
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.dispatch import split_requests
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weight_sync import WeightSync

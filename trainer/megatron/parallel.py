@@ -65,7 +65,11 @@ def stop(*, keep_world: bool = False) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
-        parallel_state.destroy_model_parallel()
+        groups = parallel_state._global_process_group_list[1:]  # the first stands for the default one
+        parallel_state.destroy_model_parallel()  # forgets them, and no more
+        if keep_world:
+            for group in groups:  # every gloo group has threads that poll 100 times a second for as long as it stands
+                dist.destroy_process_group(group)
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
         _current.clear()
     if _own_world and not keep_world:

@@ -314,8 +314,8 @@ class LocalEngine:
             keys, values = cache.keys[layer], cache.values[layer]
             keys[row, :, lengths] = k
             values[row, :, lengths] = v
-            known = (cache[:, :, :longest].transpose(1, 2) for cache in (keys, values))
-            return attention_decode(q, *known, num_known)
+            known_keys, known_values = (each[:, :, :longest].transpose(1, 2) for each in (keys, values))
+            return attention_decode(q, known_keys, known_values, num_known)
 
         return self._model.forward(tokens, lengths, attend, experts)
 
