@@ -40,6 +40,12 @@ def counted() -> Iterator[None]:
         _PEAK[0] = max(_PEAK[0], tensor.nbytes)
         return plain(tensor, *args, **kwargs)
 
+    def all_gather(
+        parts: list[torch.Tensor], own: torch.Tensor, *args: Any, plain: Any = dist.all_gather, **more: Any
+    ) -> Any:
+        _PEAK[0] = max(_PEAK[0], sum(part.nbytes for part in parts) - own.nbytes)
+        return plain(parts, own, *args, **more)
+
     with ExitStack() as changes:
         for kind in (GroupWire, SharedWire):
             taken, freed = kind.receive, kind.release
@@ -48,5 +54,5 @@ def counted() -> Iterator[None]:
                 "release": lambda self, plain=freed: release(self, plain=plain),
             }
             changes.enter_context(patch.multiple(kind, **changed))
-        changes.enter_context(patch.object(dist, "recv", recv))
+        changes.enter_context(patch.multiple(dist, recv=recv, all_gather=all_gather))
         yield
