@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 from live_bytes import CudaBytes, LiveBytes
 from megatron_models import save_model
 
-from marsrl.kernels import PolicyObjective, gemms, sweep
+from marsrl.kernels import PolicyObjective, gemms, sweep, tiles
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
@@ -29,7 +29,7 @@ from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
 # What is planned is a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns, and its
 # buffer of logits comes and goes, where a host keeps it from call to call.
 gemms.HOST_TILE_ROWS = 32
-sweep._host_buffer = torch.empty
+sweep.host_buffer = tiles.host_buffer = torch.empty
 
 VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 
