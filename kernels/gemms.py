@@ -1,5 +1,6 @@
 """The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -22,10 +23,11 @@ class HeadGemms:
         self.weight = weight
         self._is_narrow = weight.dtype == hidden_dtype == torch.bfloat16
         self._multiplies_narrow = self._is_narrow and weight.is_cuda
+        self._converted: slice | None = None  # the piece of the weight that _tile holds
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of dz where it is not formed in place: what the backward GEMMs of a device multiply."""
+        """Of dz where it waits for the backward GEMMs."""
         return torch.bfloat16 if self._is_narrow else torch.float32
 
     @property
@@ -42,7 +44,8 @@ class HeadGemms:
         rows, size = self.weight.shape
         return torch.empty(min(self._tile_rows, rows), size, device=self.weight.device)
 
-    def _tiles(self) -> list[slice]:
+    def tiles(self) -> list[slice]:
+        """The rows of the weight in the pieces that are multiplied one after the other."""
         rows, step = self.weight.shape[0], self._tile_rows
         if not self.is_converted:
             return [slice(0, rows)]
@@ -50,7 +53,13 @@ class HeadGemms:
 
     def _weight(self, tile: slice) -> Tensor:
         weight = self.weight[tile]
-        return weight if weight.dtype == torch.float32 else self._tile[: weight.shape[0]].copy_(weight)
+        if weight.dtype == torch.float32:
+            return weight
+        converted = self._tile[: weight.shape[0]]
+        if self._converted != tile:
+            converted.copy_(weight)
+            self._converted = tile
+        return converted
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """out [R, V] float32 = hidden [R, H] @ weight.T, before the temperature. Untouched by autocast: out= is."""
@@ -58,8 +67,12 @@ class HeadGemms:
             torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
             return
         hidden = hidden.float()
-        for tile in self._tiles():
-            torch.mm(hidden, self._weight(tile).t(), out=out[:, tile])
+        for tile in self.tiles():
+            self.tile_logits(hidden, tile, out[:, tile])
+
+    def tile_logits(self, hidden: Tensor, tile: slice, out: Tensor) -> None:
+        """out [R, columns of the tile] float32 = hidden [R, H] float32 @ weight[tile].T."""
+        torch.mm(hidden, self._weight(tile).t(), out=out)
 
     def hidden_gradient(self, dz: Tensor) -> Tensor:
         """[n, H] float32 = dz [n, V] @ weight."""
@@ -67,7 +80,7 @@ class HeadGemms:
         if self._multiplies_narrow:
             return torch.mm(dz, self.weight, out_dtype=torch.float32, out=gradient)
         dz = dz.float()
-        for tile in self._tiles():
+        for tile in self.tiles():
             if tile.start == 0:
                 torch.mm(dz[:, tile], self._weight(tile), out=gradient)
             else:
@@ -87,16 +100,22 @@ class HeadGemms:
         return total.addmm_(dz.t(), hidden)
 
     def hidden_and_weight_gradient(
-        self, dz: Tensor, hidden: Tensor, of_hidden: Tensor | None, of_weight: Tensor | None, adds: bool
+        self,
+        dz_of: Callable[[slice], Tensor],
+        hidden: Tensor,
+        of_hidden: Tensor | None,
+        of_weight: Tensor | None,
+        adds: bool,
     ) -> None:
         """of_hidden [n, H] float32 = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
-        In pieces of the vocabulary, each converted to float32 once. adds: to of_weight, which is then float32; else it
-        may have any dtype and is rounded once, from float32.
+        In pieces of the vocabulary, each converted to float32 once; dz_of gives the columns of a piece in float32, and
+        is done with them when it is asked for the next. adds: to of_weight, which is then float32; else it may have any
+        dtype and is rounded once, from float32.
         """
         hidden = hidden.float()
-        for tile in self._tiles():
-            piece = dz[:, tile].float()
+        for tile in self.tiles():
+            piece = dz_of(tile)
             if of_hidden is not None and tile.start == 0:
                 torch.mm(piece, self._weight(tile), out=of_hidden)
             elif of_hidden is not None:
@@ -109,4 +128,5 @@ class HeadGemms:
             elif of_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
             else:  # in the memory of the converted piece of the weight, which is done with
+                self._converted = None
                 of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 6  # csrc/include/abi.h
+ABI_VERSION = 7  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -23,7 +23,18 @@ _CPU_FUNCTIONS: Declarations = {
         _int64,
         [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 4, _int],
     ),
-    "marsrl_row_partials": (None, [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _int]),
+    "marsrl_row_partials": (
+        None,
+        [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int],
+    ),
+    "marsrl_exponential_gradients": (
+        None,
+        [
+            *(_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int64, _pointer, _int64, _pointer, _float),
+            *([_pointer] * 7),
+            *(_int64, _int),
+        ],
+    ),
     "marsrl_row_gradients": (
         _int64,
         [

@@ -1,43 +1,23 @@
 """Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from math import ceil
 
 import torch
 from torch import Tensor
 
-from .gemms import HeadGemms
+from .head_gradients import HeadGradients
+from .host_memory import HostBudget, host_buffer, host_chunks
 from .rows.protocol import PolicyTerms, RowKernels, Statistics
 from .rows.selection import LateCount, Rows
 from .shards import ShardStatistics
+from .tiles import gradients_by_tiles, tiles_for
 from .vocabulary import Head
-
-
-@dataclass(frozen=True)
-class HostBudget:
-    """Of the buffer for logits and gradients on the CPU: num_bytes where they are enough for num_rows, else up to
-    max_bytes. Rows are of float32 logits."""
-
-    num_bytes: int
-    num_rows: int
-    max_bytes: int
-
-    def rows(self, width: int) -> int:
-        """How many rows of this many columns; 1 at least."""
-        row = 4 * width
-        return max(1, self.num_bytes // row, min(self.num_rows, self.max_bytes // row))
-
 
 # A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
 # rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
 # 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# With gradients in bfloat16, which take half of a logit's room: 256 rows wait together, in two or three chunks.
-HOST_NARROW = HostBudget(24 * 2**20, 160, 86 * 2**20)
 # A device: at V = 151936 chunks of 768 rows of float32 logits, and 3072 rows of bfloat16 gradients: 1.4 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
 # some 1000 rows). Not measured yet.
@@ -46,84 +26,6 @@ DEVICE_GRADIENT_BYTES = 896 * 2**20
 # Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
-
-
-class HeadGradients:
-    """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
-
-    of_weight is also None where no row had a coefficient. It is float32, but of weight_dtype where it is formed by one
-    product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
-    """
-
-    def __init__(
-        self,
-        gemms: HeadGemms,
-        hidden: Tensor,
-        wants_hidden: bool,
-        wants_weight: bool,
-        weight_dtype: torch.dtype = torch.float32,
-        in_pieces: bool = False,
-    ):
-        """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
-        self.gemms = gemms
-        self.weight_dtype = weight_dtype
-        self._in_pieces = in_pieces and gemms.is_converted
-        self.hidden = hidden
-        self.wants_hidden = wants_hidden
-        self.wants_weight = wants_weight
-        self._of_hidden: Tensor | None = None
-        self.of_weight: Tensor | None = None
-
-    @property
-    def wants_any(self) -> bool:
-        return self.wants_hidden or self.wants_weight
-
-    @property
-    def of_hidden(self) -> Tensor | None:
-        """[T, H] in the dtype of hidden; rows that no chunk brought have gradient 0."""
-        if self._of_hidden is None and self.wants_hidden:
-            self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
-        return self._of_hidden
-
-    def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
-        """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
-        if tokens.numel() == 0:
-            return
-        rows = _contiguous_or_listed(tokens)
-        if self._in_pieces:
-            self._add_in_pieces(dz, rows, is_last)
-            return
-        if self.wants_hidden:
-            self._put(rows, self.gemms.hidden_gradient(dz))
-        if self.wants_weight:
-            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
-
-    def _add_in_pieces(self, dz: Tensor, rows: Rows, is_last: bool) -> None:
-        of_hidden, adds = None, self.of_weight is not None
-        if self.wants_hidden:
-            of_hidden = torch.empty(rows.count, self.hidden.shape[1])
-        if self.wants_weight and self.of_weight is None:
-            dtype = self.weight_dtype if is_last else torch.float32
-            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype)
-        self.gemms.hidden_and_weight_gradient(dz, rows.take(self.hidden), of_hidden, self.of_weight, adds)
-        if of_hidden is not None:
-            self._put(rows, of_hidden)
-
-    def _put(self, rows: Rows, gradient: Tensor) -> None:
-        if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
-            self._of_hidden = gradient.to(self.hidden.dtype)
-            return
-        assert self.of_hidden is not None
-        rows.put(self.of_hidden, gradient.to(self.hidden.dtype))
-
-
-def _contiguous_or_listed(tokens: Tensor) -> Rows:
-    """Neighbouring tokens need no gather; only the CPU can tell without a wait."""
-    if not tokens.is_cuda:
-        first, last = int(tokens[0]), int(tokens[-1])
-        if last - first + 1 == tokens.numel():
-            return Rows(None, first, tokens.numel())
-    return Rows(tokens, 0, tokens.numel())
 
 
 class Sweep:
@@ -137,9 +39,9 @@ class Sweep:
     `policy_rows` stands for both calls with the objective between them.
 
     The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
-    On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait, which are float32
-    or, for a bfloat16 model, bfloat16. On a device there are two, and the number of gradients of a chunk is read after
-    the next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
+    On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait (bfloat16 models go
+    another way there: tiles.py). On a device there are two, and the number of gradients of a chunk is read after the
+    next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
     logits: while the statistics of a chunk travel between the ranks the logits of the next are computed.
     """
 
@@ -156,21 +58,19 @@ class Sweep:
     ):
         """weight_dtype: that dW will have; it may come as float32. wants_statistics: they are asked of every chunk."""
         self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
-        self._gemms = HeadGemms(head.weight, hidden.dtype)
         self._gradients = HeadGradients(
-            self._gemms, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
+            head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
         )
-        self._is_narrow = self._gradients.wants_any and self._gemms.gradient_dtype == torch.bfloat16
+        self._gemms = self._gradients.gemms
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
         self._flights: deque[ShardStatistics] = deque()
         width, device = head.width, hidden.device
         if kernels.is_host:
-            capacity = max(2, HOST_NARROW.rows(width)) if self._is_narrow else HOST.rows(width)
-            self._sizes = _host_chunks(rows.count, capacity, self._is_narrow)
-            self._logits = _host_buffer(min(capacity, _rows_needed(self._sizes, self._is_narrow)), width)
+            capacity = HOST.rows(width)
+            self._sizes = host_chunks(rows.count, capacity)
+            held = min(capacity, rows.count)
+            self._logits = host_buffer(held * width).view(held, width)
             self._waiting = self._logits
-            if self._is_narrow:
-                self._waiting = self._logits.view(-1).view(torch.bfloat16).view(-1, width)
         else:
             self._at_most = _device_rows(width)
             size = min(rows.count, self._at_most)
@@ -194,7 +94,7 @@ class Sweep:
             begin = 0
             if self._kernels.is_host:
                 self._make_room(chunk.count)
-                begin = self._logits_begin()
+                begin = self._filled
             logits = self._logits[begin : begin + chunk.count]
             self._gemms.logits(chunk.take(self._hidden), logits)
             known = chunk.settled()
@@ -211,7 +111,7 @@ class Sweep:
             if known.count == 0:
                 continue
             logits = logits[: known.count]
-            self._flights.append(ShardStatistics(self._kernels, self._head, logits, known))
+            self._flights.append(self._in_flight(logits, known))
             if before is not None:
                 yield before
             before = known, logits
@@ -228,7 +128,11 @@ class Sweep:
         elif self._has_two_in_flight:
             self._flights.popleft().put(out)
         else:
-            ShardStatistics(self._kernels, self._head, logits, chunk).put(out)
+            self._in_flight(logits, chunk).put(out)
+
+    def _in_flight(self, logits: Tensor, chunk: Rows) -> ShardStatistics:
+        own = self._kernels.partials(logits, chunk, self._head)
+        return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
 
     def add_gradients(
         self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
@@ -268,13 +172,8 @@ class Sweep:
     def _make_room(self, count: int) -> None:
         """For the logits of so many rows on the CPU, for their gradients on a device."""
         self._settle()
-        begin, size = (self._logits_begin(), self._logits) if self._kernels.is_host else (self._filled, self._waiting)
-        if begin + count > size.shape[0]:
+        if self._filled + count > self._waiting.shape[0]:
             self._flush(is_last=False)
-
-    def _logits_begin(self) -> int:
-        """The first row of the CPU's buffer that gradients leave to the logits, with room for one gradient between."""
-        return self._filled // 2 + 1 if self._is_narrow else self._filled
 
     def _settle(self) -> None:
         if self._late is not None:
@@ -286,58 +185,6 @@ class Sweep:
         if self._filled:
             self._gradients.add(self._waiting[: self._filled], self._active[: self._filled], is_last)
             self._filled = 0
-
-
-_kept = threading.local()
-
-
-def _host_buffer(num_rows: int, width: int) -> Tensor:
-    """[num_rows, width] float32, in the same memory in every call of this thread.
-
-    Memory that is fresh from the system costs a page fault every 4 KiB: for 78 MiB as much time as some 20 rows of
-    logits at V = 151936. A sweep ends before its op returns, so that no two of a thread use the buffer at once.
-    """
-    kept: Tensor | None = getattr(_kept, "buffer", None)
-    if kept is None or kept.numel() < num_rows * width:
-        kept = _kept.buffer = None  # before the larger one comes
-        kept = _kept.buffer = torch.empty(num_rows * width)
-    return kept[: num_rows * width].view(num_rows, width)
-
-
-def _host_chunks(count: int, capacity: int, is_narrow: bool) -> list[int]:
-    """Sizes of the chunks of so many rows; all of them may turn out to have a gradient.
-
-    Equal ones, since a GEMM of few rows reads the weight as long. Where gradients are narrow, rounds of up to three
-    that wait together, each of half the size of the one before: its gradients leave half of its room.
-    """
-    if not is_narrow:
-        return _shared(count, [1] * ceil(count / capacity))
-    first = max(1, capacity - 1)  # a row of the buffer lies between gradients and logits
-    halves = [first, first // 2, first // 4]
-    rounds = _shared(count, [1] * ceil(count / sum(halves)))
-    sizes: list[int] = []
-    for size in rounds:
-        num_chunks = next(n for n in (1, 2, 3) if size <= sum(halves[:n]))
-        sizes += _shared(size, halves[:num_chunks])
-    return sizes
-
-
-def _shared(count: int, weights: list[int]) -> list[int]:
-    """count as a sum of integers in these proportions, none above its share by 1 or more; without the zeros."""
-    total, before, ends = sum(weights), 0, [0]
-    for weight in weights:
-        before += weight
-        ends.append(count * before // total)
-    return [end - begin for begin, end in pairwise(ends) if end > begin]
-
-
-def _rows_needed(sizes: list[int], is_narrow: bool) -> int:
-    """Rows of a buffer in which these chunks wait together if that fits, else their largest need."""
-    filled = need = 0
-    for size in sizes:
-        need = max(need, filled // 2 + 1 + size if is_narrow else filled + size)
-        filled += size
-    return need
 
 
 def _device_rows(width: int) -> int:
@@ -368,6 +215,10 @@ def sweep_gradients(
     """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
     is_active = (coefficient != 0) | (entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
+    if tiles_for(kernels, head, hidden) is not None:
+        gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
+        gradients_by_tiles(kernels, head, rows, statistics, coefficient, entropy_coefficient, gradients)
+        return gradients
     sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
     for chunk, logits in sweep:
         sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)

@@ -1,6 +1,6 @@
 """The output head as the fused ops see it: this rank's shard of the vocabulary, the targets and the temperature."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,12 @@ class Head:
     @cached_property
     def is_sharded(self) -> bool:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
+
+    def tile(self, columns: slice) -> "Head":
+        """These columns of the shard alone, as if the vocabulary were cut there."""
+        real = max(0, min(columns.stop, self.num_columns) - columns.start)
+        first = self.first_column + columns.start
+        return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
 
     def inverse_temperature_at(self, rows: Rows) -> Tensor:
         """[R] float32."""

@@ -2,6 +2,7 @@
 // softmax_terms.h.
 #include "softmax_row.h"
 
+#include "bfloat16.h"
 #include "clones.h"
 #include "softmax_terms.h"
 
@@ -44,48 +45,56 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// The nearest bfloat16, ties to even.
-MARSRL_INLINE uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+// One walk over a row of logits; keep(i, e) sees e^d of each element, relative to the origin of its block, which
+// see_origin(block, origin) is told before.
+template <class SeeOrigin, class Keep>
+MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
+                            Keep keep) {
+  RunningSums found;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t end = end_of_block(begin, columns);
+    found.see_maximum(block_maximum(x, begin, end), inverse_temperature);
+    prefetch_block(x, end, columns);
+    const float origin = found.origin();
+    see_origin(begin / kBlock, found.maximum);
+    float s = 0, w = 0;
+#pragma omp simd reduction(+ : s, w)
+    for (int64_t i = begin; i < end; i++) keep(i, add_softmax_term(x[i], origin, inverse_temperature, s, w));
+    found.sum += s;
+    found.weighted += w;
+  }
+  *out = {found.maximum, found.sum, found.weighted};
 }
 
 }  // namespace
 
-MARSRL_CLONES void row_sums(const float* __restrict__ x, int64_t columns, float inverse_temperature, Sums* out) {
-  RunningSums found;
-  for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t end = end_of_block(begin, columns);
-    found.see_maximum(block_maximum(x, begin, end), inverse_temperature);
-    prefetch_block(x, end, columns);
-    const float origin = found.origin();
-    float s = 0, w = 0;
-#pragma omp simd reduction(+ : s, w)
-    for (int64_t i = begin; i < end; i++) add_softmax_term(x[i], origin, inverse_temperature, s, w);
-    found.sum += s;
-    found.weighted += w;
-  }
-  *out = {found.maximum, found.sum, found.weighted};
+MARSRL_CLONES void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* out) {
+  walk_row(x, columns, inverse_temperature, out, [](int64_t, float) {}, [](int64_t, float) {});
 }
 
-MARSRL_CLONES void row_sums_in_place(float* __restrict__ x, int64_t columns, float inverse_temperature, Sums* out,
-                                     float* __restrict__ origins) {
-  RunningSums found;
+MARSRL_CLONES void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins) {
+  walk_row(
+      x, columns, inverse_temperature, out, [=](int64_t block, float origin) { origins[block] = origin; },
+      [=](int64_t i, float e) { x[i] = e; });
+}
+
+MARSRL_CLONES void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
+                                             uint16_t* __restrict__ exponentials) {
+  const float maximum = block_maximum(x, 0, columns), origin = maximum > -INFINITY ? maximum : 0.0f;
+  double sum = 0, weighted = 0;
+  float wide[kBlock];  // a loop that also narrows is vectorised at half the width
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t end = end_of_block(begin, columns);
-    found.see_maximum(block_maximum(x, begin, end), inverse_temperature);
-    prefetch_block(x, end, columns);
-    const float origin = found.origin();
-    origins[begin / kBlock] = found.maximum;
+    const int64_t size = end_of_block(begin, columns) - begin;
     float s = 0, w = 0;
 #pragma omp simd reduction(+ : s, w)
-    for (int64_t i = begin; i < end; i++) x[i] = add_softmax_term(x[i], origin, inverse_temperature, s, w);
-    found.sum += s;
-    found.weighted += w;
+    for (int64_t i = 0; i < size; i++)
+      wide[i] = add_softmax_term(x[begin + i], origin, inverse_temperature, s, w);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) exponentials[begin + i] = to_bfloat16(wide[i]);
+    sum += s;
+    weighted += w;
   }
-  *out = {found.maximum, found.sum, found.weighted};
+  *out = {maximum, sum, weighted};
 }
 
 MARSRL_CLONES void row_gradient(const float* x, GradientRow out, int64_t columns, float maximum,
@@ -137,6 +146,24 @@ MARSRL_CLONES void scaled_row(const float* x, const float* origins, GradientRow 
 #pragma omp simd
       for (int64_t i = begin; i < end; i++) wide[i] = of_block * x[i];
     }
+  }
+}
+
+MARSRL_CLONES void gradient_of_exponentials(const uint16_t* exponentials, float* __restrict__ out, int64_t columns,
+                                           double log_scale, float inverse_temperature, float entropy, float c,
+                                           float e) {
+  const double scale = std::exp(log_scale);
+  if (e == 0.0f) {
+    const float by = static_cast<float>(-c * inverse_temperature * scale);
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++) out[i] = by * from_bfloat16(exponentials[i]);
+    return;
+  }
+  const float by = static_cast<float>(-inverse_temperature * scale), shift = static_cast<float>(log_scale < -1e4 ? -1e4 : log_scale) + entropy;
+#pragma omp simd
+  for (int64_t i = 0; i < columns; i++) {
+    const float of_column = from_bfloat16(exponentials[i]);
+    out[i] = by * of_column * (c + e * (vector_log(of_column) + shift));
   }
 }
 

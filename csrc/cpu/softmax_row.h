@@ -53,6 +53,14 @@ void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* 
 // origins [num_blocks(columns)]: receives the origin of each block, the largest logit up to its end.
 void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins);
 
+// The same sums of at most a few blocks, and e^((x - maximum) / tau) in bfloat16; relative to 0 where all of x is -inf.
+void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
+                               uint16_t* exponentials);
+
+// The gradient from those: p = exponentials * e^log_scale. The caller puts that of the target.
+void gradient_of_exponentials(const uint16_t* exponentials, float* out, int64_t columns, double log_scale,
+                              float inverse_temperature, float entropy, float c, float e);
+
 // The gradient of logits; the caller puts that of the target.
 void row_gradient(const float* x, GradientRow out, int64_t columns, float maximum, float inverse_temperature,
                   float log_sum, float entropy, float c, float e);

@@ -40,21 +40,58 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
   return bad.token_or_minus_1();
 }
 
-// The part of one vocabulary shard: partials [4, rows] double = maximum, sum, weighted sum, target logit.
-// local_targets [rows]: outside [0, columns) = another shard owns it, and its logit is 0 here.
+// The part of some columns of the vocabulary, a shard or a tile: partials [4, rows] double = maximum, sum, weighted sum,
+// target logit.
+// local_targets [rows]: outside [0, columns) = another part owns it, and its logit is 0 here.
+// exponentials [rows, exponentials_stride] bfloat16: receives e^d, 0 in padding; null: not wanted.
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,
-                                    int num_threads) {
+                                    uint16_t* exponentials, int64_t exponentials_stride, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(usable_threads(rows, columns, num_threads))
   for (int64_t r = 0; r < rows; r++) {
     const float* row = x + r * stride;
     Sums sums;
-    row_sums(row, columns, inverse_temperature[r], &sums);
+    if (exponentials) {
+      uint16_t* kept = exponentials + r * exponentials_stride;
+      row_sums_and_exponentials(row, columns, inverse_temperature[r], &sums, kept);
+      std::memset(kept + columns, 0, (stride - columns) * sizeof *kept);
+    } else {
+      row_sums(row, columns, inverse_temperature[r], &sums);
+    }
     const bool is_mine = local_targets[r] >= 0 && local_targets[r] < columns;
     partials[r] = sums.maximum;
     partials[rows + r] = sums.sum;
     partials[2 * rows + r] = sums.weighted;
     partials[3 * rows + r] = is_mine ? row[local_targets[r]] : 0.0;
+  }
+}
+
+// Gradients of a tile from what marsrl_row_partials left in `exponentials`, which it does not change.
+//   kept [rows]: which rows of exponentials and maxima; tokens [rows]: theirs in the packed arrays
+//   maxima: of the tile's rows, the first line of partials
+//   first_column: of the tile, in the whole vocabulary, as the targets are
+//   out [rows, stride]; its columns from `columns` on are padding and become 0. Other arguments as below.
+MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64_t exponentials_stride,
+                                             const double* maxima, const int64_t* kept, const int64_t* tokens,
+                                             int64_t rows, int64_t columns, const int64_t* targets,
+                                             int64_t first_column, const float* inverse_temperature,
+                                             float inverse_temperature_of_all, const float* logprobs,
+                                             const float* entropy, const float* maximum, const float* log_sum,
+                                             const float* coefficient, const float* entropy_coefficient, float* out,
+                                             int64_t stride, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(usable_threads(rows, columns, num_threads))
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t token = tokens[r];
+    const float c = coefficient[token], e = entropy_coefficient[token];
+    const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
+    const double log_scale = (maxima[kept[r]] - maximum[token]) * tau_inverse - log_sum[token];
+    const GradientRow gradient = {out + r * stride, false};
+    gradient_of_exponentials(exponentials + kept[r] * exponentials_stride, gradient.wide(), columns, log_scale,
+                             tau_inverse, entropy[token], c, e);
+    const int64_t target = targets[token] - first_column;
+    if (target >= 0 && target < columns)
+      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
+    gradient.zero(columns, stride);
   }
 }
 

@@ -9,11 +9,11 @@ from torch.autograd.function import once_differentiable
 from ..bad_targets import check_targets
 from ..checks import check
 from ..dispatch import Implementation, Op
+from ..head_gradients import HeadGradients
 from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
 from ..policy_loss.arguments import policy_tokens
 from ..policy_loss.terms import agent_sums, total_loss
 from ..rows.choice import ROW_PROVIDERS, RowProvider
-from ..sweep import HeadGradients
 from ..vocabulary import Head, make_head, why_not_reference_head
 from .fused import fused_loss
 from .reference import linear_policy_loss_reference

@@ -7,11 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..head_gradients import HeadGradients
 from ..objective import PolicyObjective, PolicyTokens
 from ..policy_loss.terms import needs_whole_sequences, policy_terms
 from ..rows.protocol import PolicyTerms, RowKernels, Statistics
 from ..rows.selection import Rows
-from ..sweep import HeadGradients, Sweep, sweep_gradients, sweep_statistics
+from ..sweep import Sweep, sweep_gradients, sweep_statistics
+from ..tiles import policy_gradients_by_tiles, tiles_for
 from ..vocabulary import Head
 
 
@@ -77,6 +79,11 @@ def _single_pass(
 ) -> FusedLoss:
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
+    tiles = tiles_for(kernels, head, hidden)
+    if tiles is not None and (wants_hidden or wants_weight):
+        gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
+        policy_gradients_by_tiles(tiles, head, rows, statistics, terms, gradients)
+        return FusedLoss(statistics, terms, gradients)
     sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
     for chunk, logits in sweep:
         sweep.policy_rows(logits, chunk, statistics, terms)

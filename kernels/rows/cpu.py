@@ -10,7 +10,9 @@ from ..library import address
 from ..objective import METRICS, PolicyObjective, PolicyTokens
 from ..policy_loss.reference import sequence_means
 from ..vocabulary import Head
-from .protocol import PolicyTerms, Statistics, TermInputs
+from .cpu_calls import c_rows, c_statistics, c_temperature
+from .cpu_tiles import CpuTileKernels
+from .protocol import PolicyTerms, Statistics, TermInputs, TileKernels
 from .selection import LateCount, Rows
 
 KINDS = {"clip": 0, "cispo": 1}
@@ -22,6 +24,10 @@ class CpuRowKernels:
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
+
+    @property
+    def tiles(self) -> TileKernels:
+        return CpuTileKernels()
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(
@@ -44,6 +50,8 @@ class CpuRowKernels:
             local.data_ptr(),
             inverse.data_ptr(),
             partials.data_ptr(),
+            None,
+            0,
             torch.get_num_threads(),
         )
         return partials
@@ -135,30 +143,6 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
     row_end = at + out.stride(0) * out.element_size()
     is_apart = at >= begin + logits.numel() * logits.element_size()
     assert row_end <= begin or is_apart, "bfloat16 gradients would overwrite logits that are still to be read"
-
-
-def c_rows(logits: Tensor, stride: int, rows: Rows, head: Head) -> tuple[int | None, ...]:
-    """Which rows, and their targets: how the row functions of the C interface begin. stride: of logits, in elements."""
-    return (
-        logits.data_ptr(),
-        stride,
-        rows.count,
-        head.num_columns,
-        address(rows.ids),
-        rows.first,
-        head.targets.data_ptr(),
-    )
-
-
-def c_temperature(head: Head) -> tuple[int | None, float]:
-    """Of each token, and the one of all where that is null."""
-    return address(head.inverse_temperature), head.inverse_temperature_of_all
-
-
-def c_statistics(statistics: Statistics) -> tuple[int, ...]:
-    """Where the statistics of the tokens lie, in the order of the C interface."""
-    of = statistics
-    return of.logprobs.data_ptr(), of.entropy.data_ptr(), of.maximum.data_ptr(), of.log_sum.data_ptr()
 
 
 def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:

@@ -8,6 +8,8 @@
         (on the CPU these three in one: terms.in_one_walk)
         dX, dW from dz when enough rows are together              gemms.py, sweep.py
 
+A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with TileKernels.
+
 Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
 """
 
@@ -98,14 +100,46 @@ class PolicyTerms(Protocol):
         every run."""
 
 
+class TileKernels(Protocol):
+    """Logits of a tile of the vocabulary, which leave bfloat16 exponentials behind, and the gradients from those."""
+
+    def exponentials(
+        self, logits: Tensor, head: "Head", targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
+    ) -> None:
+        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding.
+
+        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
+        """
+
+    def gradients(
+        self,
+        exponentials: Tensor,
+        maxima: Tensor,
+        kept: Tensor,
+        tokens: Tensor,
+        head: "Head",
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+    ) -> None:
+        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
+
+        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
+        the float32 statistics.
+        """
+
+
 class RowKernels(Protocol):
     """One implementation.
 
     is_host: results are complete when a call returns, and `gradients` overwrites the logits; else calls queue work on
     the current stream, never wait for it, and `gradients` writes to a second buffer.
+    tiles: None on a device.
     """
 
     is_host: bool
+    tiles: TileKernels | None
 
     def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
@@ -140,6 +174,5 @@ class RowKernels(Protocol):
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 
         and 0 in padding. 1 - p of the target through expm1. out [>= R, V] has the GEMM's dtype (bfloat16 or float32): a
-        second buffer, but where is_host `logits` itself if float32, and if bfloat16 memory that may reach into the
-        logits so far that its row k ends before row k of the logits begins. active: [>= R] int64. Returns n.
+        second buffer, but where is_host `logits` itself, float32. active: [>= R] int64. Returns n.
         """

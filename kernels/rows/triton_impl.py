@@ -25,6 +25,7 @@ class TritonRowKernels:
     """RowKernels on the current stream of the tensors' device; the host never waits here."""
 
     is_host = False
+    tiles = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         partials = self._pieces(logits, rows, head)

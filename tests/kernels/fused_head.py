@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss, sweep
+from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss, sweep, tiles
+from marsrl.kernels.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
 
@@ -22,8 +23,8 @@ Arguments = dict[str, Any]
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
     """The CPU's buffer holds so many rows of logits, whatever their width."""
-    for name in ("HOST", "HOST_NARROW"):
-        patch.setattr(sweep, name, sweep.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
+    for module, name in ((sweep, "HOST"), (tiles, "EXPONENTIALS")):
+        patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case
 from fused_head import run_policy_loss as run
 
-from marsrl.kernels import PolicyObjective, gemms, linear_policy_loss, sweep
+from marsrl.kernels import PolicyObjective, gemms, host_memory, linear_policy_loss, sweep, tiles
 from marsrl.kernels.testing import OBJECTIVES
 
 PLAIN = PolicyObjective(mpt_probability=None)
@@ -42,26 +42,25 @@ def test_the_chunk_size_is_not_seen_in_the_result(rows, name, dtype, monkeypatch
     compare_policy_loss(case, arguments_for(case, name), dtype)
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
-@pytest.mark.parametrize("capacity", [2, 3, 7, 120, 148])
-def test_chunks_hold_every_row_once_and_those_of_a_round_wait_together(capacity, is_narrow):
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 120])
+def test_chunks_hold_every_row_once_and_are_of_one_size(capacity):
     for count in range(4 * capacity):
-        sizes = sweep._host_chunks(count, capacity, is_narrow)
+        sizes = host_memory.host_chunks(count, capacity)
         assert sum(sizes) == count and all(0 < size <= capacity for size in sizes)
-        if is_narrow and count <= 1.75 * (capacity - 1) - 2:
-            assert sweep._rows_needed(sizes, is_narrow) <= capacity
+        assert not sizes or max(sizes) - min(sizes) <= 1
 
 
 # copies: of the float32 logits, that plain PyTorch holds at once (measured)
-@pytest.mark.parametrize(
-    ("vocab", "is_narrow", "copies"),
-    [(32_000, False, 3.0), (151_936, False, 2.0), (32_000, True, 4.0), (151_936, True, 2.5)],
-)
-def test_the_buffer_of_256_rows_is_below_a_quarter_of_what_plain_pytorch_holds(vocab, is_narrow, copies):
-    capacity = (sweep.HOST_NARROW if is_narrow else sweep.HOST).rows(vocab)
-    needed = sweep._rows_needed(sweep._host_chunks(256, capacity, is_narrow), is_narrow)
-    assert min(capacity, needed) <= 0.24 * copies * 256
-    assert not is_narrow or needed <= capacity  # all wait together: one product gives dW
+@pytest.mark.parametrize(("vocab", "copies"), [(32_000, 3.0), (151_936, 2.0)])
+def test_the_logits_of_256_rows_are_below_a_quarter_of_what_plain_pytorch_holds(vocab, copies):
+    assert min(256, sweep.HOST.rows(vocab)) <= 0.24 * copies * 256
+
+
+@pytest.mark.parametrize(("vocab", "copies"), [(32_000, 4.0), (151_936, 2.5)])
+def test_the_exponentials_of_256_rows_and_a_tile_are_below_a_quarter_of_what_plain_pytorch_holds(vocab, copies):
+    assert tiles.EXPONENTIALS.rows(vocab, itemsize=2) >= 256  # all at once: one product gives dW
+    logits, weight = 256 * gemms.HOST_TILE_ROWS, 256 * gemms.HOST_TILE_ROWS
+    assert 256 * vocab / 2 + logits + weight <= 0.24 * copies * 256 * vocab
 
 
 def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_float32_sum(monkeypatch):
@@ -75,7 +74,7 @@ def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_
         "backward",
         staticmethod(lambda ctx, gradient: (seen.append(ctx.gradients.of_weight.dtype), backward(ctx, gradient))[1]),
     )
-    for rows, main_grad in ((36, None), (10, None), (36, torch.zeros(weight.shape))):
+    for rows, main_grad in ((60, None), (10, None), (60, torch.zeros(weight.shape))):
         chunks_of(rows, monkeypatch)
         linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss.backward()
     assert seen == [torch.bfloat16, torch.float32, torch.float32]

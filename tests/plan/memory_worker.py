@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 from live_bytes import CudaBytes, LiveBytes
 from megatron_models import save_model
 
-from marsrl.kernels import PolicyObjective, gemms, sweep
+from marsrl.kernels import PolicyObjective, gemms, sweep, tiles
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
@@ -33,12 +34,11 @@ VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 def device_head() -> Iterator[None]:
     """What is planned is a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns,
     and its buffer of logits comes and goes, where a host keeps it from call to call."""
-    before = gemms.HOST_TILE_ROWS, sweep._host_buffer
-    gemms.HOST_TILE_ROWS, sweep._host_buffer = 32, torch.empty
-    try:
+    with ExitStack() as changes:
+        changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
+        for where in (sweep, tiles):
+            changes.enter_context(patch.object(where, "host_buffer", torch.empty))
         yield
-    finally:
-        gemms.HOST_TILE_ROWS, sweep._host_buffer = before
 
 
 def model(kind: str, folder: Path, **changes: object) -> Path:

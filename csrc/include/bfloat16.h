@@ -1,0 +1,21 @@
+// bfloat16, the upper half of a float32, as a bit pattern.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "clones.h"
+
+// The nearest bfloat16, ties to even.
+MARSRL_INLINE uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+}
+
+MARSRL_INLINE float from_bfloat16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
