@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rows.protocol import RowKernels, Statistics
+from .rows.protocol import Statistics
 from .rows.selection import Rows
 from .vocabulary import Head
 
@@ -12,15 +12,15 @@ from .vocabulary import Head
 class ShardStatistics:
     """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
 
-    flight = ShardStatistics(kernels, head, logits, rows)   # returns at once
-    ...                                                     # the logits of the next chunk
+    flight = ShardStatistics(head, rows, partials)   # returns at once
+    ...                                              # the logits of the next chunk
     flight.put(statistics)
     """
 
-    def __init__(self, kernels: RowKernels, head: Head, logits: Tensor, rows: Rows):
-        """logits: [R, V] of this shard; they may change once this returns on the stream that is current now."""
-        self._head, self._rows, self._is_host = head, rows, kernels.is_host
-        self._own = kernels.partials(logits, rows, head)  # lives until it is sent
+    def __init__(self, head: Head, rows: Rows, own: Tensor, is_host: bool):
+        """own: [4, R] float64, RowKernels.partials of this shard."""
+        self._head, self._rows, self._is_host = head, rows, is_host
+        self._own = own  # lives until it is sent
         world = dist.get_world_size(head.tp_group)
         self._all = self._own.new_empty(world * self._own.shape[0], rows.count)  # [W 4, R] float64
         self._work = dist.all_gather_into_tensor(self._all, self._own, group=head.tp_group, async_op=True)

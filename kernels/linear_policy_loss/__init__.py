@@ -12,7 +12,7 @@ from ..dispatch import Implementation, Op
 from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
 from ..policy_loss.arguments import policy_tokens
 from ..policy_loss.terms import agent_sums, total_loss
-from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..rows.choice import HEAD_PROVIDERS, RowProvider
 from ..sweep import HeadGradients
 from ..vocabulary import Head, make_head, why_not_reference_head
 from .fused import fused_loss
@@ -215,7 +215,7 @@ def _why_not_reference(
 _OP = Op(
     "linear_policy_loss",
     (
-        *map(_on_rows, ROW_PROVIDERS),
+        *map(_on_rows, HEAD_PROVIDERS),
         Implementation("reference", _reference, _why_not_reference),
     ),
 )

@@ -22,6 +22,7 @@ class CpuRowKernels:
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
+    first_gemm = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(

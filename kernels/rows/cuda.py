@@ -19,6 +19,7 @@ class CudaRowKernels:
     """RowKernels through ctypes; no call waits for the device. Temporaries are freed in the order of the stream."""
 
     is_host = False
+    first_gemm = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         queue(
