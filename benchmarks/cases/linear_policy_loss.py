@@ -19,6 +19,7 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
+    with_own_gemm,
 )
 from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
 from marsrl.benchmarks.peers.fused import fused_peers
@@ -34,6 +35,11 @@ def _build(shape: Shape) -> Bench:
     bare, sentence = floors(inputs, shape)
     variants = [Variant("ours", partial(_ours, inputs)), *bare]
     missing: list[Missing] = []
+    own_gemm = with_own_gemm("linear_policy_loss", inputs, partial(_ours, inputs))
+    if isinstance(own_gemm, Missing):
+        missing.append(own_gemm)
+    else:
+        variants.append(own_gemm)
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():
