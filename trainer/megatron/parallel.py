@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 
 import torch
@@ -72,6 +73,8 @@ def stop(*, keep_world: bool = False) -> None:
             for group in parallel_state._global_process_group_list[1:]:  # the first stands for the default one
                 dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
+        if keep_world:
+            gc.collect()  # a learner that nobody has any more holds them in cycles
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
         _current.clear()
     if _own_world and not keep_world:
