@@ -40,7 +40,7 @@ _CPU_FUNCTIONS: Declarations = {
         [
             *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float),
             *([_pointer] * 7),
-            *(_int, _pointer, _int),
+            _int,
         ],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
@@ -49,7 +49,7 @@ _CPU_FUNCTIONS: Declarations = {
         [
             *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float),
             *([_pointer] * 7),
-            *(_int, _pointer, _int),
+            _int,
         ],
     ),
     "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),

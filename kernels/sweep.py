@@ -14,7 +14,6 @@ from .shards import ShardStatistics
 from .tiles import gradients_by_tiles, tiles_for
 from .vocabulary import Head
 
-
 # A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
 # rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
 # 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
