@@ -10,13 +10,22 @@ A case is a module of benchmarks/cases/ that holds CASE; benchmarks/cases/__init
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 Results = dict[str, Tensor]  # name -> what a variant computed; the names of the exact results
+
+
+def results_of(out: Tensor, leaves: Mapping[str, Tensor]) -> Results:
+    """The output and, by the leaves' names, the gradients that a backward pass has left there."""
+    results = {"out": out.detach()}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, f"{name}: the backward pass has left no gradient"
+        results[name] = leaf.grad
+    return results
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,7 +14,7 @@ def _serve(connection: Connection, model_dir: str, dtype: str) -> None:
     import torch
 
     from marsrl.rollout.engines.local.engine import LocalEngine
-    from marsrl.rollout.engines.pool import timed
+    from marsrl.rollout.engines.replicas import timed
 
     torch.set_num_threads(1)
     engine = LocalEngine(model_dir, dtype=dtype, max_model_len=256)
@@ -23,7 +24,7 @@ def _serve(connection: Connection, model_dir: str, dtype: str) -> None:
         except EOFError:
             return
         try:
-            answer: Any = timed(lambda method=method, args=args: getattr(engine, method)(*args))
+            answer: Any = timed(partial(getattr(engine, method), *args))
         except Exception as error:  # raised by the parent
             answer = error
         connection.send(answer)

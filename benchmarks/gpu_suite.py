@@ -23,6 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from namespace import ROOT, folder_with_marsrl
 from native import compiler_of
@@ -196,7 +197,7 @@ def report(out: Path, outcomes: list[Outcome], device: str) -> None:
     (out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _train_step(record: dict) -> list[str]:  # type: ignore[type-arg]
+def _train_step(record: dict[str, Any]) -> list[str]:
     lines = [
         f"## A training step of {record['model']}",
         "",
@@ -215,7 +216,7 @@ def _train_step(record: dict) -> list[str]:  # type: ignore[type-arg]
     return lines
 
 
-def _markdown(table: dict) -> list[str]:  # type: ignore[type-arg]
+def _markdown(table: dict[str, Any]) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in table["shape"].items() if value and name != "device")
     lines = [f"## {table['case']}: {sizes}", ""]
     lines += [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from marsrl.benchmarks.case import Judgement, Results, Shape, Variant
+from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import eager_logprob
+from marsrl.kernels.dispatch import ENVIRONMENT
+from marsrl.kernels.rows.choice import HEAD_PROVIDERS
 
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
 EXACT_BYTES = 2**28  # of one float64 chunk of logits
@@ -124,7 +127,9 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
         value = objective(chosen, entropy, rows)
         value.backward()
         assert hidden.grad is not None and weight.grad is not None
-        values.append(value.detach()), logprobs.append(chosen.detach()), entropies.append(entropy.detach())
+        values.append(value.detach())
+        logprobs.append(chosen.detach())
+        entropies.append(entropy.detach())
         of_hidden.append(hidden.grad)
         of_weight = weight.grad.float() if of_weight is None else of_weight.add_(weight.grad)
     assert of_weight is not None
@@ -135,6 +140,27 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
         "dX": torch.cat(of_hidden),
         "dW": of_weight.to(inputs.weight.dtype),
     }
+
+
+def with_own_gemm(op: str, inputs: HeadInputs, run: Callable[[], Results]) -> Variant | Missing:
+    """Ours with the first GEMM that takes the statistics itself: what has to be ahead of `ours` to become the default."""
+    provider = next(each for each in HEAD_PROVIDERS if each.name == "triton_gemm")
+    name = f"ours, {provider.name}"
+    reason = provider.machine_lacks() or provider.why_not(hidden=inputs.hidden, weight=inputs.weight)
+    if reason is not None:
+        return Missing(name, reason)
+
+    def by_name() -> Results:
+        before = os.environ.get(ENVIRONMENT)
+        os.environ[ENVIRONMENT] = f"{op}={provider.name}"
+        try:
+            return run()
+        finally:
+            os.environ.pop(ENVIRONMENT)
+            if before is not None:
+                os.environ[ENVIRONMENT] = before
+
+    return Variant(name, by_name)
 
 
 FLOOR = "three GEMMs (the floor)"

@@ -31,18 +31,23 @@ class ReferenceOptions:
     dtype: str = "float32"
 
 
+def _load(model_dir: str, options: ReferenceOptions) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=getattr(torch, options.dtype),
+        attn_implementation="sdpa",
+        experts_implementation=options.experts,
+    )
+    return model
+
+
 class ReferenceLoop:
     """One policy and its optimizer. `step` is one optimizer step on the whole batch."""
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=getattr(torch, options.dtype),
-            attn_implementation="sdpa",
-            experts_implementation=options.experts,
-        ).to(self.device)
+        self.model = _load(model_dir, options).to(self.device)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 

@@ -1,11 +1,12 @@
 """Our scheduler and Ray actors against bare vLLM on the same prompts and lengths: tokens per second of wall time.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
+    python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
 
 Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs brought back, texts
 decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own with as many threads, told beforehand how
-long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. The two take turns; `ratio:` is the
-median of the turns' ratios.
+long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. Both have a process of their own and
+take turns; `ratio:` is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from marsrl.trainer.preflight import Checked
 
 
 def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
@@ -31,6 +37,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
     os.environ.update(vllm_environment(threads))
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     torch.set_num_threads(threads)
     llm = LLM(
@@ -40,7 +47,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in work]
         sampling = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work]
         llm.reset_prefix_cache()
         start = time.perf_counter()
@@ -52,35 +59,103 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
         print(json.dumps(seconds), file=out, flush=True)
 
 
-class Bare:
-    """The child process."""
+def play(model_dir: str, problems: int, engines: int, threads: int) -> None:
+    """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of one stage a line out."""
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
+    os.dup2(2, 1)
+    from marsrl.rollout.scheduler import Scheduler
+    from marsrl.trainer.build import open_team
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--bare", *arguments]
+    checked = checked_config(problems, f"rollout.engines={engines}", f"rollout.threads={threads}")
+    with open_team(checked, {"main": model_dir}) as team:
+        print("ready", file=out, flush=True)
+        for line in sys.stdin:
+            seed = json.loads(line)
+            scheduler = Scheduler(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
+            start = time.perf_counter()
+            batch = scheduler.next_batch({"main": 0})
+            seconds = time.perf_counter() - start
+            samples = [s for group in batch.groups for s in group.samples]
+            work = [(s.prompt_ids.tolist(), len(s.token_ids)) for s in samples]
+            tokens = sum(length for _, length in work)
+            print(json.dumps({"tokens": tokens, "seconds": seconds, "work": work}), file=out, flush=True)
+
+
+def checked_config(problems: int, *settings: str) -> Checked:
+    from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.read_config import read_config
+
+    stage = (f"rollout.prompts_per_step={problems}", "rollout.max_response_tokens=56")
+    return preflight(read_config(None, [*stage, *settings])[0], world_size=1)
+
+
+class Child:
+    """One side, in a process of its own: it says a word when it is ready, then answers each line with one."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
+        self._name = f"the side {' '.join(map(str, arguments))}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         self._answer("start")
 
-    def seconds(self, work: list[tuple[list[int], int]]) -> float:
+    def ask(self, question: Any) -> Any:
         stdin: IO[str] | None = self._process.stdin
         assert stdin is not None
-        stdin.write(json.dumps(work) + "\n")
+        stdin.write(json.dumps(question) + "\n")
         stdin.flush()
-        return float(self._answer("generate"))
+        return json.loads(self._answer("work"))
 
     def _answer(self, what: str) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise SystemExit(f"bare vLLM failed at {what}:\n{self._log.read()[-3000:]}")
+            raise SystemExit(f"{self._name} failed at {what}:\n{self._log.read()[-3000:]}")
         return line
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """It ends when there are no more lines, and takes its engines with it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def closed(*children: Child) -> Iterator[tuple[Child, ...]]:
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.close()
+
+
+Turn = tuple[dict[str, Any], dict[str, Any]]  # what each side decoded in what time; the first is a warm-up
+
+
+def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
+    config = checked_config(words.problems).config
+    longest = config.agents["solver"].max_input_tokens + config.rollout.max_response_tokens
+    vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
+    sizes = (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
+    sides = Child("--play", model_dir, words.problems, 1, threads), Child("--bare", model_dir, *sizes)
+    with closed(*sides) as (ours, bare):
+        for turn in range(words.repeats + 1):
+            played = ours.ask(turn)
+            yield played, {"tokens": played["tokens"], "seconds": bare.ask(played["work"])}
+
+
+def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
+    sides = (Child("--play", model_dir, words.problems, engines, 1) for engines in (words.engines, 1))
+    with closed(*sides) as (many, one):
+        for turn in range(words.repeats + 1):
+            yield many.ask(turn), one.ask(turn)
 
 
 def main() -> int:
@@ -88,51 +163,47 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
+    parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
     parser.add_argument("--bare", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--play", nargs=4, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.bare:
         bare(words.bare[0], *map(int, words.bare[1:]))
         return 0
-    from marsrl.rollout.scheduler import Scheduler
-    from marsrl.trainer.build import open_team
+    if words.play:
+        play(words.play[0], *map(int, words.play[1:]))
+        return 0
+    if words.engines is not None and words.engines < 2:
+        parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
     from marsrl.trainer.init_model import init_model
     from marsrl.trainer.machine import commit, device_name
-    from marsrl.trainer.preflight import preflight
-    from marsrl.trainer.read_config import read_config
 
-    settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
-    checked = preflight(read_config(None, settings)[0], world_size=1)
-    config = checked.config
+    other_name = "bare" if words.engines is None else "one engine"
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = f"{folder}/model"
-        init_model("cpu_default", "arithmetic", Path(model_dir), seed=0, dtype="float32")
-        longest = config.agents["solver"].max_input_tokens + config.rollout.max_response_tokens
-        vllm = config.rollout.vllm
-        threads = config.rollout.threads or os.cpu_count() or 1
-        child = Bare(model_dir, *map(str, (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)))
-        try:
-            with open_team(checked, {"main": model_dir}) as team:
-                for repeat in range(words.repeats + 1):  # the first is a warm-up
-                    scheduler = Scheduler(config.rollout, team, checked.task.problems(repeat), seed=repeat)
-                    start = time.perf_counter()
-                    batch = scheduler.next_batch({"main": 0})
-                    ours = time.perf_counter() - start
-                    samples = [s for group in batch.groups for s in group.samples]
-                    tokens = sum(len(s.token_ids) for s in samples)
-                    theirs = child.seconds([(s.prompt_ids.tolist(), len(s.token_ids)) for s in samples])
-                    row = {"tokens": tokens, "ours_s": ours, "bare_s": theirs, "ratio": theirs / ours}
-                    print(
-                        f"{'warm-up' if not repeat else f'turn {repeat}'}: {len(samples)} samples, {tokens} tokens; ours "
-                        f"{tokens / ours:,.0f} tokens/s, bare {tokens / theirs:,.0f} tokens/s, ratio {theirs / ours:.3f}"
-                    )
-                    if repeat:
-                        rows.append(row)
-        finally:
-            child.close()
+        init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
+        turns = over_bare(folder, words) if words.engines is None else over_one_engine(folder, words)
+        for turn, (ours, other) in enumerate(turns):
+            speeds = [side["tokens"] / side["seconds"] for side in (ours, other)]
+            ratio = speeds[0] / speeds[1]
+            print(
+                f"{f'turn {turn}' if turn else 'warm-up'}: {len(ours['work'])} samples, {ours['tokens']} tokens; ours "
+                f"{speeds[0]:,.0f} tokens/s, {other_name} {speeds[1]:,.0f} tokens/s, ratio {ratio:.3f}",
+                flush=True,
+            )
+            if turn:
+                rows.append(
+                    {"tokens": ours["tokens"], "ours_s": ours["seconds"], "other_s": other["seconds"], "ratio": ratio}
+                )
     ratios = [row["ratio"] for row in rows]
     if words.json:
-        record = {"device": device_name(), "commit": commit(), "turns": rows}
+        record = {
+            "device": device_name(),
+            "commit": commit(),
+            "engines": words.engines,
+            "over": other_name,
+            "turns": rows,
+        }
         Path(words.json).write_text(json.dumps(record, indent=1))
     print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}")
     print(f"ratio: {statistics.median(ratios):.3f}")

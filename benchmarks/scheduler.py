@@ -44,11 +44,12 @@ import numpy as np
 from marsrl.benchmarks.simulation.simulated_team import Problems, SolverOnly
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.pool import EnginePool, Timed
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.replicas import Irreplaceable, Timed
 from marsrl.rollout.event_scheduler import EventScheduler
 from marsrl.rollout.scheduler import Scheduler
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Reward
 
 TOKENS_PER_S = 30.0
@@ -57,7 +58,7 @@ MAX_SHARE, MAX_BYTES = 0.05, 4096
 _POLL_S = 0.1  # as rollout.background does
 
 
-class Timers:
+class Timers(Irreplaceable):
     """Engines that are clocks. own_cpu_s: what they take of this process themselves.
 
     is_waiting: real time passes; else a result is there at once, and waited_s says when it would have come.
@@ -163,7 +164,11 @@ def setup(
     timers = Timers(8, is_waiting=is_waiting)
     agents = {"solver": AgentConfig()}
     team = Team(
-        agents, SolverOnly(agents, "math"), {"main": ChatRenderer(model_dir)}, {"main": EnginePool(timers)}, judge
+        agents,
+        SolverOnly(agents, "math"),
+        {"main": ChatRenderer(model_dir)},
+        {"main": EnginePool(timers)},
+        WatchedJudge(judge),
     )
     config = RolloutConfig(
         engine="scripted",

@@ -149,7 +149,7 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
         pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
         carriers: dict[str, Any] = {"shm": FileCarrier(torch.bfloat16)}
         for kind in ("ipc", "nccl"):
-            options = WireOptions(kind, bucket_mib << 20, 60.0)  # type: ignore[arg-type]
+            options = WireOptions(kind, bucket_mib << 20, 60.0)
             carriers[kind] = WireCarrier(WireSender(options), pool.infos())
         held = Whole(weights)
         for kind, carrier in carriers.items():  # an engine has one wire at a time

@@ -2,6 +2,7 @@
 
 Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
 one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
+`MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` does so for these ops and leaves the choice to the others.
 """
 
 import os
@@ -59,10 +60,10 @@ class Op:
         """The implementation that serves these arguments.
 
         Raises:
-            ValueError: MARSRL_KERNELS names an implementation that no op has.
+            ValueError: MARSRL_KERNELS names an implementation that no op has, or an op that there is not.
             RuntimeError: the one asked for is not among this op's or cannot serve, or none can; with the reasons.
         """
-        forced = forced_name()
+        forced = forced_name(self.name)
         if forced is not None:
             if forced not in self.by_name:
                 raise RuntimeError(
@@ -83,15 +84,28 @@ class Op:
         raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
 
 
-def forced_name() -> str | None:
-    """The value of MARSRL_KERNELS; None where it is unset. A name that no op knows is an error."""
-    forced = os.environ.get(ENVIRONMENT)
-    if not forced:
+def forced_name(op: str) -> str | None:
+    """The implementation that MARSRL_KERNELS asks for in this op; None where it asks for none. Unknown: an error."""
+    text = os.environ.get(ENVIRONMENT)
+    if not text:
         return None
-    known = sorted({name for op in _OPS.values() for name in op.by_name})
-    if forced not in known:
-        raise ValueError(f"{ENVIRONMENT}={forced!r}: expected one of {', '.join(known)}")
-    return forced
+    if "=" not in text:
+        _check_known(text, text, {name for each in _OPS.values() for name in each.by_name})
+        return text
+    found = None
+    for part in text.split(","):
+        asked, _, name = part.strip().partition("=")
+        _check_known(text, asked, set(_OPS))
+        _check_known(text, name, set(_OPS[asked].by_name))
+        if asked == op:
+            found = name
+    return found
+
+
+def _check_known(text: str, word: str, known: set[str]) -> None:
+    if word not in known:
+        where = "" if word == text else f" has {word!r}"
+        raise ValueError(f"{ENVIRONMENT}={text!r}{where}: expected one of {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True)
@@ -105,15 +119,15 @@ class Explanation:
 
 def explain() -> list[Explanation]:
     """For each op the implementation this machine would use, and for the others why not; tensors may add reasons."""
-    forced = forced_name()
     explanations = []
     for name, op in sorted(_OPS.items()):
+        forced = forced_name(name)
         chosen: str | None = None
         reasons: dict[str, str] = {}
         for implementation in op.implementations:
             reason = implementation.machine_lacks()
             if reason is None and forced is not None and implementation.name != forced:
-                reason = f"{ENVIRONMENT}={forced}"
+                reason = f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}"
             if reason is None and chosen is not None:
                 reason = f"{chosen} is preferred"
             if reason is None:

@@ -23,6 +23,9 @@ HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
 # some 1000 rows). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 896 * 2**20
+# Where logits are never written (first_gemm, statistics alone): 3456 rows at V = 151936, so that reading the weight
+# takes a tenth of the time of multiplying it. Not measured yet.
+DEVICE_PIECES_BYTES = 64 * 2**20
 # Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
@@ -62,6 +65,10 @@ class Sweep:
             head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
         )
         self._gemms = self._gradients.gemms
+        # A product of our own pays where statistics come with it, and needs no logits where nothing else does.
+        self._first_gemm = kernels.first_gemm if wants_statistics else None
+        self._writes_logits = self._first_gemm is None or self._gradients.wants_any
+        self._pieces: Tensor | None = None  # of the chunk that was multiplied last
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
         self._flights: deque[ShardStatistics] = deque()
         width, device = head.width, hidden.device
@@ -72,11 +79,14 @@ class Sweep:
             self._logits = host_buffer(held * width).view(held, width)
             self._waiting = self._logits
         else:
-            self._at_most = _device_rows(width)
+            self._at_most = _device_rows(4 * width, DEVICE_LOGITS_BYTES)
+            if self._first_gemm is not None and not self._writes_logits:
+                self._at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
             size = min(rows.count, self._at_most)
-            self._logits = torch.empty(size, width, device=device)
+            columns = width if self._writes_logits else 0
+            self._logits = torch.empty(size, columns, device=device)
             if self._has_two_in_flight:
-                self._other_logits = torch.empty(size if rows.count > size else 0, width, device=device)
+                self._other_logits = torch.empty(size if rows.count > size else 0, columns, device=device)
             dtype = self._gemms.gradient_dtype
             chunks = max(1, DEVICE_GRADIENT_BYTES // (dtype.itemsize * width * max(1, size)))
             waiting = min(rows.count, chunks * size) if self._gradients.wants_any else 0
@@ -86,7 +96,8 @@ class Sweep:
         self._late: LateCount | None = None
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
-        """(chunk, its logits [R, V] float32, overwritten by the next)."""
+        """(chunk, its logits [R, V] float32, overwritten by the next; [R, 0] where only a first_gemm's statistics are
+        wanted)."""
         if self._has_two_in_flight:
             yield from self._two_in_flight()
             return
@@ -96,7 +107,7 @@ class Sweep:
                 self._make_room(chunk.count)
                 begin = self._filled
             logits = self._logits[begin : begin + chunk.count]
-            self._gemms.logits(chunk.take(self._hidden), logits)
+            self._multiply(chunk, logits)
             known = chunk.settled()
             if known.count > 0:
                 yield known, logits[: known.count]
@@ -106,33 +117,45 @@ class Sweep:
         before: tuple[Rows, Tensor] | None = None
         for turn, chunk in enumerate(self._chunks()):
             logits = (self._other_logits if turn % 2 else self._logits)[: chunk.count]
-            self._gemms.logits(chunk.take(self._hidden), logits)
+            self._multiply(chunk, logits)
             known = chunk.settled()
             if known.count == 0:
                 continue
             logits = logits[: known.count]
-            self._flights.append(self._in_flight(logits, known))
+            self._flights.append(self._send_statistics(logits, known))
             if before is not None:
                 yield before
             before = known, logits
         if before is not None:
             yield before
 
+    def _multiply(self, chunk: Rows, out: Tensor) -> None:
+        hidden = chunk.take(self._hidden)
+        if self._first_gemm is None:
+            self._gemms.logits(hidden, out)
+        else:
+            self._pieces = self._first_gemm.logits(hidden, chunk, self._head, out if self._writes_logits else None)
+
+    def _send_statistics(self, logits: Tensor, chunk: Rows) -> ShardStatistics:
+        if self._first_gemm is not None and self._pieces is not None:
+            own = self._first_gemm.partials(self._pieces, chunk, self._head)
+        else:
+            own = self._kernels.partials(logits, chunk, self._head)
+        return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
+
     def _chunks(self) -> Iterable[Rows]:
         return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._at_most)
 
     def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
         """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
-        if not self._head.is_sharded:
-            self._kernels.statistics(logits, chunk, self._head, out)
-        elif self._has_two_in_flight:
+        if self._has_two_in_flight:
             self._flights.popleft().put(out)
+        elif self._head.is_sharded:
+            self._send_statistics(logits, chunk).put(out)
+        elif self._first_gemm is not None and self._pieces is not None:
+            self._first_gemm.statistics(self._pieces, chunk, self._head, out)
         else:
-            self._in_flight(logits, chunk).put(out)
-
-    def _in_flight(self, logits: Tensor, chunk: Rows) -> ShardStatistics:
-        own = self._kernels.partials(logits, chunk, self._head)
-        return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
+            self._kernels.statistics(logits, chunk, self._head, out)
 
     def add_gradients(
         self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
@@ -187,8 +210,9 @@ class Sweep:
             self._filled = 0
 
 
-def _device_rows(width: int) -> int:
-    tiles = max(1, DEVICE_LOGITS_BYTES // (4 * width * DEVICE_ROW_MULTIPLE))
+def _device_rows(row_bytes: int, num_bytes: int) -> int:
+    """How many rows of this size a chunk of a device has."""
+    tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ray
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine
-from marsrl.rollout.engines.pool import Timed, timed
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
@@ -30,6 +30,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
 )
 from marsrl.rollout.engines.recovery import Lost
+from marsrl.rollout.engines.replicas import Timed, timed
 from marsrl.rollout.ray_faults import check_ray, judged
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -328,13 +329,16 @@ def _unpacked(answer: Timed) -> Timed:
     return Timed(answer.value.unpack(), answer.start, answer.end)
 
 
+_Offsets = npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
     """DecodeRequests with their tokens in one array; offsets [n+1] cut it."""
 
     uids: list[str]
     tokens: IntArray
-    offsets: IntArray
+    offsets: _Offsets
     max_new_tokens: list[int]
     samplings: list[Sampling]
     seeds: list[int]
@@ -371,7 +375,7 @@ class ResultBatch:
     uids: list[str]
     tokens: IntArray
     logprobs: FloatArray
-    offsets: IntArray
+    offsets: _Offsets
     finishes: list[str]
     versions: list[int]
     num_cached_tokens: list[int]
@@ -404,11 +408,11 @@ class ResultBatch:
         return [DecodeResult(*each) for each in fields]
 
 
-def _join_arrays(arrays: Sequence[Any], dtype: Any) -> tuple[Any, IntArray]:
+def _join_arrays(arrays: Sequence[Any], dtype: Any) -> tuple[Any, _Offsets]:
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
     return (np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)), offsets
 
 
-def _cut(joined: Any, offsets: IntArray) -> list[Any]:
+def _cut(joined: Any, offsets: _Offsets) -> list[Any]:
     return [joined[a:b] for a, b in itertools.pairwise(offsets.tolist())]

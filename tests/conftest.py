@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team
 
+if TYPE_CHECKING:
+    from rank_pair import RankPair
+
 # A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
@@ -72,3 +77,13 @@ def scripted_team(
 def scripted_team_fixture() -> Any:
     """The function above: scripted_team(folder, pick=..., script=...)."""
     return scripted_team
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPair]:
+    """Two gloo ranks for all who need them: see rank_pair. They start with the first job."""
+    from rank_pair import RankPair
+
+    pair = RankPair()
+    yield pair
+    pair.close()

@@ -51,6 +51,12 @@ def test_only_the_learner_side_imports_megatron() -> None:
     assert not wrong
 
 
+def test_the_type_checker_finds_every_folder_under_its_import_name() -> None:
+    """Where it does not, every call between two of our modules goes unchecked, and mypy says nothing."""
+    for folder in (*ORDER, "benchmarks"):
+        assert (ROOT / "typed" / "marsrl" / folder).resolve() == (ROOT / folder).resolve()
+
+
 def modules_after(statement: str) -> set[str]:
     script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -207,7 +207,11 @@ class WarmStartConfig(Settings):
     solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss is below it")
     max_solver_steps: int = Field(900, gt=0)
     team_batch: int = Field(16, gt=0, description="problems a step in phase 2 (all roles)")
-    team_steps: int = Field(280, gt=0)
+    verifier_loss: float = Field(
+        0.17, gt=0, description="the learning rate falls from when the averaged loss is below it"
+    )
+    max_team_steps: int = Field(400, gt=0, description="of phase 2 at the full learning rate")
+    decay_steps: int = Field(170, ge=0, description="then, the learning rate falling to a tenth")
     verdict_weight: float = Field(6.0, gt=0, description="loss weight of verdict tokens")
     equality_drills: int = Field(64, ge=0, description="`are these digits equal` drills a step")
     table_drills: int = Field(256, ge=0, description="single operations a step in phase 1")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.inference import EvaluationThread
+from marsrl.rollout.agents.orchestration import VerifierCorrector
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
 from marsrl.rollout.tasks.protocol import Task
@@ -49,10 +50,21 @@ class Evaluator:
     probe: Probe = field(default_factory=Probe)
     num_decoded: int = 0  # tokens so far, for progress bars
 
+    @property
+    def _rules(self) -> VerifierCorrector:
+        """The team's rules, which have a Verifier and a Corrector."""
+        rules = self.team.orchestration
+        if not isinstance(rules, VerifierCorrector):
+            raise TypeError(
+                f"evaluate: the orchestration is {rules.name}, expected {VerifierCorrector.name}: what is measured are its "
+                "Verifier and its Corrector"
+            )
+        return rules
+
     def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
         problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
-        team = self.team.orchestration
+        team = self._rules
         roots = [team.first_ask(f"probe{i:05d}", problem) for i, problem in enumerate(problems)]
         solutions = self._answer(roots, versions, "probe", progress)
         judges = [
@@ -105,7 +117,7 @@ class Evaluator:
         """Solver's accuracy, the whole loop's, and the Verifier's verdicts inside the loop."""
         threads = [
             EvaluationThread(
-                self.team.orchestration,
+                self._rules,
                 problem,
                 f"eval{i:05d}.{draw}",
                 accept_after=self.config.accept_after,

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +30,7 @@ from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.packing import PackedBatch
 from marsrl.trainer.run_directory import write_json
+from marsrl.trainer.step_stats import StepStats, StepSums, empty_step
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.megatron.checkpoint_store import PendingSave
@@ -38,41 +38,6 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU 
     from marsrl.trainer.megatron.head import HeadResult, LossInputs
     from marsrl.trainer.megatron.router_replay import Choices, ReplayCounts
     from marsrl.trainer.weight_wire import HeldWeights
-
-_KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
-_OUR_SUMS = ("nll", "weighted_nll")
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """One optimizer step, summed over all ranks and micro-batches; the same on every rank.
-
-    loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
-    is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
-    is_empty: no trained token on any rank; nothing was computed.
-    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), entropy and kl
-        (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
-    prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
-        r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
-    logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
-    num_updates: optimizer updates that changed the weights.
-    replay: how the forced experts compare with the router's own choice; None where none were forced.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    is_updated: bool
-    is_skipped: bool
-    is_empty: bool
-    agent_sums: dict[str, tuple[float, ...]]
-    gated_samples: int
-    prob_diff_mean: float
-    prob_diff_max: float
-    k3: float
-    logprobs: tuple[Tensor, ...]
-    num_updates: int = 0
-    replay: ReplayCounts | None = None
 
 
 class Learner:
@@ -204,7 +169,7 @@ class Learner:
         num_trained, num_tokens = self._agree(micro_batches)
         self.num_steps += is_last
         if num_trained == 0:
-            return self._stats(torch.zeros(self._num_sums), 0.0, lr, [], is_empty=True)
+            return empty_step(self._num_agents, lr)
         if not normaliser > 0:
             raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
         cuts = self._cut(micro_batches)
@@ -214,14 +179,18 @@ class Learner:
         self._set_aux_scale(num_tokens)
         self._optimizer.zero_grad()
         results, replay = self._forward_backward(batches, fixed, normaliser)
-        sums, largest = self._reduced_sums(batches, results)
+        sums = StepSums(self._num_agents, self._device)
+        if self._counts:
+            for batch, result in zip(batches, results, strict=True):
+                sums.add(batch, result, counts_samples=self._context_group.rank() == 0)
+        reduced = sums.reduced()
         raise_bad_targets()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
-        is_finite = math.isfinite(grad_norm) and math.isfinite(float(sums[0]))
+        is_finite = math.isfinite(grad_norm) and math.isfinite(reduced.loss)
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
         logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
-        return self._stats(sums, grad_norm, lr, logprobs, largest=largest, is_skipped=not is_finite, replay=replay)
+        return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay)
 
     def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
         """What several updates of one step take as given, under the present weights: once, before the first of them.
@@ -479,64 +448,6 @@ class Learner:
             forward_only=forward_only,
         )
 
-    @property
-    def _num_sums(self) -> int:
-        """loss, gated samples, compared tokens, sum of |dp|, sum of k3, then the metrics of every agent."""
-        return 5 + (len(_KERNEL_SUMS) + len(_OUR_SUMS)) * self._num_agents
-
-    def _reduced_sums(self, batches: Sequence[PackedBatch], results: Sequence[HeadResult]) -> tuple[Tensor, float]:
-        """All sums over ranks in one float64 vector on the CPU, and the largest |p_trainer - p_rollout|."""
-        total = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
-        largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._counts:
-            for batch, result in zip(batches, results, strict=True):
-                head, biggest = _mismatch(batch, result, counts_samples=self._context_group.rank() == 0)
-                agents = [result.policy.agent_sums[name].double() for name in _KERNEL_SUMS]
-                total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
-                largest = torch.maximum(largest, biggest)
-        dist.all_reduce(total)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return total.cpu(), float(largest)
-
-    def _nll(self, batch: PackedBatch, logprobs: Tensor) -> list[Tensor]:
-        agent_of = torch.repeat_interleave(batch.agent_of, batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
-        weights = batch.token_advantages
-        weighted = -logprobs if weights is None else -logprobs * weights
-        empty = torch.zeros(self._num_agents, dtype=torch.float64, device=logprobs.device)
-        return [empty.index_add(0, agent_of, values.double()) for values in (-logprobs, weighted)]
-
-    def _stats(
-        self,
-        sums: Tensor,
-        grad_norm: float,
-        lr: float,
-        logprobs: list[Tensor],
-        *,
-        largest: float = 0.0,
-        is_skipped: bool = False,
-        is_empty: bool = False,
-        replay: ReplayCounts | None = None,
-    ) -> StepStats:
-        loss, gated, compared, difference, k3, *rest = sums.tolist()
-        agents = range(0, len(rest), self._num_agents)
-        metrics = zip(_KERNEL_SUMS + _OUR_SUMS, agents, strict=True)
-        return StepStats(
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            is_updated=not (is_skipped or is_empty),
-            is_skipped=is_skipped,
-            is_empty=is_empty,
-            agent_sums={name: tuple(rest[start : start + self._num_agents]) for name, start in metrics},
-            gated_samples=round(gated) if math.isfinite(gated) else 0,
-            prob_diff_mean=difference / compared if compared else math.nan,
-            prob_diff_max=largest if compared else math.nan,
-            k3=k3 / compared if compared else math.nan,
-            logprobs=tuple(logprobs),
-            num_updates=int(not (is_skipped or is_empty)),
-            replay=replay,
-        )
-
     def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:
         from megatron.core import parallel_state
 
@@ -567,25 +478,6 @@ def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
-
-
-def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
-
-    counts_samples: False on all but one of the ranks that a sample is cut over.
-    """
-    zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    gated = result.gate.sum().double() if counts_samples and result.gate is not None else zero
-    loss = result.policy.loss.detach().double()
-    if batch.rollout_logprobs is None:
-        return torch.stack([loss, gated, zero, zero, zero]), zero
-    trainer = result.policy.logprobs[batch.trained_rows].double()
-    rollout = batch.rollout_logprobs[batch.trained_rows].double()
-    difference = (trainer.exp() - rollout.exp()).abs()
-    log_ratio = trainer - rollout
-    k3 = (log_ratio.exp() - 1 - log_ratio).sum()
-    biggest = difference.max() if difference.numel() else zero
-    return torch.stack([loss, gated, batch.mask.sum().double(), difference.sum(), k3]), biggest
 
 
 def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:

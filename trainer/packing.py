@@ -79,10 +79,10 @@ class PackedBatch:
         return self.token_ids.numel()
 
 
-def rows_of(mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
-    """{trained_rows, positive_rows} of a batch on the host."""
+def rows_of(mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """(trained_rows, positive_rows) of a batch on the host."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff().long())
-    return {"trained_rows": mask.nonzero()[:, 0], "positive_rows": (mask & of_positive).nonzero()[:, 0]}
+    return mask.nonzero()[:, 0], (mask & of_positive).nonzero()[:, 0]
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -190,6 +190,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     trained = torch.from_numpy(mask)
     bounds = torch.from_numpy(cu_seqlens.astype(np.int32))
     is_positive = torch.tensor([s.is_positive for s in sequences], dtype=torch.bool)
+    trained_rows, positive_rows = rows_of(trained, is_positive, bounds)
     return PackedBatch(
         uids=tuple(s.uid for s in sequences),
         token_ids=torch.from_numpy(tokens),
@@ -204,7 +205,8 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         max_seqlen=int(np.diff(cu_seqlens).max()),
         agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
         is_positive=is_positive,
-        **rows_of(trained, is_positive, bounds),
+        trained_rows=trained_rows,
+        positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
     )
 

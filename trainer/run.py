@@ -25,7 +25,7 @@ from marsrl.trainer.console import RunConsole
 from marsrl.trainer.credit import Credited
 from marsrl.trainer.evaluate import Evaluator, Probe
 from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
-from marsrl.trainer.learner import Learner, StepStats
+from marsrl.trainer.learner import Learner
 from marsrl.trainer.metrics import MetricsLog
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.report import write_report
@@ -33,6 +33,7 @@ from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_j
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share, Work
 from marsrl.trainer.step_metrics import step_metrics
+from marsrl.trainer.step_stats import StepStats
 from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.trace import TraceLog
@@ -284,7 +285,7 @@ class Run:
             version=self.consumed_version,
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
-            verifiers=[a for a in self.agents if driver.team.orchestration.role(a) is Role.VERIFIER],
+            verifiers=[spec.name for spec in driver.team.orchestration.agents if spec.role is Role.VERIFIER],
             frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}

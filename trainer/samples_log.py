@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -116,7 +117,7 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
         raise ValueError(f"{path}, line {number}: is no sample ({error!r}); the file is damaged") from error
 
 
-def _from_json(values: dict[str, object]) -> SampleRecord:
+def _from_json(values: dict[str, Any]) -> SampleRecord:
     segments = values["segments"]
     if not isinstance(segments, list):
         raise TypeError(f"segments is {segments!r}, expected a list")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from marsrl.trainer.learner import StepStats
+from marsrl.trainer.step_stats import StepStats
 
 
 def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from marsrl.trainer.learner import Learner, StepStats
+from marsrl.trainer.learner import Learner
 from marsrl.trainer.share import Update
+from marsrl.trainer.step_stats import StepStats
 
 
 def train_step(learner: Learner, updates: Sequence[Update]) -> StepStats:

@@ -2,7 +2,8 @@
 
     phase 1   the Solver alone with few slips, short problems and single operations first, until its loss is low: the
               arithmetic table must be there before anything else can be learned
-    phase 2   all roles from tutors that slip, the learning rate falling; verdict tokens weigh more
+    phase 2   all roles from tutors that slip, until the Verifier's loss is low as well: it first copies the claim's
+              lines, and stays at chance until it works them out; then the learning rate falls. Verdict tokens weigh more
 
 The learner is the one that does RL: imitation is the policy gradient with a token's weight in the advantage's place.
 The result is cached by the hash of its recipe, and RL always starts from the cached file, so that a run from a fresh
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -26,6 +28,7 @@ import numpy as np
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, draw_chain
 from marsrl.rollout.tasks.arithmetic_tutor import (
     Trace,
@@ -45,8 +48,8 @@ from marsrl.trainer.learner import Learner
 from marsrl.trainer.packing import TrainSequence
 from marsrl.trainer.share import Share, micro_batches
 
-RECIPE = 2  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
-TRACES, DRILLS = 0, 1  # the learner's "agents": drills are counted apart, phase 1 ends on the loss of the traces
+RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
+WRITERS = (Role.SOLVER, Role.VERIFIER, Role.CORRECTOR, None)  # the learner's "agents": roles, and the drills
 SHAPE = "cpu_default"
 
 
@@ -123,47 +126,71 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
             str(initial),
             objective=PolicyObjective(mpt_probability=None),
             mpt=MptConfig(scope="off"),
-            num_agents=2,
-            total_steps=settings.max_solver_steps + settings.team_steps,
+            num_agents=len(WRITERS),
+            total_steps=settings.max_solver_steps + settings.max_team_steps + settings.decay_steps,
             seed=config.run.seed,
         )
         school = School(settings, options, ChatRenderer(initial), random.Random(f"warm start/{config.run.seed}"))
         place = Share(learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align)
-        _teach(learner, school, settings, place, console)
+        teach(learner, school, settings, place, console)
         learner.save_hf(out)
 
 
-def _teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
-    average = None
+def teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
+    """Both phases; one that does not end by itself ends with a warning."""
+    solver = RunningMean()
     with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
         for step in range(settings.max_solver_steps):
-            loss = _step(
-                learner,
-                school.solver_lesson(step),
-                place,
-                settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps)),
-            )
-            average = loss if average is None else 0.95 * average + 0.05 * loss
-            bar.advance(note=f"loss {average:.3f}, next phase below {settings.solver_loss}")
-            if average < settings.solver_loss and step >= settings.short_steps:
+            lr = settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps))
+            loss = solver.add(_step(learner, school.solver_lesson(step), place, lr)[Role.SOLVER])
+            bar.advance(note=f"loss {loss:.3f}, next phase below {settings.solver_loss}")
+            if loss < settings.solver_loss and step >= settings.short_steps:
                 break
         else:
             console.warning(
-                f"warm start: the Solver's loss is {average:.3f} after {settings.max_solver_steps} steps, going on"
+                f"warm start: the Solver's loss is {solver.value:.3f} after {settings.max_solver_steps} steps, going on"
             )
-    with console.progress("warm start 2/2: team", settings.team_steps, "steps") as bar:
-        for step in range(settings.team_steps):
-            # to 10% over the last 60% of the phase
-            left = (settings.team_steps - step) / (0.6 * settings.team_steps)
-            loss = _step(learner, school.team_lesson(), place, settings.lr * min(1.0, 0.1 + 0.9 * left))
-            bar.advance(note=f"loss {loss:.3f}")
+    verifier = RunningMean()
+    with console.progress("warm start 2/2: team", settings.max_team_steps + settings.decay_steps, "steps") as bar:
+        for _ in range(settings.max_team_steps):
+            loss = verifier.add(_step(learner, school.team_lesson(), place, settings.lr)[Role.VERIFIER])
+            bar.advance(note=f"Verifier's loss {loss:.3f}, the learning rate falls below {settings.verifier_loss}")
+            if loss < settings.verifier_loss:
+                break
+        else:
+            console.warning(
+                f"warm start: the Verifier's loss is {verifier.value:.3f} after {settings.max_team_steps} steps, going on"
+            )
+        for step in range(settings.decay_steps):
+            lr = settings.lr * (1.0 - 0.9 * (step + 1) / settings.decay_steps)  # to a tenth
+            loss = verifier.add(_step(learner, school.team_lesson(), place, lr)[Role.VERIFIER])
+            bar.advance(note=f"Verifier's loss {loss:.3f}, learning rate {lr:.1e}")
 
 
-def _step(learner: Learner, lesson: list[TrainSequence], place: Share, lr: float) -> float:
-    """One optimizer step; returns the mean loss of a trace's token, drills left out."""
-    num_tokens = sum(s.num_sampled for s in lesson if s.agent == TRACES)
-    stats = learner.step(micro_batches(lesson, place), normaliser=float(num_tokens), lr=lr)
-    return float(stats.agent_sums["weighted_nll"][TRACES]) / num_tokens
+class RunningMean:
+    """An exponentially weighted mean of the last twenty or so values, NaN before the first."""
+
+    def __init__(self) -> None:
+        self.value = math.nan
+
+    def add(self, value: float) -> float:
+        self.value = value if math.isnan(self.value) else 0.95 * self.value + 0.05 * value
+        return self.value
+
+
+def _step(learner: Learner, lesson: list[TrainSequence], place: Share, lr: float) -> dict[Role, float]:
+    """One optimizer step; returns the mean weighted loss of a trace's token, by role (drills are left out)."""
+    num_tokens = [0] * len(WRITERS)
+    for sequence in lesson:
+        num_tokens[sequence.agent] += sequence.num_sampled
+    normaliser = float(sum(num_tokens) - num_tokens[WRITERS.index(None)])
+    stats = learner.step(micro_batches(lesson, place), normaliser=normaliser, lr=lr)
+    sums = stats.agent_sums["weighted_nll"]
+    return {
+        role: loss / count
+        for role, loss, count in zip(WRITERS, sums, num_tokens, strict=True)
+        if role is not None and count > 0
+    }
 
 
 class School:
@@ -197,21 +224,20 @@ class School:
         traces = [solver_trace(self.rng, chain, self.settings.slip_solver_phase1, options) for chain in chains]
         drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
         drills += [table_drill(self.rng) for _ in range(self.settings.table_drills)]
-        return self._sequences(traces, drills)
+        return [self._sequence(trace) for trace in traces + drills]
 
     def team_lesson(self) -> list[TrainSequence]:
         """Phase 2: all three roles on the same problems."""
         chains = [draw_chain(self.rng, self.options, held_out=False) for _ in range(self.settings.team_batch)]
         traces = [trace for chain in chains for trace in team_traces(self.rng, chain, self.rates, self.options)]
         drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
-        return self._sequences(traces, drills)
+        return [self._sequence(trace) for trace in traces + drills]
 
-    def _sequences(self, traces: list[Trace], drills: list[Trace]) -> list[TrainSequence]:
-        return [self._sequence(t, TRACES) for t in traces] + [self._sequence(d, DRILLS) for d in drills]
-
-    def _sequence(self, trace: Trace, kind: int) -> TrainSequence:
-        is_words = isinstance(trace.prompt, str)
-        prompt = self._words(trace.prompt) if is_words else self.renderer.render(trace.prompt)[0]
+    def _sequence(self, trace: Trace) -> TrainSequence:
+        if isinstance(trace.prompt, str):
+            prompt = self._words(trace.prompt)
+        else:
+            prompt = self.renderer.render(trace.prompt)[0]
         end = [self.renderer.eos_id] if trace.ends else []
         completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
         return TrainSequence(
@@ -221,7 +247,7 @@ class School:
             is_sampled=np.ones(len(completion), bool),
             rollout_logprobs=None,
             advantage=0.0,
-            agent=kind,
+            agent=WRITERS.index(trace.role),
             temperature=1.0,
             token_weights=np.array(trace.weights(self.settings.verdict_weight), np.float32),
         )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
 from marsrl.benchmarks.peers import why_not_imported
 from marsrl.kernels import attention_varlen
 
@@ -53,17 +56,17 @@ def _build(shape: Shape) -> Bench:
         for each in (q, k, v):
             each.grad = None
 
-    def run(attend, *given) -> Results:  # type: ignore[no-untyped-def]
+    def run(attend: Callable[..., Tensor], *given: Any) -> Results:
         out = attend(q, k, v, *given)
         out.backward(gradient)
-        return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}  # type: ignore[dict-item]
+        return results_of(out, {"dq": q, "dk": k, "dv": v})
 
     def judge() -> Judgement:
         def results(dtype: torch.dtype) -> Results:
-            leaves = [each.detach().to(dtype).requires_grad_() for each in (q, k, v)]
-            out = _segments(*leaves, bounds)
+            queries, keys, values = (each.detach().to(dtype).requires_grad_() for each in (q, k, v))
+            out = _segments(queries, keys, values, bounds)
             out.backward(gradient.to(dtype))
-            return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *(each.grad for each in leaves))))  # type: ignore[arg-type]
+            return results_of(out, {"dq": queries, "dk": keys, "dv": values})
 
         return Judgement(results(torch.float64), results(dtype))
 
@@ -89,22 +92,27 @@ def _build(shape: Shape) -> Bench:
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
     parts = []
     for begin, end in pairwise(bounds):
-        heads_first = (each[begin:end].transpose(0, 1)[None] for each in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        query, key, value = (each[begin:end].transpose(0, 1)[None] for each in (q, k, v))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
     """[S, L, ...] and back, as a trainer without packing holds its batch all along: the padding is part of its cost."""
-    heads_first = (
+    query, key, value = (
         torch.nn.utils.rnn.pad_sequence(list(each.split(sizes)), batch_first=True).transpose(1, 2) for each in (q, k, v)
     )
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
     return torch.cat([row[:size] for row, size in zip(out, sizes)])
 
 
-def _flash_attn():  # type: ignore[no-untyped-def]
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""out [T, N, D] of q, k, v, cu_seqlens [S+1] and the longest sequence."""
+
+
+def _flash_attn() -> Attention | str:
+    """It, or why not."""
     if importlib.util.find_spec("flash_attn") is None:
         return "ModuleNotFoundError: No module named 'flash_attn'"
     try:
@@ -113,23 +121,34 @@ def _flash_attn():  # type: ignore[no-untyped-def]
         return why_not_imported(error)
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        return out
 
     return call
 
 
-def _torch_varlen(shape: Shape):  # type: ignore[no-untyped-def]
+def _torch_varlen(shape: Shape) -> Attention | str:
+    """It, or why not. Its first releases take is_causal, the later ones a window, of which (-1, 0) is causal."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         return why_not_imported(error)
     if shape.device != "cuda":
         return "it has no CPU kernel"
+    known = inspect.signature(varlen_attn).parameters
+    ways: list[dict[str, Any]] = [{"window_size": (-1, 0)}, {"is_causal": True}]
+    causal = next((way for way in ways if way.keys() <= known.keys()), None)
+    if causal is None:
+        return (
+            f"in torch {torch.__version__} it has neither window_size nor is_causal, so it cannot be told to be causal"
+        )
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         repeats = q.shape[1] // k.shape[1]  # not every version takes grouped queries
         keys, values = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
-        return varlen_attn(q, keys, values, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
+        out = varlen_attn(q, keys, values, cu_seqlens, cu_seqlens, longest, longest, **causal)
+        assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for
+        return out
 
     return call
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
 from marsrl.kernels import grouped_linear
 
 
@@ -36,17 +37,17 @@ def _build(shape: Shape) -> Bench:
     def clear() -> None:
         x.grad = weights.grad = None
 
-    def run(layer) -> Results:  # type: ignore[no-untyped-def]
+    def run(layer: Callable[[Tensor, Tensor], Tensor]) -> Results:
         out = layer(x, weights)
         out.backward(gradient)
-        return {"out": out.detach(), "dx": x.grad, "dw": weights.grad}  # type: ignore[dict-item]
+        return results_of(out, {"dx": x, "dw": weights})
 
     def judge() -> Judgement:
         def results(dtype: torch.dtype) -> Results:
-            leaves = [each.detach().to(dtype).requires_grad_() for each in (x, weights)]
-            out = _loop(*leaves, counts)
+            rows, matrices = (each.detach().to(dtype).requires_grad_() for each in (x, weights))
+            out = _loop(rows, matrices, counts)
             out.backward(gradient.to(dtype))
-            return dict(zip(("out", "dx", "dw"), (out.detach(), *(each.grad for each in leaves))))  # type: ignore[arg-type]
+            return results_of(out, {"dx": rows, "dw": matrices})
 
         return Judgement(results(torch.float64), results(dtype))
 

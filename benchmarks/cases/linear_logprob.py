@@ -1,7 +1,8 @@
-"""linear_logprob: log-prob and entropy of each token with gradients into both."""
+"""linear_logprob: log-prob and entropy of each token with gradients into both, and without, as in evaluation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,11 +16,14 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
+    with_own_gemm,
 )
 from marsrl.benchmarks.peers import LogprobFunction, LogprobPeer
 from marsrl.benchmarks.peers.fused import fused_peers
 from marsrl.benchmarks.peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
 from marsrl.kernels import linear_logprob
+
+NO_GRADIENT = "no gradient wanted"
 
 
 def _build(shape: Shape) -> Bench:
@@ -36,17 +40,33 @@ def _build(shape: Shape) -> Bench:
         torch_linear_cross_entropy(),
         *fused_peers(shape.device),
     ]
+    run_peer = _evaluate if shape.note == NO_GRADIENT else _run
     variants, missing = [], []
+    own_gemm = with_own_gemm("linear_logprob", inputs, partial(run_peer, inputs, gradients, _ours))
+    if isinstance(own_gemm, Missing):
+        missing.append(own_gemm)
+    else:
+        variants.append(replace(own_gemm, prepare=inputs.clear))
     for peer in peers:
         if isinstance(peer, Missing):
             missing.append(peer)
         elif isinstance(peer, LogprobPeer):
             does = "" if peer.has_entropy_gradient else "no entropy"
-            variants.append(Variant(peer.name, partial(_run, inputs, gradients, peer.call), does, inputs.clear))
-    flops = 8 * shape.tokens * shape.hidden * shape.vocab  # logits twice: their gradient is known after the forward
-    return Bench(
-        variants, missing, partial(_judge, inputs, gradients), flops, head_bytes(inputs), result_bytes(inputs)
-    )  # fmt: skip
+            variants.append(Variant(peer.name, partial(run_peer, inputs, gradients, peer.call), does, inputs.clear))
+    judge_them = partial(_judge, inputs, gradients)
+    flops = 2 * shape.tokens * shape.hidden * shape.vocab
+    if shape.note == NO_GRADIENT:
+        return Bench(variants, missing, judge_them, flops, head_bytes(inputs) - result_bytes(inputs), 0)
+    # logits twice, dX, dW: their gradient is known after the forward
+    return Bench(variants, missing, judge_them, 4 * flops, head_bytes(inputs), result_bytes(inputs))
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    shapes = head_shapes(device, quick, with_masks=False)
+    largest = max(
+        (shape for shape in shapes if not shape.note), key=lambda shape: (shape.tokens <= 16384, shape.tokens)
+    )
+    return [*shapes, replace(largest, note=NO_GRADIENT)]
 
 
 def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +84,12 @@ def _run(inputs: HeadInputs, gradients: Tensor, call: LogprobFunction) -> Result
     return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **inputs.gradients()}
 
 
+def _evaluate(inputs: HeadInputs, gradients: Tensor, call: LogprobFunction) -> Results:
+    with torch.no_grad():
+        logprobs, entropy = call(inputs.hidden, inputs.weight, inputs.targets)
+    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+
+
 def _judge(inputs: HeadInputs, gradients: Tensor) -> Judgement:
     def objective(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
         return (logprobs * gradients[0, rows] + entropy * gradients[1, rows]).sum()
@@ -74,4 +100,4 @@ def _judge(inputs: HeadInputs, gradients: Tensor) -> Judgement:
     return found
 
 
-CASE = Case("linear_logprob", partial(head_shapes, with_masks=False), _build)
+CASE = Case("linear_logprob", _shapes, _build)

@@ -19,6 +19,7 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
+    with_own_gemm,
 )
 from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
 from marsrl.benchmarks.peers.fused import fused_peers
@@ -34,22 +35,25 @@ def _build(shape: Shape) -> Bench:
     bare, sentence = floors(inputs, shape)
     variants = [Variant("ours", partial(_ours, inputs)), *bare]
     missing: list[Missing] = []
-    has_mask = inputs.mask is not None
+    own_gemm = with_own_gemm("linear_policy_loss", inputs, partial(_ours, inputs))
+    if isinstance(own_gemm, Missing):
+        missing.append(own_gemm)
+    else:
+        variants.append(own_gemm)
+    kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():
         variants.append(Variant(name, partial(_plain, inputs, loss, None)))
-        if has_mask:
-            kept = inputs.mask.nonzero()[:, 0]  # type: ignore[union-attr]
+        if kept is not None:
             variants.append(Variant(name + KEPT_ROWS, partial(_plain, inputs, loss, kept)))
     for peer in [torch_linear_cross_entropy(), *fused_peers(shape.device)]:
         match peer:
             case Missing():
                 missing.append(peer)
             case LogprobPeer():
-                kept_rows = inputs.mask.nonzero()[:, 0] if inputs.mask is not None else None
                 does = "" if peer.has_entropy_gradient else "no entropy"
-                run = partial(_of_logprobs, inputs, peer.call, kept_rows)
-                variants.append(Variant(peer.name + (KEPT_ROWS if has_mask else ""), run, does))
+                run = partial(_of_logprobs, inputs, peer.call, kept)
+                variants.append(Variant(peer.name + ("" if kept is None else KEPT_ROWS), run, does))
             case PolicyLossPeer():
                 run = partial(_of_loss, inputs, peer.prepared(_problem(inputs)))
                 variants.append(Variant(peer.name, run, "no entropy"))

@@ -46,7 +46,8 @@ def _build(shape: Shape) -> Bench:
     def clear() -> None:
         leaf.grad = None
 
-    variants, missing = [], []
+    variants: list[Variant] = []
+    missing: list[Missing] = []
     for provider in ROW_PROVIDERS:
         reason = provider.machine_lacks() or provider.why_not(logits=logits)
         if reason is not None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from marsrl.rollout.engines.pool import Timed
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.replicas import Irreplaceable, Timed
 from marsrl.rollout.types import Finish
 
 from .cost_model import CostModel
@@ -39,7 +39,7 @@ class _UnderWay:
     version: int
 
 
-class SimulatedReplicas:
+class SimulatedReplicas(Irreplaceable):
     """The engines of one policy. `call` lasts as long as its slowest engine, `collect` until something ends.
 
     lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.

@@ -13,7 +13,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
 
 from .cost_model import Constants
@@ -85,4 +85,4 @@ def simulated_team(replicas: SimulatedReplicas, constants: Constants, *, is_solv
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = cast(ChatRenderer, StandInRenderer(constants))
     pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
-    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": pool}, judge)
+    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": pool}, WatchedJudge(judge))

@@ -16,7 +16,8 @@ from .cost_model import Constants
 from .lengths import Lengths
 from .play import Outcome, Pipeline, Setting, play
 
-_A, _B = TypeVar("_A"), TypeVar("_B")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..bad_targets import check_targets
 from ..dispatch import Implementation, Op
-from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..rows.choice import HEAD_PROVIDERS, RowProvider
 from ..rows.protocol import RowKernels, Statistics
 from ..rows.selection import Rows
 from ..sweep import sweep_gradients, sweep_statistics
@@ -105,7 +105,7 @@ def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | 
 _OP = Op(
     "linear_logprob",
     (
-        *map(_on_rows, ROW_PROVIDERS),
+        *map(_on_rows, HEAD_PROVIDERS),
         Implementation("reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)),
     ),
 )

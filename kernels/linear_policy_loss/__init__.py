@@ -13,7 +13,7 @@ from ..head_gradients import HeadGradients
 from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
 from ..policy_loss.arguments import policy_tokens
 from ..policy_loss.terms import agent_sums, total_loss
-from ..rows.choice import ROW_PROVIDERS, RowProvider
+from ..rows.choice import HEAD_PROVIDERS, RowProvider
 from ..vocabulary import Head, make_head, why_not_reference_head
 from .fused import fused_loss
 from .reference import linear_policy_loss_reference
@@ -215,7 +215,7 @@ def _why_not_reference(
 _OP = Op(
     "linear_policy_loss",
     (
-        *map(_on_rows, ROW_PROVIDERS),
+        *map(_on_rows, HEAD_PROVIDERS),
         Implementation("reference", _reference, _why_not_reference),
     ),
 )

@@ -17,13 +17,14 @@ class RowProvider:
     """An implementation that is loaded when it is first used.
 
     machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
-    its name and a tensor.
+    its name and a tensor; why_not_together: for all of them.
     """
 
     name: str
     load: Callable[[], RowKernels]
     machine_lacks: Callable[[], str | None]
     why_not_tensor: Callable[[str, Tensor], str | None]
+    why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
@@ -34,7 +35,7 @@ class RowProvider:
         for name, tensor in tensors.items():
             if tensor.dtype == torch.float64:
                 return f"float64 input ({name}), the row kernels compute in float32"
-        return None
+        return self.why_not_together(tensors)
 
 
 def _load_cpu() -> RowKernels:
@@ -49,6 +50,12 @@ def _load_triton() -> RowKernels:
     return TritonRowKernels()
 
 
+def _load_triton_gemm() -> RowKernels:
+    from ..first_gemm.triton_impl import TritonGemmRowKernels
+
+    return TritonGemmRowKernels()
+
+
 def _load_cuda() -> RowKernels:
     from .cuda import CudaRowKernels
 
@@ -59,9 +66,28 @@ def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
 
 
+def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if "float32" in dtypes.values():
+        return (
+            f"{found}: tensor cores would round float32 to TF32, which has 10 bits; cuBLAS multiplies float32 in full"
+        )
+    if len(set(dtypes.values())) > 1:
+        return f"{found}: tensor cores multiply pairs of one dtype"
+    return None
+
+
 # On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
     RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda),
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
+)
+
+# Those of the heads. The last one has a first GEMM of its own and is taken by name only, MARSRL_KERNELS=triton_gemm:
+# whatever it can serve `triton` serves too, until a measurement says that it should come first.
+HEAD_PROVIDERS = (
+    *ROW_PROVIDERS,
+    RowProvider("triton_gemm", _load_triton_gemm, machine_lacks_triton, why_not_triton, _why_not_first_gemm),
 )

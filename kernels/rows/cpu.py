@@ -24,6 +24,7 @@ class CpuRowKernels:
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
+    first_gemm = None
 
     @property
     def tiles(self) -> TileKernels:

@@ -21,6 +21,7 @@ class CudaRowKernels:
 
     is_host = False
     tiles = None
+    first_gemm = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         queue(

@@ -130,16 +130,44 @@ class TileKernels(Protocol):
         """
 
 
+class FirstGemm(Protocol):
+    """Logits of a chunk by a product of our own, which takes the statistics from its accumulators.
+
+        pieces = first_gemm.logits(hidden, rows, head, out)     # in place of gemms.py
+        first_gemm.statistics(pieces, rows, head, statistics)   # in place of RowKernels.statistics
+
+    pieces: [4, n, R] float32: maximum, sum e^d, sum d e^d relative to it, and target logit, of n parts of the columns.
+    """
+
+    def logits(self, hidden: Tensor, rows: Rows, head: "Head", out: Tensor | None) -> Tensor:
+        """Write hidden [R, H] @ head.weight.T to out [R, V] float32, but for padding; None: to nowhere. Returns pieces."""
+
+    def statistics(self, pieces: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
+        """As RowKernels.statistics; rows: those that were multiplied or, once their count is known, the first of them."""
+
+    def partials(self, pieces: Tensor, rows: Rows, head: "Head") -> Tensor:
+        """As RowKernels.partials."""
+
+    def row_bytes(self, width: int) -> int:
+        """Of the pieces of one row over so many columns; ranks with a shard of this width cut the same chunks by it."""
+
+
 class RowKernels(Protocol):
     """One implementation.
 
     is_host: results are complete when a call returns, and `gradients` overwrites the logits; else calls queue work on
     the current stream, never wait for it, and `gradients` writes to a second buffer.
-    tiles: None on a device.
     """
 
     is_host: bool
-    tiles: TileKernels | None
+
+    @property
+    def tiles(self) -> TileKernels | None:
+        """None on a device."""
+
+    @property
+    def first_gemm(self) -> FirstGemm | None:
+        """None where the logits come from gemms.py and the statistics from the logits."""
 
     def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.

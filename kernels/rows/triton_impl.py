@@ -8,7 +8,7 @@ from ..objective import METRICS, PolicyTokens
 from ..triton_machine import on_device_of
 from ..vocabulary import Head
 from . import triton_kernels
-from .protocol import PolicyTerms, Statistics, TermInputs
+from .protocol import FirstGemm, PolicyTerms, Statistics, TermInputs
 from .selection import LateCount, Rows
 
 # Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
@@ -16,7 +16,8 @@ from .selection import LateCount, Rows
 PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
 NUM_WARPS = 8
-BLOCK_ROWS = 128
+JOIN_ELEMENTS = 512  # rows x pieces that one step of a join reads
+JOIN_PIECES = 64
 BLOCK_TOKENS = 1024
 MAX_PROGRAMS = 65535  # of any grid axis
 
@@ -26,43 +27,13 @@ class TritonRowKernels:
 
     is_host = False
     tiles = None
+    first_gemm: FirstGemm | None = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
-        partials = self._pieces(logits, rows, head)
-        with on_device_of(logits):
-            triton_kernels.finish_rows[(triton.cdiv(rows.count, BLOCK_ROWS),)](
-                partials,
-                partials.shape[1],
-                rows.count,
-                head.num_columns,
-                rows.ids,
-                rows.first,
-                head.targets,
-                head.inverse_temperature,
-                head.inverse_temperature_of_all,
-                out.logprobs,
-                out.entropy,
-                out.maximum,
-                out.log_sum,
-                BLOCK=BLOCK_ROWS,
-            )
+        put_statistics(self._pieces(logits, rows, head), rows, head, out)
 
     def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
-        partials = self._pieces(logits, rows, head)
-        out = torch.empty(4, rows.count, dtype=torch.float64, device=logits.device)
-        with on_device_of(logits):
-            triton_kernels.join_pieces[(triton.cdiv(rows.count, BLOCK_ROWS),)](
-                partials,
-                partials.shape[1],
-                rows.count,
-                rows.ids,
-                rows.first,
-                head.inverse_temperature,
-                head.inverse_temperature_of_all,
-                out,
-                BLOCK=BLOCK_ROWS,
-            )
-        return out
+        return shard_partials(self._pieces(logits, rows, head), rows, head)
 
     def _pieces(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
         """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS."""
@@ -154,6 +125,55 @@ class TritonRowKernels:
                 num_warps=NUM_WARPS,
             )
         return late
+
+
+def put_statistics(pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+    """Fill `out` at these rows from their parts [4, pieces, >= R] float32, the form of row_partials."""
+    block = _join_block(pieces)
+    with on_device_of(pieces):
+        triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
+            pieces,
+            pieces.shape[1],
+            pieces.shape[2],
+            rows.count,
+            head.num_columns,
+            rows.ids,
+            rows.first,
+            head.targets,
+            head.inverse_temperature,
+            head.inverse_temperature_of_all,
+            out.logprobs,
+            out.entropy,
+            out.maximum,
+            out.log_sum,
+            **block,
+        )
+
+
+def shard_partials(pieces: Tensor, rows: Rows, head: Head) -> Tensor:
+    """RowKernels.partials from the parts of the rows [4, pieces, >= R] float32."""
+    block = _join_block(pieces)
+    out = torch.empty(4, rows.count, dtype=torch.float64, device=pieces.device)
+    with on_device_of(pieces):
+        triton_kernels.join_pieces[(triton.cdiv(rows.count, block["BLOCK"]),)](
+            pieces,
+            pieces.shape[1],
+            pieces.shape[2],
+            rows.count,
+            rows.ids,
+            rows.first,
+            head.inverse_temperature,
+            head.inverse_temperature_of_all,
+            out,
+            **block,
+        )
+    return out
+
+
+def _join_block(pieces: Tensor) -> dict[str, int]:
+    """Few pieces: many rows a program. Many: 8 rows, a 32-byte sector, so that 96 programs share 768 rows."""
+    at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
+    return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
 
 
 class TritonPolicyTerms:

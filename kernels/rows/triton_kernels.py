@@ -93,24 +93,30 @@ def row_partials(
 
 
 @triton.jit
-def joined(partials, pieces, num_rows, rows, is_row, inverse):
-    """(maximum float32; sum e^d, sum d e^d float64 relative to it; target logit float32) of whole rows."""
+def joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES: tl.constexpr):
+    """(maximum float32; sum e^d, sum d e^d float64 relative to it; target logit float32) of whole rows, from partials
+    [4, pieces, stride]."""
+    lanes = tl.arange(0, BLOCK_PIECES)
+    plane = pieces * stride
     maximum = tl.full(rows.shape, LOWEST, tl.float32)
-    for piece in range(pieces):
-        maximum = tl.maximum(maximum, tl.load(partials + piece * num_rows + rows, mask=is_row, other=LOWEST))
+    for begin in range(0, pieces, BLOCK_PIECES):
+        at = partials + (begin + lanes)[:, None] * stride + rows[None, :]
+        own = tl.load(at, mask=(begin + lanes < pieces)[:, None] & is_row[None, :], other=LOWEST)
+        maximum = tl.maximum(maximum, tl.max(own, axis=0))
     total = tl.zeros(rows.shape, tl.float64)
     weighted = tl.zeros(rows.shape, tl.float64)
     logit = tl.zeros(rows.shape, tl.float32)
-    for piece in range(pieces):
-        at = partials + piece * num_rows + rows
-        own = tl.load(at, mask=is_row, other=LOWEST)
-        own_total = tl.load(at + pieces * num_rows, mask=is_row, other=0.0).to(tl.float64)
-        own_weighted = tl.load(at + 2 * pieces * num_rows, mask=is_row, other=0.0).to(tl.float64)
-        shift = tl.maximum((own.to(tl.float64) - maximum) * inverse, NOTHING)
+    for begin in range(0, pieces, BLOCK_PIECES):
+        at = partials + (begin + lanes)[:, None] * stride + rows[None, :]
+        is_here = (begin + lanes < pieces)[:, None] & is_row[None, :]
+        own = tl.load(at, mask=is_here, other=LOWEST)
+        own_total = tl.load(at + plane, mask=is_here, other=0.0).to(tl.float64)
+        own_weighted = tl.load(at + 2 * plane, mask=is_here, other=0.0).to(tl.float64)
+        shift = tl.maximum((own.to(tl.float64) - maximum[None, :]) * inverse[None, :], NOTHING)
         factor = tl.exp(shift)
-        total += own_total * factor
-        weighted += (own_weighted + shift * own_total) * factor
-        logit += tl.load(at + 3 * pieces * num_rows, mask=is_row, other=0.0)
+        total += tl.sum(own_total * factor, axis=0)
+        weighted += tl.sum((own_weighted + shift * own_total) * factor, axis=0)
+        logit += tl.sum(tl.load(at + 3 * plane, mask=is_here, other=0.0), axis=0)
     return maximum, total, weighted, logit
 
 
@@ -124,8 +130,9 @@ def inverse_at(inverse_temperature, inverse_of_all, tokens, is_row):
 
 @triton.jit(do_not_specialize=VARYING)
 def finish_rows(
-    partials,
+    partials,  # [4, pieces, stride] float32
     pieces,
+    stride,
     num_rows,
     columns,
     ids,
@@ -138,13 +145,14 @@ def finish_rows(
     maximum_of,
     log_sum_of,
     BLOCK: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
 ):
     """Grid (blocks of rows). A target outside the vocabulary gives log p = NaN."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
     inverse = inverse_at(inverse_temperature, inverse_of_all, tokens, is_row)
-    maximum, total, weighted, logit = joined(partials, pieces, num_rows, rows, is_row, inverse)
+    maximum, total, weighted, logit = joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES)
     total = tl.where(is_row, total, 1.0)
     log_sum = tl.log(total)
     target = tl.load(targets + tokens, mask=is_row, other=0)
@@ -158,8 +166,9 @@ def finish_rows(
 
 @triton.jit(do_not_specialize=VARYING)
 def join_pieces(
-    partials,
+    partials,  # [4, pieces, stride] float32
     pieces,
+    stride,
     num_rows,
     ids,
     first,
@@ -167,13 +176,14 @@ def join_pieces(
     inverse_of_all,
     out,  # [4, num_rows] float64
     BLOCK: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
 ):
     """Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
     inverse = inverse_at(inverse_temperature, inverse_of_all, tokens, is_row)
-    maximum, total, weighted, logit = joined(partials, pieces, num_rows, rows, is_row, inverse)
+    maximum, total, weighted, logit = joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES)
     maximum = tl.where(maximum <= LOWEST, float("-inf"), maximum)  # a shard of nothing but padding
     tl.store(out + rows, maximum.to(tl.float64), mask=is_row)
     tl.store(out + num_rows + rows, total, mask=is_row)

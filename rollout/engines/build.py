@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import Engine
+from marsrl.rollout.engines.replicas import LocalReplicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +95,25 @@ def make_pool(
         RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
     """
     if config.engine == "scripted":
-        if scripted is None:
-            raise ValueError(
-                "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
-            )
-        return EnginePool(
-            LocalReplicas([scripted() for _ in range(config.engines)]),
-            policy,
-            deadline_s=config.deadline_s,
-            sleeps=config.placement == "colocated",
-        )
+        return _scripted_pool(policy, config, scripted)
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
+    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
+    if config.placement == "local":
+        return _local_pool(policy, config, specs)
+    return _ray_pool(policy, config, specs, num_policies)
+
+
+def _specs(
+    model_dir: str, config: RolloutConfig, *, dtype: str, max_model_len: int, seed: int, version: int
+) -> list[EngineSpec]:
+    """One for each engine of a policy: they differ in their seeds."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.engines)
-    specs = [
+    return [
         EngineSpec(
             kind=config.engine,
             model_dir=model_dir,
@@ -122,27 +123,47 @@ def make_pool(
             version=version,
             threads=threads,
             deadline_s=config.deadline_s,
-            device="cuda" if on_gpu else "cpu",
+            device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,
             sleeps=config.placement == "colocated",
         )
         for replica in range(config.engines)
     ]
-    if config.placement == "local":
-        os.environ.update(specs[0].environment())
-        return EnginePool(
-            LocalReplicas([build_engine(spec) for spec in specs]),
-            policy,
-            slots=config.vllm.max_num_seqs,
-            deadline_s=config.deadline_s,
+
+
+def _scripted_pool(policy: str, config: RolloutConfig, scripted: Callable[[], Engine] | None) -> EnginePool:
+    if scripted is None:
+        raise ValueError(
+            "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
         )
+    return EnginePool(
+        LocalReplicas([scripted() for _ in range(config.engines)]),
+        policy,
+        deadline_s=config.deadline_s,
+        sleeps=config.placement == "colocated",
+    )
+
+
+def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec]) -> EnginePool:
+    """In this process, whose environment becomes theirs."""
+    os.environ.update(specs[0].environment())
+    return EnginePool(
+        LocalReplicas([build_engine(spec) for spec in specs]),
+        policy,
+        slots=config.vllm.max_num_seqs,
+        deadline_s=config.deadline_s,
+    )
+
+
+def _ray_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], num_policies: int) -> EnginePool:
+    """Actors of the cluster; colocated ones of all policies share each GPU."""
     from marsrl.rollout.ray_cluster import RayCluster, RayReplicas
 
     cluster = RayCluster(
         address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
     )
     # Ray knows nothing of the trainer's ranks: an engine that it gives a GPU of this machine shares it with a rank
-    num_gpus = float(config.vllm.tensor_parallel) if on_gpu else 0.0
+    num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
     if config.placement == "colocated":
         num_gpus /= num_policies
     return EnginePool(

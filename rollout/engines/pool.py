@@ -10,14 +10,12 @@ affinities are dealt out first, each to the replica with the least work. Results
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,148 +23,23 @@ from marsrl.rollout.engines.dispatch import Dispatcher, split_requests
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
-    Engine,
     EngineInfo,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
 )
 from marsrl.rollout.engines.recovery import Faults, Lost, Recovery
+from marsrl.rollout.engines.replicas import Replicas
 from marsrl.rollout.engines.retries import Probation, Retries, Verdict
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
-_PROGRESS_S = 0.2
+_DRAIN_S = 0.2  # for which a look at what has ended waits while draining
 _SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
-_SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
-
-    value: Any
-    start: float
-    end: float
-
 
 OnCall = Callable[[int, str, float, float], None]
-"""Told (replica, method, start, end) of every call that an engine served; times as in Timed."""
-
-
-def timed(function: Callable[[], Any]) -> Timed:
-    """Call it and take the time."""
-    start = time.time()
-    value = function()
-    return Timed(value, start, max(start, time.time()))  # the wall clock may be set back
-
-
-class Replicas(Protocol):
-    """How the pool reaches its engines: in this process, or as Ray actors (ray_cluster.py)."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def can_restart(self) -> bool:
-        """False where engines live in this process: what ails them ails it too."""
-
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> Sequence[Timed | Lost]:
-        """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        """method(*arguments) on one replica."""
-
-    def restart(self, replica: int) -> Lost | None:
-        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too."""
-
-    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        """Hand requests to a replica, which may be decoding; does not wait for it."""
-
-    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
-        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first."""
-
-    def abort(self, busy: Sequence[int]) -> None:
-        """Have every request of these replicas come back with the next results, as far as it got."""
-
-    def num_decoded(self) -> list[int]: ...
-
-    def close(self) -> None: ...
-
-
-class LocalReplicas:
-    """Engines in this process, called one after the other. What they raise is raised: nothing is restarted."""
-
-    can_restart = False
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = list(engines)
-
-    def __len__(self) -> int:
-        return len(self.engines)
-
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> Sequence[Timed | Lost]:
-        if on_wait is None:
-            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(_PROGRESS_S):
-                on_wait()
-
-        watcher = threading.Thread(target=watch, name="marsrl-progress", daemon=True)
-        watcher.start()
-        try:
-            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
-        finally:
-            done.set()
-            watcher.join()
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed:
-        return _invoke(self.engines[replica], method, arguments)
-
-    def restart(self, replica: int) -> Lost | None:
-        raise RuntimeError(
-            f"engine {replica} is of this process (rollout.placement=local) and cannot be restarted alone"
-        )
-
-    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self.engines[replica].submit(requests, version=version)
-
-    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
-        """Busy engines decode in turn, a slice of time each."""
-        end = time.monotonic() + timeout_s
-        while True:
-            answers = []
-            for replica in busy:
-                left = max(0.0, end - time.monotonic())
-                slice_s = left if len(busy) == 1 else min(left, _SLICE_S)
-                engine = self.engines[replica]
-                answers.append((replica, timed(functools.partial(engine.collect, slice_s))))
-            if any(answer.value for _, answer in answers) or time.monotonic() >= end:
-                return answers
-
-    def abort(self, busy: Sequence[int]) -> None:
-        for replica in busy:
-            self.engines[replica].abort()
-
-    def num_decoded(self) -> list[int]:
-        return [engine.num_decoded() for engine in self.engines]
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
-        self.engines.clear()
-
-
-def _invoke(engine: Engine, method: str, args: tuple[Any, ...]) -> Timed:
-    if method == "generate":
-        return timed(lambda: engine.generate(args[0], version=args[1]))
-    return timed(lambda: getattr(engine, method)(*args))
+"""Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +203,7 @@ class EnginePool:
         try:
             self._replicas.abort(self._dispatch.busy)
             while self._sent:
-                results += self.collect(_PROGRESS_S)
+                results += self.collect(_DRAIN_S)
         finally:
             self._is_draining = False
         for replica in list(self._spans):

@@ -34,7 +34,7 @@ class Faults:
 
 
 class Replaceable(Protocol):
-    """The part of pool.Replicas that a recovery needs."""
+    """The part of replicas.Replicas that a recovery needs."""
 
     @property
     def can_restart(self) -> bool:

@@ -37,9 +37,10 @@ class TutorRates:
 class Trace:
     """A prompt and the completion to imitate (the end token comes after it where `ends` is set).
 
-    prompt: a chat, or for a drill the bare words, which are tokenised as they stand.
+    role: who writes it; None for a drill, whose prompt is bare words that are tokenised as they stand.
     """
 
+    role: Role | None
     prompt: tuple[Message, ...] | str
     completion: str
     ends: bool = True
@@ -54,7 +55,7 @@ class Trace:
 
 
 def solver_trace(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> Trace:
-    return Trace(_prompt(Role.SOLVER, chain), _solution(rng, chain, slip, options))
+    return Trace(Role.SOLVER, _prompt(Role.SOLVER, chain), _solution(rng, chain, slip, options))
 
 
 def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
@@ -64,29 +65,29 @@ def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: Ar
     judged = _solution(rng, chain, rates.slip_hard, options) if is_hard else solution
     report = _report(rng, chain, judged, rates, options)
     traces = [
-        Trace(_prompt(Role.SOLVER, chain), solution),
-        Trace(_prompt(Role.VERIFIER, chain, judged), report),
+        Trace(Role.SOLVER, _prompt(Role.SOLVER, chain), solution),
+        Trace(Role.VERIFIER, _prompt(Role.VERIFIER, chain, judged), report),
     ]
     report = _report(rng, chain, solution, rates, options)
     while not report.endswith("wrong"):
         solution = _solution(rng, chain, rates.slip_solver, options)
         report = _report(rng, chain, solution, rates, options)
     correction = _correction(rng, chain, solution, rates, options)
-    return [*traces, Trace(_prompt(Role.CORRECTOR, chain, solution, report), correction)]
+    return [*traces, Trace(Role.CORRECTOR, _prompt(Role.CORRECTOR, chain, solution, report), correction)]
 
 
 def table_drill(rng: random.Random) -> Trace:
     """One operation on a digit, in the words of a solution's line: the table that everything else stands on."""
     value, operation = rng.randrange(10), rng.choice(OPERATIONS)
     letter = rng.choice(LETTERS[1:-1])
-    return Trace(f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
+    return Trace(None, f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
 
 
 def equality_drill(rng: random.Random) -> Trace:
     """The last words of a report: are the two digits equal? Half of the drills are drawn equal."""
     said = rng.randrange(10)
     got = said if rng.random() < 0.5 else rng.randrange(10)
-    return Trace(f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")
+    return Trace(None, f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")
 
 
 def _prompt(role: Role, chain: Chain, solution: str = "", report: str = "") -> tuple[Message, ...]:

@@ -163,6 +163,45 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_varlen_attn_of_torch_is_told_to_be_causal_in_the_words_of_its_release() -> None:
+    """Stand-ins with the signatures of both releases, on a CPU; a third has neither word and is missing with a reason."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+import torch
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from marsrl.benchmarks.case import Shape
+from marsrl.benchmarks.cases import attention_varlen as case
+
+def attend(q, k, v, bounds, is_causal):
+    spans = [slice(a, b) for a, b in zip(bounds.tolist(), bounds.tolist()[1:])]
+    of_heads = ([each[span].transpose(0, 1) for each in (q, k, v)] for span in spans)
+    return torch.cat([scaled_dot_product_attention(*parts, is_causal=is_causal).transpose(0, 1) for parts in of_heads])
+
+def newer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    return attend(query, key, value, cu_seq_q, window_size == (-1, 0))
+
+def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return attend(query, key, value, cu_seq_q, is_causal)
+
+def neither(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+    raise AssertionError("it would be timed without a mask")
+
+q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
+for varlen.varlen_attn in (newer, older):
+    found = case._torch_varlen(Shape("cuda"))(q, k, v, torch.tensor([0, 4, 9]), 5)
+    torch.testing.assert_close(found, case._segments(q, k, v, [0, 4, 9]))
+varlen.varlen_attn = neither
+print(case._torch_varlen(Shape("cuda")))
+"""
+    done = call(str(BENCHMARKS), code=code)
+    assert done.returncode == 0, done.stderr
+    assert "has neither window_size nor is_causal" in done.stdout
+
+
 def test_the_suite_goes_its_way_on_a_cpu(wheel: Path, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--out", str(tmp_path / "out"), "--wheels", str(wheel)]
     chosen = ["group_advantage", "profile", "training", "train step"]

@@ -1,11 +1,15 @@
-"""Requests and tensors that the engine tests share."""
+"""Requests, tensors, and the finding of actors that the engine tests share."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from marsrl.rollout.engines.fused_layout import WeightFiles
@@ -33,3 +37,22 @@ def request(uid: str, token_ids: np.ndarray, max_new_tokens: int, *, seed: int =
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)
+
+
+def actors() -> list[psutil.Process]:
+    """Processes of engines, oldest first."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    """A thread that waits for the condition, and acts."""
+
+    def run() -> None:
+        while not condition():
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +11,13 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from engine_cases import perturbed, prompt, request, tensors_of
+from engine_cases import actors, after, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.ray_faults import judged
 from marsrl.trainer.weight_sync import WeightSync
-
-
-def actors() -> list[psutil.Process]:
-    """Processes of engines, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
-    return sorted(found, key=lambda process: process.create_time())
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +31,6 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
 
 def asks(count: int, length: int = 90) -> list:
     return [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), length, seed=i) for i in range(count)]
-
-
-def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
-    def run() -> None:
-        while not condition():
-            time.sleep(0.01)
-        action()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 @pytest.mark.slow

@@ -6,13 +6,14 @@ import time
 
 import numpy as np
 import pytest
-from engine_cases import perturbed, prompt, request, tensors_of
+from engine_cases import actors, after, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.dispatch import split_requests
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weight_sync import WeightSync
@@ -161,11 +162,26 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
             new = perturbed(tensors, "experts", seed=version)
             report = sync.publish(new.items(), version, lambda seqs, new=new: judge.probe(directory, new, list(seqs)))
             assert report.max_probe_difference < 1e-4
-        sync.close()
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
         results = pool.generate(asks, version=2)
         whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
         for result, right in zip(results, judge(directory, new, whole), strict=True):
             np.testing.assert_allclose(result.logprobs, right[39:], atol=1e-4, rtol=0)
         assert sum(pool.num_decoded()) == 16 * 20 and all(pool.num_decoded())
+
+        # one of the two is killed in the middle of a stage: the new one has the last version's weights
+        long = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 150, seed=i) for i in range(16)]
+        right = pool.generate(long, version=2)
+        before = sum(pool.num_decoded())
+        killer = after(lambda: sum(pool.num_decoded()) > before + 200, actors()[0].kill)
+        results = pool.generate(long, version=2)
+        killer.join()
+        faults = pool.take_faults()
+        assert faults.engine_restarts == 1 and faults.resubmitted >= 4 and faults.failed == 0
+        assert {info.kind for info in pool.infos()} == {"vllm"}
+        for result, expected in zip(results, right, strict=True):
+            assert (result.uid, result.version) == (expected.uid, 2)
+            np.testing.assert_array_equal(result.token_ids, expected.token_ids)
+            np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-5)
+        sync.close()
     assert "RAY_ADDRESS" not in os.environ

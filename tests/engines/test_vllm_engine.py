@@ -7,8 +7,9 @@ import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weight_sync import WeightSync
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.trainer.weight_carriers import FileCarrier, _side_by_side
 from marsrl.trainer.weight_files import write_shards
 from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score

@@ -50,6 +50,36 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, mon
         linear_logprob(*arguments)
 
 
+def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
+    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
+    both = Implementation("a", lambda: "a"), Implementation("b", lambda: "b")
+    first, second = Op("first", both), Op("second", both)
+    monkeypatch.setenv("MARSRL_KERNELS", "second=b")
+    assert (first(), second()) == ("a", "b")
+    assert {each.op: each.reasons for each in explain()} == {
+        "first": {"b": "a is preferred"},
+        "second": {"a": "MARSRL_KERNELS=second=b"},
+    }
+    monkeypatch.setenv("MARSRL_KERNELS", "first=b, second=a")
+    assert (first(), second()) == ("b", "a")
+    monkeypatch.setenv("MARSRL_KERNELS", "second=c")
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='second=c' has 'c': expected one of a, b"):
+        first()
+    monkeypatch.setenv("MARSRL_KERNELS", "third=a")
+    with pytest.raises(ValueError, match="MARSRL_KERNELS='third=a' has 'third': expected one of first, second"):
+        first()
+
+
+def test_the_heads_own_first_gemm_needs_a_device(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton_gemm .* PyTorch sees no CUDA device"):
+        linear_logprob(*arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
+        linear_logprob(*arguments)
+
+
 def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
     hidden, weight, targets = arguments
     with pytest.raises(RuntimeError, match=r"no implementation .* cpu: float64 input.*; reference: main_grad is given"):

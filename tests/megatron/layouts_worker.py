@@ -1,20 +1,15 @@
-"""Started once by torchrun with two gloo ranks: the same two steps under every layout, a checkpoint, a third step.
+"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step.
 
 Then every checkpoint is resumed under the layouts named for it. See test_layouts.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from megatron_models import num_trained, sequences
 
 from marsrl.kernels import PolicyObjective
@@ -109,11 +104,14 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out, models, layouts = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    resumed = json.loads(sys.argv[4])  # {kind: [[layout of the checkpoint, layout of the resumed run], ...]}
-    checkpoints = out.parent / "checkpoints"
+def job(
+    out: str,
+    models: dict[str, str],
+    layouts: dict[str, dict[str, dict[str, int]]],
+    resumed: dict[str, list[tuple[str, str]]],
+) -> None:
+    """Into the file `out`, by rank 0. resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}."""
+    checkpoints = Path(out).parent / "checkpoints"
     report: dict[str, Any] = {}
     for kind, model in models.items():
         for name, layout in layouts[kind].items():
@@ -125,9 +123,3 @@ def main() -> None:
             parallel.stop(keep_world=True)
     if dist.get_rank() == 0:
         torch.save(report, out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 
@@ -15,6 +14,8 @@ VOCAB = 61  # odd: tensor parallelism pads it
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
     """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied)."""
+    import transformers  # seconds, which ranks that read batches from here do not spend
+
     torch.manual_seed(seed)
     shape = {
         "vocab_size": VOCAB,

@@ -1,18 +1,16 @@
-"""Every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks, started once."""
+"""Every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import layouts_worker
 import pytest
 import torch
 from layouts_worker import resume, run
 from megatron_models import save_model
+from rank_pair import RankPair
 from safetensors.torch import load_file
 
 from marsrl.trainer.export import export
@@ -45,16 +43,14 @@ RESUMED = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{kind/layout: losses, norms, metrics, scores and weights}: one rank in this process, two in a run of their own."""
+def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
+    """{kind/layout: losses, norms, metrics, scores and weights}: one rank in this process, two in their own."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(Path(__file__).parent / "layouts_worker.py"), str(folder / "two.pt")]
-    command += [json.dumps(models), json.dumps(TWO), json.dumps(RESUMED)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    two_ranks.run(
+        Path(layouts_worker.__file__),
+        {"out": str(folder / "two.pt"), "models": models, "layouts": TWO, "resumed": RESUMED},
+    )
     # Written by this very test a moment ago; tensors and numbers only.
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
     found["checkpoints"] = folder / "checkpoints"

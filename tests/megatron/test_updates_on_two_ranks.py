@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import updates_worker
 from megatron_models import save_model
+from rank_pair import RankPair
 from updates_worker import run
 
 from marsrl.trainer.megatron import parallel
@@ -24,21 +22,11 @@ CASES = {
 }
 
 
-def test_two_ranks_do_the_updates_of_one(tmp_path: Path) -> None:
+def test_two_ranks_do_the_updates_of_one(tmp_path: Path, two_ranks: RankPair) -> None:
     model, reference = save_model("qwen3_moe", tmp_path / "m"), save_model("qwen3_moe", tmp_path / "r", seed=1)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        str(Path(__file__).parent / "updates_worker.py"),
-        str(tmp_path / "two.json"),
-        str(model),
-        str(reference),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, json.dumps(CASES)], capture_output=True, text=True, timeout=240, env=environment, check=False
+    two = two_ranks.run(
+        Path(updates_worker.__file__), {"model": str(model), "reference": str(reference), "cases": CASES}
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    two = json.loads((tmp_path / "two.json").read_text())
     one = {}
     for router_replay in ("rollout", "recompute"):
         one[router_replay] = run(str(model), str(reference), {}, router_replay)

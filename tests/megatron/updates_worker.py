@@ -1,20 +1,12 @@
-"""Started once by torchrun with two gloo ranks: a step of two updates with KL and replayed experts, under each layout."""
+"""A job of two gloo ranks: a step of two updates with KL and replayed experts, under each layout."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from dataclasses import replace
-
 from megatron_models import num_trained, sequences
 
 from marsrl.kernels import PolicyObjective
@@ -71,18 +63,10 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out, model, reference, cases = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+def job(model: str, reference: str, cases: dict[str, tuple[dict[str, int], str]]) -> dict[str, list[list[float]]]:
+    """Of each case by its name."""
     report = {}
     for name, (layout, router_replay) in cases.items():
         report[name] = run(model, reference, layout, router_replay)
         parallel.stop(keep_world=True)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,4 +1,4 @@
-"""Started once by torchrun with four processes: two trainer ranks (gloo), two that serve an engine each. See test_weight_wire.
+"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_weight_wire.
 
 Rank 0 publishes the same weights through files, then over each kind of wire, under every layout, and notes what the engines
 hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one engine.
@@ -6,28 +6,22 @@ hold afterwards. Engines forget what they hold between two publishes. A last pub
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import socket
+import subprocess
 import sys
 import threading
-import time
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
+from foreign_bytes import counted, peak
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.engines.checksum import checksum
-from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool, Timed
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.receive import Receiver
-from marsrl.rollout.engines.wires import GroupWire, SharedWire
+from marsrl.rollout.engines.replicas import Timed
 from marsrl.trainer.collective import gather_bytes
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
@@ -38,112 +32,36 @@ from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score, prob
 from marsrl.trainer.weight_wire import WireOptions, WireSender
 
 BUCKET = 4096  # bytes: most tensors take several
-_SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
-_PEAK = [0]  # bytes of other processes that this one held at once
-
-
-def count_foreign_bytes() -> None:
-    """Note what comes over any wire, and what a gate takes from other ranks."""
-    held = [0]
-
-    def receive(self: Any, rank: int, num_elements: int, *, plain: Any) -> torch.Tensor:
-        flat: torch.Tensor = plain(self, rank, num_elements)
-        held[0] += flat.nbytes
-        _PEAK[0] = max(_PEAK[0], held[0])
-        return flat
-
-    def release(self: Any, *, plain: Any) -> None:
-        held[0] = 0
-        plain(self)
-
-    for kind in (GroupWire, SharedWire):
-        taken, freed = kind.receive, kind.release
-        kind.receive = lambda self, rank, n, plain=taken: receive(self, rank, n, plain=plain)  # type: ignore[assignment]
-        kind.release = lambda self, plain=freed: release(self, plain=plain)  # type: ignore[assignment]
-    plain_recv = dist.recv
-
-    def recv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _PEAK[0] = max(_PEAK[0], tensor.nbytes)
-        return plain_recv(tensor, *args, **kwargs)
-
-    dist.recv = recv  # type: ignore[assignment]
-
-
-class Shard:
-    """A tensor-parallel engine shard without an engine around it: zeros of the shapes that its feed names."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self._receiver = Receiver(torch.device("cpu"))
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        assert update.feed is not None
-        self.weights = {name: torch.zeros(shape) for name, shape in update.feed.shapes.items()}
-        self._receiver.take(update.feed, self.weights)
-        return WeightReceipt(update.version, {name: checksum(t) for name, t in self.weights.items()}, 0.0)
-
-
-class SpoilingEngine(LocalEngine):
-    """Changes one bit of what `spoil` named, once it is there."""
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        take = self._receiver.take
-
-        def spoiled(feed: Any, targets: Any) -> None:
-            take(feed, targets)
-            while _SPOILED:
-                targets[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
-
-        self._receiver.take = spoiled  # type: ignore[method-assign]
-        try:
-            return super().update_weights(update)
-        finally:
-            self._receiver.take = take  # type: ignore[method-assign]
-
-
-def serve(address: str) -> None:
-    """An engine's process: does what rank 0 asks until it says `end`."""
-    while not Path(address).exists():
-        time.sleep(0.05)
-    connection = Client(address, "AF_UNIX")
-    engine: Any = None
-    while True:
-        method, args = connection.recv()
-        if method == "end":
-            return
-        start = time.time()
-        value: Any = None
-        try:
-            if method == "local":
-                engine = SpoilingEngine(args[0], dtype=args[1], max_model_len=128)
-            elif method == "shard":
-                engine = Shard()
-            elif method == "held":
-                weights = engine.weights if isinstance(engine, Shard) else engine._model.weights
-                value = {
-                    n: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in weights.items()
-                }
-            elif method == "save":
-                torch.save({n: t.clone() for n, t in engine.weights.items()}, args[0])
-            elif method == "forget":
-                for tensor in engine._model.weights.values():
-                    tensor.fill_(7)
-            elif method == "spoil":
-                _SPOILED.append(args[0])
-            elif method == "peak":
-                value, _PEAK[0] = _PEAK[0], 0
-            else:
-                value = getattr(engine, method)(*args)
-        except Exception as error:  # raised on rank 0
-            value = error
-        connection.send(Timed(value, start, max(start, time.time())))
 
 
 class Processes:
     """Engines in the other processes, as the pool wants them (pool.Replicas, as far as a sync needs it)."""
 
-    def __init__(self, connections: list[Connection]) -> None:
-        self.connections = connections
+    def __init__(self, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+        self.connections, self._processes = connections, processes
+
+    @classmethod
+    def start(cls, num: int) -> Processes:
+        """Engines that end when this process does, or lets go of its connections."""
+        connections, processes = [], []
+        for _ in range(num):
+            mine, theirs = socket.socketpair()
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                str(Path(__file__).parent / "wire_engine.py"),
+                str(theirs.fileno()),
+            ]
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
+            theirs.close()
+            connections.append(Connection(mine.detach()))
+        return cls(connections, processes)
+
+    def end(self) -> None:
+        for connection, process in zip(self.connections, self._processes, strict=True):
+            connection.send(("end", ()))
+            process.wait()
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -189,7 +107,7 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
         if pool is None or engines is None:
             follow(weights, sender)
             if sender is None:
-                _PEAK[0] = 0
+                peak()
             else:
                 follow(learner.held(), sender)
                 follow(learner.held(), sender)
@@ -215,11 +133,11 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 found[kind]["spoiled"] = [name, str(error)]
         sync.close()
         if sender is None:  # rank 0 gathers whole tensors for files
-            found["shm"]["rank_peak"], _PEAK[0] = _PEAK[0], 0
+            found["shm"]["rank_peak"] = peak()
     for sender in senders.values():
         if sender is not None:
             sender.close()
-    found["rank_peaks"] = [int(told) for told in gather_bytes(str(_PEAK[0]).encode())]
+    found["rank_peaks"] = [int(told) for told in gather_bytes(str(peak()).encode())]
     return found
 
 
@@ -244,33 +162,19 @@ def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path)
     sender.close()
 
 
-def main() -> None:
-    out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    count_foreign_bytes()
-    rank = int(os.environ["RANK"])
-    address = str(out.parent / "engines")
-    if rank >= 2:
-        return serve(address)
-    os.environ["WORLD_SIZE"] = "2"
-    engines = None
-    if rank == 0:
-        listener = Listener(address, "AF_UNIX")
-        engines = Processes([listener.accept() for _ in range(2)])
+def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
+    """What publishes() found in each case, on rank 0; shard_*.pt in the folder, of the case that says so."""
     found: dict[str, Any] = {}
-    for name, (model, layout, dtype, engine_dtype) in cases.items():
-        learner = new_learner(model, layout, dtype)
-        found[name] = publishes(learner, model, engine_dtype, engines)
-        if name.endswith("shards"):
-            publish_to_shards(learner, engines, out.parent)
-        parallel.stop(keep_world=True)
+    engines: Processes | None = None
+    with counted():
+        for name, (model, layout, dtype, engine_dtype) in cases.items():
+            learner = new_learner(model, layout, dtype)
+            if engines is None and dist.get_rank() == 0:
+                engines = Processes.start(2)
+            found[name] = publishes(learner, model, engine_dtype, engines)
+            if name.endswith("shards"):
+                publish_to_shards(learner, engines, Path(folder))
+            parallel.stop(keep_world=True)
     if engines:
-        out.write_text(json.dumps(found))
-        for connection in engines.connections:
-            connection.send(("end", ()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        engines.end()
+    return found

@@ -1,17 +1,18 @@
-"""Bytes that the real learner makes in one step, under one layout; also started by torchrun with two gloo ranks."""
+"""Bytes that the real learner makes in one step, under one layout; also a job of two gloo ranks."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 
 from live_bytes import CudaBytes, LiveBytes
@@ -26,12 +27,18 @@ from marsrl.trainer.megatron.layout import resolve
 from marsrl.trainer.packing import TrainSequence, pack
 from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
 
-# What is planned is a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns, and its
-# buffer of logits comes and goes, where a host keeps it from call to call.
-gemms.HOST_TILE_ROWS = 32
-sweep.host_buffer = tiles.host_buffer = torch.empty
-
 VOCAB, SEQUENCES, LENGTH = 212, 4, 128
+
+
+@contextmanager
+def device_head() -> Iterator[None]:
+    """What is planned is a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns,
+    and its buffer of logits comes and goes, where a host keeps it from call to call."""
+    with ExitStack() as changes:
+        changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
+        for where in (sweep, tiles):
+            changes.enter_context(patch.object(where, "host_buffer", torch.empty))
+        yield
 
 
 def model(kind: str, folder: Path, **changes: object) -> Path:
@@ -85,7 +92,7 @@ def compare(
     )
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     on_gpu = torch.cuda.is_available()
-    with CudaBytes() if on_gpu else LiveBytes() as memory:
+    with device_head(), CudaBytes() if on_gpu else LiveBytes() as memory:
         learner = Learner(
             config,
             folder,
@@ -129,18 +136,9 @@ def compare(
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out, models, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    report = {
+def job(models: dict[str, str], cases: list[tuple[str, str, dict[str, int], str, str, str]]) -> dict[str, Any]:
+    """compare() of each case by its name."""
+    return {
         name: compare(Path(models[kind]), layout, how, dtype, reference=Path(models[other]) if other else None)
         for name, kind, layout, how, dtype, other in cases
     }
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

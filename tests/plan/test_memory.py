@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import memory_worker
 import pytest
 import torch
 from memory_worker import compare, model
+from rank_pair import RankPair
 
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig
@@ -118,22 +119,16 @@ LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
     models = {kind: str(model(kind, folder / kind)) for kind in ("qwen3_moe", "qwen3")}
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "memory_worker.py"), str(folder / "out.json"), json.dumps(models), json.dumps(LAYOUTS)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    found: dict[str, Any] = two_ranks.run(Path(memory_worker.__file__), {"models": models, "cases": LAYOUTS})
     return found
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in LAYOUTS])
-def test_two_ranks_hold_what_is_planned(two_ranks: dict[str, Any], name: str) -> None:
-    holds(two_ranks[name], 0.10)  # gloo copies what NCCL does not
+def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
+    holds(reports[name], 0.10)  # gloo copies what NCCL does not
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from made_up_run import make_group, make_sample, make_summary
 
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import MISSING, Reward
 from marsrl.trainer.console import RunConsole

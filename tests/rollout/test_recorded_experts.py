@@ -16,8 +16,9 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool, LocalReplicas
+from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
+from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.ledger import RolloutState
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.scheduler import Scheduler

@@ -73,13 +73,15 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         if isinstance(values, Tensor):
             padding = values.new_full((1, *values.shape[1:]), _padding(name, values.dtype))
             changes[name] = torch.cat([values, padding])[rows[rank]]
+    trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, bounds)
     mine = dataclasses.replace(
         batch,
         **changes,
         position_ids=positions[rank],
         cu_seqlens=bounds.to(torch.int32),
         max_seqlen=int(padded.max()),
-        **rows_of(changes["mask"], batch.is_positive, bounds),
+        trained_rows=trained_rows,
+        positive_rows=positive_rows,
     )
     return ContextCut(mine, torch.stack(rows), total)
 

@@ -60,11 +60,17 @@ def start(layout: Layout, seed: int) -> None:
 
 
 def stop(*, keep_world: bool = False) -> None:
-    """Tear the groups down; keep_world leaves the default process group for another layout."""
+    """Tear the groups down; keep_world (collective) leaves the default process group for another layout."""
     if _current:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
+        if keep_world:
+            # destroy_model_parallel forgets most of them, and no more: every gloo group has threads that poll 100 times a
+            # second for as long as it stands. Nobody closes one that another rank still receives from.
+            dist.barrier()
+            for group in parallel_state._global_process_group_list[1:]:  # the first stands for the default one
+                dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
         _current.clear()

@@ -6,6 +6,7 @@ Call `install()` before megatron is imported. No file of megatron is edited; eve
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def _after_import() -> None:
 
     # The RNG tracker writes CUDA generator states.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # It warns when weights drawn under a "GPU" state move the CPU's generator, which here is the same one.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     # The first dispatcher makes it with whatever torch.cuda.Stream is by then: vLLM on a CPU puts its own there, without
     # events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM

@@ -135,75 +135,16 @@ def _policy(
 ) -> tuple[PolicyPlan, list[str]]:
     shape = find_shape(policy.model) if policy.model else warm_start_shape()
     config = within_positions(config, name, shape.max_positions)
-    rollout, notes = config.rollout, []
     longest = longest_sequence(config, name)
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
-    if longest > config.trainer.max_tokens_per_micro_batch:
-        notes.append(
-            f"trainer.max_tokens_per_micro_batch is {config.trainer.max_tokens_per_micro_batch:,}, but a sequence of policy "
-            f"{name} can have {longest:,} tokens (prompt and completion): such a batch would be refused; planned with {longest:,}"
-        )
-    of_policy = [each for each in config.agents if config.agents[each].policy == name]
-    first = rollout.prompts_per_step * rollout.group_size
-    samples = first * sum(1 if each == next(iter(config.agents)) else rollout.picks for each in of_policy)
-    response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
-    work = Work(samples, samples * (prompt + response), samples * response)
-    dtype = rollout.vllm.dtype or policy.dtype
-    setup = EngineSetup(
-        shape,
-        rollout.engines,
-        rollout.vllm.tensor_parallel,
-        "bfloat16" if dtype == "float16" else dtype,
-        rollout.vllm.gpu_memory_utilization,
-        rollout.vllm.max_num_seqs,
-        longest,
-    )
+    response = mean_response or hw.MEAN_RESPONSE.value * config.rollout.max_response_tokens
+    work = _work(config, name, response)
+    setup = _engine_setup(config, policy, shape, longest)
     engine = engine_memory(setup, gpu)
-    if not engine.kv_tokens:
-        notes.append(
-            f"an engine of policy {name} does not fit: its weights take {engine.weights / 2**30:.1f} GiB a GPU of "
-            f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel"
-        )
-    is_apart = rollout.placement == "disaggregated"
-    reference = _reference(config, policy, shape)
-    job = Job(
-        shape=shape,
-        dtype=policy.dtype,
-        world_size=trainers,
-        tokens=tokens,
-        work=work,
-        offloads_optimizer=policy.optimizer.offload,
-        sweeps_entropy=config.mpt.scope != "off",
-        shared_bytes=0.0 if is_apart else gpu.memory_bytes * setup.memory_share,
-        distributes_optimizer=policy.optimizer.distributed,
-        reference=reference,
-        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
-        cuts_sequences=config.loss.ratio != "sequence" and config.loss.correction != "sequence_mask",
-    )
+    kept_bytes = 0.0 if config.rollout.placement == "disaggregated" else gpu.memory_bytes * setup.memory_share
+    job = _job(config, policy, shape, trainers, tokens, work, kept_bytes)
     layout = resolve(policy.layout)
     problem = why_not(layout, shape, trainers)
-    configured = None if problem else option(job, layout, policy.recompute, gpu)
-    if configured is not None and not configured.fits:
-        notes.append(
-            f"policy {name}: layout {layout.words} with recompute {policy.recompute} needs {configured.needed / 2**30:.1f} "
-            f"GiB of {gpu.memory_bytes / 2**30:.1f}: {configured.why_not}"
-        )
-    if problem:
-        near = nearest(layout, shape, trainers).words
-        notes.append(f"policy {name}: {problem}; on {trainers} trainer rank(s) this would be valid: {near}")
-    if configured is not None and configured.memory.host:
-        host = configured.memory.host / 2**30
-        notes.append(
-            f"policy {name}: the optimizer's state is in CPU memory: {host:.0f} GiB a rank, "
-            f"{host * min(trainers, hw.GPUS_PER_NODE.value):.0f} GiB a node"
-        )
-    found = options(job, gpu)
-    if not found[0].fits:
-        notes.append(
-            f"policy {name}: no layout fits on {trainers} trainer GPUs; the closest is {found[0].layout.words} with "
-            f"recompute {found[0].recompute}, {found[0].needed / 2**30:.1f} GiB: {found[0].why_not}"
-        )
     planned = PolicyPlan(
         name=name,
         model=policy.model or "warm start",
@@ -212,14 +153,114 @@ def _policy(
         longest_sequence=longest,
         micro_batch_tokens=tokens,
         work=work,
-        configured=configured,
+        configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
-        options=tuple(found),
+        options=tuple(options(job, gpu)),
         engine=engine,
-        rollout=rollout_time(setup, engine, gpu, samples, response, rollout.segments),
+        rollout=rollout_time(setup, engine, gpu, work.sequences, response, config.rollout.segments),
         sync=sync_time(shape, policy.dtype, gpu, num_gpus),
     )
-    return planned, notes
+    near = nearest(layout, shape, trainers).words if problem else ""
+    notes = _notes_on_lengths(config, planned) + _notes_on_its_engines(planned, setup, gpu)
+    return planned, notes + _notes_on_layouts(planned, policy, trainers, gpu, near)
+
+
+def _work(config: RunConfig, name: str, response: float) -> Work:
+    """One step's training of a policy, by completions of so many tokens on average."""
+    rollout = config.rollout
+    of_policy = [each for each in config.agents if config.agents[each].policy == name]
+    first = rollout.prompts_per_step * rollout.group_size
+    samples = first * sum(1 if each == next(iter(config.agents)) else rollout.picks for each in of_policy)
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
+    return Work(samples, samples * (prompt + response), samples * response)
+
+
+def _engine_setup(config: RunConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
+    vllm = config.rollout.vllm
+    dtype = vllm.dtype or policy.dtype
+    return EngineSetup(
+        shape,
+        config.rollout.engines,
+        vllm.tensor_parallel,
+        "bfloat16" if dtype == "float16" else dtype,
+        vllm.gpu_memory_utilization,
+        vllm.max_num_seqs,
+        longest,
+    )
+
+
+def _job(
+    config: RunConfig,
+    policy: PolicyConfig,
+    shape: ModelShape,
+    trainers: int,
+    tokens: int,
+    work: Work,
+    kept_bytes: float,
+) -> Job:
+    """What the layouts are ranked for. kept_bytes: of each GPU, what engines keep from the trainer."""
+    reference = _reference(config, policy, shape)
+    return Job(
+        shape=shape,
+        dtype=policy.dtype,
+        world_size=trainers,
+        tokens=tokens,
+        work=work,
+        offloads_optimizer=policy.optimizer.offload,
+        sweeps_entropy=config.mpt.scope != "off",
+        shared_bytes=kept_bytes,
+        distributes_optimizer=policy.optimizer.distributed,
+        reference=reference,
+        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
+        cuts_sequences=config.loss.ratio != "sequence" and config.loss.correction != "sequence_mask",
+    )
+
+
+def _notes_on_lengths(config: RunConfig, planned: PolicyPlan) -> list[str]:
+    longest, limit = planned.longest_sequence, config.trainer.max_tokens_per_micro_batch
+    if longest <= limit:
+        return []
+    return [
+        f"trainer.max_tokens_per_micro_batch is {limit:,}, but a sequence of policy "
+        f"{planned.name} can have {longest:,} tokens (prompt and completion): such a batch would be refused; planned with "
+        f"{longest:,}"
+    ]
+
+
+def _notes_on_its_engines(planned: PolicyPlan, setup: EngineSetup, gpu: hw.Gpu) -> list[str]:
+    if planned.engine.kv_tokens:
+        return []
+    return [
+        f"an engine of policy {planned.name} does not fit: its weights take {planned.engine.weights / 2**30:.1f} GiB a GPU of "
+        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel"
+    ]
+
+
+def _notes_on_layouts(planned: PolicyPlan, policy: PolicyConfig, trainers: int, gpu: hw.Gpu, near: str) -> list[str]:
+    """near: the words of the valid layout nearest to the config's, where that is not valid."""
+    notes = []
+    configured, best = planned.configured, planned.options[0]
+    if configured is not None and not configured.fits:
+        notes.append(
+            f"policy {planned.name}: layout {configured.layout.words} with recompute {policy.recompute} needs "
+            f"{configured.needed / 2**30:.1f} GiB of {gpu.memory_bytes / 2**30:.1f}: {configured.why_not}"
+        )
+    if planned.why_not_configured:
+        notes.append(
+            f"policy {planned.name}: {planned.why_not_configured}; on {trainers} trainer rank(s) this would be valid: {near}"
+        )
+    if configured is not None and configured.memory.host:
+        host = configured.memory.host / 2**30
+        notes.append(
+            f"policy {planned.name}: the optimizer's state is in CPU memory: {host:.0f} GiB a rank, "
+            f"{host * min(trainers, hw.GPUS_PER_NODE.value):.0f} GiB a node"
+        )
+    if not best.fits:
+        notes.append(
+            f"policy {planned.name}: no layout fits on {trainers} trainer GPUs; the closest is {best.layout.words} with "
+            f"recompute {best.recompute}, {best.needed / 2**30:.1f} GiB: {best.why_not}"
+        )
+    return notes
 
 
 def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:

@@ -16,17 +16,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
 from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.fused_layout import WeightFiles
+from marsrl.rollout.engines.local.batch import Batch, Cache, Record, Row
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import (
     TORN,
@@ -39,14 +38,13 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.receive import Receiver
-from marsrl.rollout.engines.sampler import RowSampling, draw
+from marsrl.rollout.engines.sampler import draw
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
-_CACHE_STEP = 64  # the cache grows by this many positions
 
 
 class LocalEngine:
@@ -74,7 +72,7 @@ class LocalEngine:
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version, self._deadline_s = version, deadline_s
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._is_aborting = False
         self._num_decoded = 0
 
@@ -181,7 +179,7 @@ class LocalEngine:
         while self._inbox and len(joining) < room:
             request = self._inbox.popleft()
             if reason := self._refusal(request):
-                refused.append(_Row(request, 0, finish=Finish.ERROR).result(self._version, reason))
+                refused.append(Row(request, 0, finish=Finish.ERROR).result(self._version, reason))
             else:
                 joining.append(request)
         if joining:
@@ -193,20 +191,20 @@ class LocalEngine:
             self._batch = joined
         return refused
 
-    def _prefilled(self, requests: Sequence[DecodeRequest]) -> _Batch:
+    def _prefilled(self, requests: Sequence[DecodeRequest]) -> Batch:
         """The requests ready for their first draw."""
         prompts, prompt_of, first = _distinct([request.token_ids for request in requests])
-        cache = _Cache(self._model, len(prompts), max(len(p) for p in prompts))
+        cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
         records = any(request.experts_from is not None for request in requests)
         last, experts = self._prefill_last(prompts, cache, records=records)
         rows = torch.tensor(prompt_of, device=self._device)
         cache.select(rows)
-        return _Batch(
+        return Batch(
             rows=[
-                _Row(
+                Row(
                     request,
                     0 if first[prompt_of[i]] == i else len(request.token_ids) - 1,
-                    None if request.experts_from is None else _Record(experts[prompt_of[i]][request.experts_from :]),
+                    None if request.experts_from is None else Record(experts[prompt_of[i]][request.experts_from :]),
                 )
                 for i, request in enumerate(requests)
             ],
@@ -215,7 +213,7 @@ class LocalEngine:
             lengths=torch.tensor([len(r.token_ids) for r in requests], device=self._device),
         )
 
-    def _step(self, batch: _Batch) -> list[DecodeResult]:
+    def _step(self, batch: Batch) -> list[DecodeResult]:
         """Draw a token for every row and compute the next; the results of those that have ended."""
         ended = []
         drawn, drawn_logprobs = draw(self._model.logits(batch.hidden), batch.sampling, batch.lengths)
@@ -250,11 +248,11 @@ class LocalEngine:
         rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
         self._batch = None
         while self._inbox:
-            rows.append(_Row(self._inbox.popleft(), 0))
+            rows.append(Row(self._inbox.popleft(), 0))
         return [row.result(self._version) for row in rows]
 
     def _prefill_last(
-        self, prompts: Sequence[IntArray], cache: _Cache, *, records: bool
+        self, prompts: Sequence[IntArray], cache: Cache, *, records: bool
     ) -> tuple[Tensor, list[ExpertArray]]:
         """Hidden state [P, H] of the last token of each prompt, and the experts [tokens, layers, K] of each (no arrays
         where they are not recorded); the cache is filled, in forwards of bounded size."""
@@ -285,7 +283,7 @@ class LocalEngine:
     def _prefill(
         self,
         prompts: Sequence[IntArray],
-        cache: _Cache | None,
+        cache: Cache | None,
         first_row: int = 0,
         experts: Tensor | None = None,
     ) -> Tensor:
@@ -305,7 +303,7 @@ class LocalEngine:
 
         return self._model.forward(ids, positions, attend, experts)
 
-    def _forward(self, tokens: Tensor, lengths: Tensor, cache: _Cache, experts: Tensor | None) -> Tensor:
+    def _forward(self, tokens: Tensor, lengths: Tensor, cache: Cache, experts: Tensor | None) -> Tensor:
         """Hidden states [B, H] of the tokens [B] just drawn, each at position lengths [B]."""
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -316,142 +314,10 @@ class LocalEngine:
             keys, values = cache.keys[layer], cache.values[layer]
             keys[row, :, lengths] = k
             values[row, :, lengths] = v
-            known = (cache[:, :, :longest].transpose(1, 2) for cache in (keys, values))
-            return attention_decode(q, *known, num_known)
+            known_keys, known_values = (each[:, :, :longest].transpose(1, 2) for each in (keys, values))
+            return attention_decode(q, known_keys, known_values, num_known)
 
         return self._model.forward(tokens, lengths, attend, experts)
-
-
-class _Record:
-    """The experts of one request's tokens, from its experts_from on: [tokens, layers, K], growing by a token a step."""
-
-    def __init__(self, first: ExpertArray) -> None:
-        self._dtype, self._of_token = first.dtype, first.shape[1:]
-        self._bytes = bytearray(first.tobytes())
-
-    def append(self, experts: ExpertArray) -> None:
-        """[layers, K] of the next token."""
-        self._bytes += experts.tobytes()
-
-    def whole(self, num_tokens: int) -> ExpertArray:
-        return np.frombuffer(bytes(self._bytes), self._dtype).reshape(-1, *self._of_token)[:num_tokens]
-
-
-@dataclass(slots=True)
-class _Row:
-    """A request in the batch. num_cached: of its prompt, by a row that joined with it. record: None: not wanted.
-    finish None: not ended."""
-
-    request: DecodeRequest
-    num_cached: int
-    record: _Record | None = None
-    finish: Finish | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def result(self, version: int, error: str = "") -> DecodeResult:
-        return DecodeResult(
-            uid=self.request.uid,
-            token_ids=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            finish=self.finish or Finish.UNFINISHED,
-            version=version,
-            num_cached_tokens=self.num_cached,
-            error=error,
-            routed_experts=self._routed_experts(),
-        )
-
-    def _routed_experts(self) -> ExpertArray | None:
-        if self.record is None or not self.tokens:
-            return None
-        assert self.request.experts_from is not None
-        return self.record.whole(len(self.request.token_ids) + len(self.tokens) - 1 - self.request.experts_from)
-
-
-class _Batch:
-    """Rows that are decoded together, B of them, before their next draw.
-
-    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn;
-    experts [B, layers, K]: of the last tokens drawn, where a row records them and they are not in its record yet.
-    """
-
-    def __init__(self, rows: list[_Row], cache: _Cache, hidden: Tensor, lengths: Tensor) -> None:
-        self.rows, self.cache, self.hidden, self.lengths = rows, cache, hidden, lengths
-        self.drawn = lengths  # of no meaning before the first draw
-        self.experts: Tensor | None = None
-        requests = [row.request for row in rows]
-        self.sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], hidden.device)
-
-    @property
-    def num_going(self) -> int:
-        return sum(row.finish is None for row in self.rows)
-
-    def keep_experts(self) -> None:
-        """Into the rows' records."""
-        if self.experts is None:
-            return
-        for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
-            if row.record is not None and row.finish is None:
-                row.record.append(experts)
-        self.experts = None
-
-    def keep_going(self) -> None:
-        """Drop the rows that have ended."""
-        going = [i for i, row in enumerate(self.rows) if row.finish is None]
-        if len(going) == len(self.rows):
-            return
-        keep = torch.tensor(going, device=self.hidden.device)
-        self.rows = [self.rows[i] for i in going]
-        self.cache.select(keep)
-        self.hidden, self.lengths, self.drawn = self.hidden[keep], self.lengths[keep], self.drawn[keep]
-        self.sampling = self.sampling.select(keep)
-
-    def joined_by(self, other: _Batch) -> _Batch:
-        """Both batches as one; neither is used afterwards."""
-        self.cache.append(other.cache)
-        return _Batch(
-            self.rows + other.rows,
-            self.cache,
-            torch.cat([self.hidden, other.hidden]),
-            torch.cat([self.lengths, other.lengths]),
-        )
-
-
-class _Cache:
-    """Keys and values of every layer, [rows, kv heads, capacity, D]. What lies behind a row's length is masked."""
-
-    def __init__(self, model: LocalModel, rows: int, longest: int) -> None:
-        shape = model.shape
-        self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
-        size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
-        # zeros: a masked NaN would still poison the product with values
-        self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows."""
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
-
-    def append(self, other: _Cache) -> None:
-        """The rows of another cache behind these."""
-        room = max(self._capacity, other._capacity)
-
-        def joined(ours: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat([F.pad(each, (0, 0, 0, room - each.shape[2])) for each in (ours, theirs)])
-
-        self.keys = [joined(*pair) for pair in zip(self.keys, other.keys, strict=True)]
-        self.values = [joined(*pair) for pair in zip(self.values, other.values, strict=True)]
-        self._capacity = room
-
-    def grow(self, needed: int) -> None:
-        """Make room for `needed` positions; doubles, so that a long decode copies little."""
-        if needed <= self._capacity:
-            return
-        extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)
-        self._capacity += extra
-        self.keys = [F.pad(k, (0, 0, 0, extra)) for k in self.keys]
-        self.values = [F.pad(v, (0, 0, 0, extra)) for v in self.values]
 
 
 def _distinct(prompts: Sequence[IntArray]) -> tuple[list[IntArray], list[int], list[int]]:

@@ -30,7 +30,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(triton_impl, "BLOCK_COLUMNS", 64)
     monkeypatch.setattr(triton_impl, "PIECE_COLUMNS", 128)
-    monkeypatch.setattr(triton_impl, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(triton_impl, "JOIN_ELEMENTS", 16)
+    monkeypatch.setattr(triton_impl, "JOIN_PIECES", 2)
     monkeypatch.setattr(triton_impl, "BLOCK_TOKENS", 4)
 
 

@@ -1,0 +1,150 @@
+"""What the local engine decodes together: rows with their requests, their cache, and what is drawn and recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsrl.rollout.engines.local.model import LocalModel
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.sampler import RowSampling
+from marsrl.rollout.routed_experts import ExpertArray
+from marsrl.rollout.types import Finish
+
+_CACHE_STEP = 64  # the cache grows by this many positions
+
+
+class Record:
+    """The experts of one request's tokens, from its experts_from on: [tokens, layers, K], growing by a token a step."""
+
+    def __init__(self, first: ExpertArray) -> None:
+        self._dtype, self._of_token = first.dtype, first.shape[1:]
+        self._bytes = bytearray(first.tobytes())
+
+    def append(self, experts: ExpertArray) -> None:
+        """[layers, K] of the next token."""
+        self._bytes += experts.tobytes()
+
+    def whole(self, num_tokens: int) -> ExpertArray:
+        return np.frombuffer(bytes(self._bytes), self._dtype).reshape(-1, *self._of_token)[:num_tokens]
+
+
+@dataclass(slots=True)
+class Row:
+    """A request in the batch. num_cached: of its prompt, by a row that joined with it. record: None: not wanted.
+    finish None: not ended."""
+
+    request: DecodeRequest
+    num_cached: int
+    record: Record | None = None
+    finish: Finish | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def result(self, version: int, error: str = "") -> DecodeResult:
+        return DecodeResult(
+            uid=self.request.uid,
+            token_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish=self.finish or Finish.UNFINISHED,
+            version=version,
+            num_cached_tokens=self.num_cached,
+            error=error,
+            routed_experts=self._routed_experts(),
+        )
+
+    def _routed_experts(self) -> ExpertArray | None:
+        if self.record is None or not self.tokens:
+            return None
+        assert self.request.experts_from is not None
+        return self.record.whole(len(self.request.token_ids) + len(self.tokens) - 1 - self.request.experts_from)
+
+
+class Batch:
+    """Rows that are decoded together, B of them, before their next draw.
+
+    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn;
+    experts [B, layers, K]: of the last tokens drawn, where a row records them and they are not in its record yet.
+    """
+
+    def __init__(self, rows: list[Row], cache: Cache, hidden: Tensor, lengths: Tensor) -> None:
+        self.rows, self.cache, self.hidden, self.lengths = rows, cache, hidden, lengths
+        self.drawn = lengths  # of no meaning before the first draw
+        self.experts: Tensor | None = None
+        requests = [row.request for row in rows]
+        self.sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], hidden.device)
+
+    @property
+    def num_going(self) -> int:
+        return sum(row.finish is None for row in self.rows)
+
+    def keep_experts(self) -> None:
+        """Into the rows' records."""
+        if self.experts is None:
+            return
+        for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
+            if row.record is not None and row.finish is None:
+                row.record.append(experts)
+        self.experts = None
+
+    def keep_going(self) -> None:
+        """Drop the rows that have ended."""
+        going = [i for i, row in enumerate(self.rows) if row.finish is None]
+        if len(going) == len(self.rows):
+            return
+        keep = torch.tensor(going, device=self.hidden.device)
+        self.rows = [self.rows[i] for i in going]
+        self.cache.select(keep)
+        self.hidden, self.lengths, self.drawn = self.hidden[keep], self.lengths[keep], self.drawn[keep]
+        self.sampling = self.sampling.select(keep)
+
+    def joined_by(self, other: Batch) -> Batch:
+        """Both batches as one; neither is used afterwards."""
+        self.cache.append(other.cache)
+        return Batch(
+            self.rows + other.rows,
+            self.cache,
+            torch.cat([self.hidden, other.hidden]),
+            torch.cat([self.lengths, other.lengths]),
+        )
+
+
+class Cache:
+    """Keys and values of every layer, [rows, kv heads, capacity, D]. What lies behind a row's length is masked."""
+
+    def __init__(self, model: LocalModel, rows: int, longest: int) -> None:
+        shape = model.shape
+        self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
+        size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
+        # zeros: a masked NaN would still poison the product with values
+        self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
+        self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat) these rows."""
+        self.keys = [k[rows] for k in self.keys]
+        self.values = [v[rows] for v in self.values]
+
+    def append(self, other: Cache) -> None:
+        """The rows of another cache behind these."""
+        room = max(self._capacity, other._capacity)
+
+        def joined(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([F.pad(each, (0, 0, 0, room - each.shape[2])) for each in (ours, theirs)])
+
+        self.keys = [joined(*pair) for pair in zip(self.keys, other.keys, strict=True)]
+        self.values = [joined(*pair) for pair in zip(self.values, other.values, strict=True)]
+        self._capacity = room
+
+    def grow(self, needed: int) -> None:
+        """Make room for `needed` positions; doubles, so that a long decode copies little."""
+        if needed <= self._capacity:
+            return
+        extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)
+        self._capacity += extra
+        self.keys = [F.pad(k, (0, 0, 0, extra)) for k in self.keys]
+        self.values = [F.pad(v, (0, 0, 0, extra)) for v in self.values]

@@ -1,0 +1,196 @@
+"""The first GEMM that takes the statistics from its accumulators, interpreted, with tiles so small that it needs many."""
+
+import pytest
+import torch
+from fused_head import arguments_for, compare_logprob, compare_policy_loss, forced, head_case, run_policy_loss
+
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, sweep
+from marsrl.kernels.first_gemm import triton_impl
+from marsrl.kernels.first_gemm.triton_impl import Tiles, TritonFirstGemm
+from marsrl.kernels.gemms import HeadGemms
+from marsrl.kernels.rows import triton_impl as rows_impl
+from marsrl.kernels.rows.selection import Rows
+from marsrl.kernels.vocabulary import make_head
+
+TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _small_and_by_name(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
+    monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: TILES)
+    monkeypatch.setattr(triton_impl, "GROUP", 2)
+    monkeypatch.setattr(rows_impl, "JOIN_ELEMENTS", 8)
+    monkeypatch.setattr(rows_impl, "JOIN_PIECES", 2)
+    monkeypatch.setattr(rows_impl, "BLOCK_TOKENS", 4)
+
+
+def in_chunks(monkeypatch, rows, vocab=131):
+    """Chunks of so many rows, whether logits are written or not; gradients of two wait for the backward GEMMs."""
+    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
+    monkeypatch.setattr(sweep, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
+    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
+
+
+# gradient in the forward; masked and inactive rows; statistics first, without logits, then the gradients
+@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3, entropy bonus, tis", "sequence ratio"])
+def test_an_objective_equals_its_definition(name, monkeypatch):
+    in_chunks(monkeypatch, 9)  # a tile of rows and a row of the next
+    case = head_case(20, 24)
+    compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
+
+
+# one tile with columns to spare; H that no step divides; tiles on each side of a multiple; the largest that is interpreted
+@pytest.mark.parametrize("shape", [(2, 8, 5), (1, 19, 333), (8, 16, 32), (9, 32, 33), (3, 8, 4096)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_and_dtypes(shape, dtype, monkeypatch):
+    if shape[2] > 1000:
+        monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: Tiles(16, 256, 16, 4, 4, 1, None))
+    case = head_case(*shape)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
+    arguments["mask"][0] = True
+    compare_policy_loss(case, arguments, dtype)
+    compare_logprob(case, dtype=dtype)
+
+
+def test_temperature_per_token_and_padded_vocabulary():
+    hidden, weight, targets = head_case(8, 8, 128)
+    weight[100:] = 50.0
+    case = hidden, weight, targets % 100
+    temperature = torch.rand(8) + 0.5
+    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
+    compare_policy_loss(case, arguments, torch.bfloat16)
+    found = compare_logprob(case, temperature, real=100, dtype=torch.bfloat16)
+    assert (found[3][100:] == 0).all()
+
+
+@pytest.mark.parametrize("scale, temperature", [(30.0, 1.0), (1000.0, 1.3)])  # |z| about 120, 4000
+def test_large_logits(scale, temperature):
+    hidden, weight, targets = head_case(6, 16, 200)
+    compare_logprob((torch.randn_like(hidden) * scale, weight, targets), temperature, dtype=torch.bfloat16)
+
+
+def test_peaked_rows_and_the_last_column_and_probability_one():
+    hidden, weight = torch.randn(12, 16), torch.randn(99, 16)
+    weight[98] = 3 * hidden[0]
+    hidden[1:6] = hidden[0] * torch.linspace(0.2, 4, 5)[:, None]
+    found = compare_logprob((hidden, weight, torch.full((12,), 98)), dtype=torch.bfloat16)
+    assert found[0][5] == 0 and found[1][5] < 1e-6  # p = 1
+
+
+def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan():
+    hidden, weight, targets = torch.ones(2, 1).bfloat16(), torch.randn(70, 1).bfloat16(), torch.tensor([3, 4])
+    weight[30:] = -torch.inf  # the rest of a tile, and all of the last one
+    hidden[1] = torch.nan
+    out = linear_logprob(hidden, weight, targets)
+    expected = torch.log_softmax(weight[:30, 0].float(), 0)
+    torch.testing.assert_close(out.logprobs[0], expected[3])
+    torch.testing.assert_close(out.entropy[0], -(expected.exp() * expected).sum())
+    assert out.logprobs[1].isnan() and out.entropy[1].isnan()
+
+
+def test_without_a_gradient_no_logits_are_written_and_the_statistics_have_the_same_bits(monkeypatch):
+    in_chunks(monkeypatch, 5)
+    hidden, weight, targets = head_case(12, 8)
+    weight = weight.bfloat16()
+    arguments = {
+        "objective": PolicyObjective(),
+        "token_advantages": torch.randn(12),
+        "mask": torch.arange(12) != 3,
+        "cu_seqlens": torch.tensor([0, 12]),
+        "normaliser": 11.0,
+    }
+    written = []
+    logits = TritonFirstGemm.logits
+    monkeypatch.setattr(
+        TritonFirstGemm, "logits", lambda *given: (written.append(given[-1] is not None), logits(*given))[1]
+    )
+    leaf = hidden.bfloat16().requires_grad_()
+    trained = linear_policy_loss(leaf, weight, targets, **arguments)
+    assert written and all(written)
+    written.clear()
+    with torch.no_grad():
+        evaluated = linear_policy_loss(leaf, weight, targets, **arguments)
+    linear_logprob(leaf, weight, targets)
+    assert written and not any(written)
+    for field in ("loss", "logprobs", "entropy", "coefficient"):
+        assert torch.equal(getattr(trained, field), getattr(evaluated, field))
+
+
+def test_the_logits_are_those_of_the_product_and_padding_is_neither_read_nor_written():
+    hidden, weight, targets = head_case(9, 8, 96)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    weight[70:] = torch.nan
+    head = make_head("op", hidden, weight, targets % 70, 1.0, None, 70)
+    out = torch.full((9, 96), 7.0)
+    TritonFirstGemm().logits(hidden, Rows(None, 0, 9), head, out)
+    torch.testing.assert_close(out[:, :70], hidden.float() @ weight[:70].float().t())
+    assert (out[:, 70:] == 7).all()
+
+
+def test_the_logits_are_computed_once_where_their_statistics_are_not_wanted_again(monkeypatch):
+    products = []
+    plain = HeadGemms.logits
+    monkeypatch.setattr(HeadGemms, "logits", lambda *given: (products.append("plain"), plain(*given))[1])
+    hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(6, 8))
+    out = linear_logprob(hidden.requires_grad_(), weight, targets)
+    assert not products
+    out.logprobs.sum().backward()  # nothing but logits is wanted here
+    assert products == ["plain"]
+
+
+def test_two_runs_give_the_same_bits_whatever_the_chunks(monkeypatch):
+    case = head_case(12, 8)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
+    first, dx, dw = run_policy_loss(case, arguments, torch.bfloat16)
+    again, dx_again, dw_again = run_policy_loss(case, arguments, torch.bfloat16)
+    assert torch.equal(first.loss, again.loss) and torch.equal(dx, dx_again) and torch.equal(dw, dw_again)
+    in_chunks(monkeypatch, 5)
+    other, *_ = run_policy_loss(case, arguments, torch.bfloat16)
+    assert torch.equal(first.logprobs, other.logprobs) and torch.equal(first.entropy, other.entropy)
+
+
+def test_non_contiguous_inputs_give_the_same():
+    hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(7, 8))
+    expected = linear_logprob(hidden, weight, targets)
+    strided = linear_logprob(hidden.t().contiguous().t(), weight.t().contiguous().t(), targets)
+    torch.testing.assert_close(strided.logprobs, expected.logprobs)
+
+
+def test_shards_have_the_partials_that_the_row_kernel_finds():
+    hidden, weight, targets = head_case(6, 8, 80)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    for begin, columns in ((0, 40), (40, 31), (40, 0)):  # whole, with padding, nothing but padding
+        shard = weight[begin : begin + 40]
+        head = make_head("op", hidden, shard, targets % 40, torch.rand(6) + 0.5, None, None)
+        head = type(head)(**{**vars(head), "first_column": begin, "num_columns": columns})
+        rows, gemm = Rows(None, 0, 6), TritonFirstGemm()
+        found = gemm.partials(gemm.logits(hidden, rows, head, None), rows, head)
+        expected = rows_impl.TritonRowKernels().partials(hidden.float() @ shard.float().t(), rows, head)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "of_hidden, of_weight, reason",
+    [
+        (torch.float32, torch.float32, "hidden float32, weight float32: tensor cores would round float32 to TF32"),
+        (torch.bfloat16, torch.float16, "hidden bfloat16, weight float16: tensor cores multiply pairs of one dtype"),
+        (torch.float64, torch.float64, "float64 input"),
+    ],
+)
+def test_what_it_cannot_multiply_is_refused_with_the_reason(of_hidden, of_weight, reason):
+    hidden, weight, targets = head_case(4, 8)
+    with pytest.raises(RuntimeError, match=f"MARSRL_KERNELS=triton_gemm cannot serve .*linear_logprob: .*{reason}"):
+        linear_logprob(hidden.to(of_hidden), weight.to(of_weight), targets)
+
+
+def test_it_is_taken_by_name_only():
+    hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(4, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MARSRL_KERNELS")
+        patch.setattr(TritonFirstGemm, "logits", lambda *_: pytest.fail("nobody asked for it"))
+        linear_logprob(hidden, weight, targets)
+        with pytest.raises(pytest.fail.Exception, match="nobody"), forced("linear_logprob=triton_gemm"):
+            linear_logprob(hidden, weight, targets)
