@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 7  # csrc/include/abi.h
+ABI_VERSION = 8  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -40,7 +40,7 @@ _CPU_FUNCTIONS: Declarations = {
         [
             *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float),
             *([_pointer] * 7),
-            *(_int, _pointer, _int),
+            _int,
         ],
     ),
     "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
@@ -49,7 +49,7 @@ _CPU_FUNCTIONS: Declarations = {
         [
             *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float),
             *([_pointer] * 7),
-            *(_int, _pointer, _int),
+            _int,
         ],
     ),
     "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "bfloat16.h"
 #include "clones.h"
 #include "vector_exp.h"
 
@@ -17,26 +18,12 @@ constexpr int64_t kBlock = 64;  // keys between two corrections of the running m
 
 enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
-MARSRL_INLINE float widen(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
-}
-
-MARSRL_INLINE uint16_t narrow(float value) {  // to nearest even; a NaN stays one
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  if ((word & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((word >> 16) | 0x40u);
-  return static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
-}
-
 MARSRL_CLONES void widen_rows(const uint16_t* __restrict__ rows, int64_t stride, int64_t count, int64_t size,
                               float* __restrict__ out) {
   for (int64_t j = 0; j < count; j++) {
     const uint16_t* row = rows + j * stride;
 #pragma omp simd
-    for (int64_t d = 0; d < size; d++) out[j * size + d] = widen(row[d]);
+    for (int64_t d = 0; d < size; d++) out[j * size + d] = from_bfloat16(row[d]);
   }
 }
 
@@ -147,7 +134,7 @@ MARSRL_API void marsrl_attention_decode(const void* q, const void* k, const void
         if (is_wide)
           static_cast<float*>(out)[at + d] = value;
         else
-          static_cast<uint16_t*>(out)[at + d] = narrow(value);
+          static_cast<uint16_t*>(out)[at + d] = to_bfloat16(value);
       }
     }
   }

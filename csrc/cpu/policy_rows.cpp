@@ -45,9 +45,8 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
                                       int64_t first_token, const int64_t* targets, const float* inverse_temperature,
                                       float inverse_temperature_of_all, float* logprobs, float* entropy,
                                       float* maximum, float* log_sum, const Objective* objective, const Tokens* tokens,
-                                      void* out, int is_narrow, int64_t* active, int num_threads) {
+                                      int64_t* active, int num_threads) {
   const Statistics statistics = {logprobs, entropy, maximum, log_sum};
-  const GradientRows gradients = {out, stride, is_narrow != 0};
   const bool has_bonus = objective->entropy_coef != 0.0f;
   const int threads = usable_threads(rows, columns, num_threads);
   int64_t kept = 0;  // of one thread, which writes a gradient to its place at once; several move the rows afterwards
@@ -75,22 +74,22 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
       const float c = tokens->coefficient[token] = term.coefficient;
       const float e = tokens->entropy_coefficient[token] = term.entropy_coefficient;
       if (c == 0.0f && e == 0.0f) continue;
-      GradientRow gradient = {row, false};
+      float* gradient = row;
       if (threads == 1) {
-        gradient = gradients.row(kept);
+        gradient = x + kept * stride;
         active[kept++] = token;
       }
       if (has_bonus)
         row_gradient(row, gradient, columns, sums.maximum, tau_inverse, log_sum[token], entropy[token], c, e);
       else
         scaled_row(row, origins.data(), gradient, columns, sums.maximum, tau_inverse, -c * tau_inverse / sums.sum);
-      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
-      gradient.zero(columns, stride);
+      gradient[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
+      zero_columns(gradient, columns, stride);
     }
   }
   if (bad.token_or_minus_1() >= 0) return -1 - bad.token_or_minus_1();
   if (threads > 1)
-    kept = move_active_rows(x, gradients, rows, token_ids, first_token, tokens->coefficient,
+    kept = move_active_rows(x, stride, rows, token_ids, first_token, tokens->coefficient,
                             tokens->entropy_coefficient, active);
   marsrl_policy_terms(objective, tokens, token_ids, first_token, rows);  // the sums, in the order of the tokens
   return kept;

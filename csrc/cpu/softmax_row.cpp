@@ -97,38 +97,22 @@ MARSRL_CLONES void row_sums_and_exponentials(const float* x, int64_t columns, fl
   *out = {maximum, sum, weighted};
 }
 
-MARSRL_CLONES void row_gradient(const float* x, GradientRow out, int64_t columns, float maximum,
-                                float inverse_temperature, float log_sum, float entropy, float c, float e) {
-  if (out.is_narrow) {
-    uint16_t* narrow = out.narrow();
-#pragma omp simd
-    for (int64_t i = 0; i < columns; i++)
-      narrow[i] = to_bfloat16(softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e));
-    return;
-  }
-  float* wide = out.wide();
+MARSRL_CLONES void row_gradient(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
+                                float log_sum, float entropy, float c, float e) {
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++)
-    wide[i] = softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e);
+    out[i] = softmax_gradient(x[i], maximum, inverse_temperature, log_sum, entropy, c, e);
 }
 
-MARSRL_CLONES void row_gradient_of_logprob(const float* x, GradientRow out, int64_t columns, float maximum,
+MARSRL_CLONES void row_gradient_of_logprob(const float* x, float* out, int64_t columns, float maximum,
                                            float inverse_temperature, float log_sum, float c) {
   const float scale = -c * inverse_temperature;
-  if (out.is_narrow) {
-    uint16_t* narrow = out.narrow();
-#pragma omp simd
-    for (int64_t i = 0; i < columns; i++)
-      narrow[i] = to_bfloat16(softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale));
-    return;
-  }
-  float* wide = out.wide();
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++)
-    wide[i] = softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale);
+    out[i] = softmax_gradient_of_logprob(x[i], maximum, inverse_temperature, log_sum, scale);
 }
 
-MARSRL_CLONES void scaled_row(const float* x, const float* origins, GradientRow out, int64_t columns, float maximum,
+MARSRL_CLONES void scaled_row(const float* x, const float* origins, float* out, int64_t columns, float maximum,
                               float inverse_temperature, double scale) {
   float origin = maximum, of_block = static_cast<float>(scale);
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
@@ -137,15 +121,8 @@ MARSRL_CLONES void scaled_row(const float* x, const float* origins, GradientRow 
       origin = origins[begin / kBlock];
       of_block = static_cast<float>(scale * std::exp((static_cast<double>(origin) - maximum) * inverse_temperature));
     }
-    if (out.is_narrow) {
-      uint16_t* narrow = out.narrow();
 #pragma omp simd
-      for (int64_t i = begin; i < end; i++) narrow[i] = to_bfloat16(of_block * x[i]);
-    } else {
-      float* wide = out.wide();
-#pragma omp simd
-      for (int64_t i = begin; i < end; i++) wide[i] = of_block * x[i];
-    }
+    for (int64_t i = begin; i < end; i++) out[i] = of_block * x[i];
   }
 }
 
@@ -165,21 +142,4 @@ MARSRL_CLONES void gradient_of_exponentials(const uint16_t* exponentials, float*
     const float of_column = from_bfloat16(exponentials[i]);
     out[i] = by * of_column * (c + e * (vector_log(of_column) + shift));
   }
-}
-
-MARSRL_CLONES void copied_row(const float* x, GradientRow out, int64_t columns) {
-  if (!out.is_narrow) {
-    std::memcpy(out.wide(), x, columns * sizeof(float));
-    return;
-  }
-  uint16_t* narrow = out.narrow();
-#pragma omp simd
-  for (int64_t i = 0; i < columns; i++) narrow[i] = to_bfloat16(x[i]);
-}
-
-void GradientRow::put(int64_t column, float value) const {
-  if (is_narrow)
-    narrow()[column] = to_bfloat16(value);
-  else
-    wide()[column] = value;
 }

@@ -19,34 +19,6 @@ constexpr int64_t kBlock = 512;
 
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
-// A row of gradients: float32, or bfloat16.
-struct GradientRow {
-  void* at;
-  bool is_narrow;
-
-  float* wide() const { return static_cast<float*>(at); }
-  uint16_t* narrow() const { return static_cast<uint16_t*>(at); }
-  void put(int64_t column, float value) const;
-  void zero(int64_t begin, int64_t end) const {
-    if (end <= begin) return;
-    const int64_t size = is_narrow ? sizeof(uint16_t) : sizeof(float);
-    std::memset(static_cast<char*>(at) + begin * size, 0, (end - begin) * size);
-  }
-};
-
-// Rows of `stride` gradients side by side. They are the logits themselves, or bfloat16 in memory of which row k ends
-// before row k of the logits begins.
-struct GradientRows {
-  void* first;
-  int64_t stride;
-  bool is_narrow;
-
-  GradientRow row(int64_t k) const {
-    const int64_t size = is_narrow ? sizeof(uint16_t) : sizeof(float);
-    return {static_cast<char*>(first) + k * stride * size, is_narrow};
-  }
-};
-
 void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* out);
 
 // The same, and x becomes e^((x - origin) / tau), 0 where that is smaller than any normal number.
@@ -61,17 +33,15 @@ void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_te
 void gradient_of_exponentials(const uint16_t* exponentials, float* out, int64_t columns, double log_scale,
                               float inverse_temperature, float entropy, float c, float e);
 
-// The gradient of logits; the caller puts that of the target.
-void row_gradient(const float* x, GradientRow out, int64_t columns, float maximum, float inverse_temperature,
-                  float log_sum, float entropy, float c, float e);
-void row_gradient_of_logprob(const float* x, GradientRow out, int64_t columns, float maximum, float inverse_temperature,
+// The gradient of logits, which may lie where they are; the caller puts that of the target.
+void row_gradient(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature, float log_sum,
+                  float entropy, float c, float e);
+void row_gradient_of_logprob(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
                              float log_sum, float c);
 
 // out = scale * e^((x - maximum) / tau) from what row_sums_in_place left in x and origins.
-void scaled_row(const float* x, const float* origins, GradientRow out, int64_t columns, float maximum,
+void scaled_row(const float* x, const float* origins, float* out, int64_t columns, float maximum,
                 float inverse_temperature, double scale);
-
-void copied_row(const float* x, GradientRow out, int64_t columns);
 
 // Where the statistics of whole rows go, packed arrays [T].
 struct Statistics {
@@ -102,17 +72,19 @@ class BadTarget {
   std::atomic<int64_t> first_{kNone};
 };
 
-// Moves the rows of x [rows, stride] with a coefficient to the front of `out` and lists their tokens. Returns how many
-// they are.
-inline int64_t move_active_rows(const float* x, GradientRows out, int64_t rows, const int64_t* tokens,
-                                int64_t first_token, const float* coefficient, const float* entropy_coefficient,
-                                int64_t* active) {
+// Padding has no gradient.
+inline void zero_columns(float* row, int64_t begin, int64_t end) {
+  if (end > begin) std::memset(row + begin, 0, (end - begin) * sizeof *row);
+}
+
+// Moves the rows of x [rows, stride] with a coefficient to the front and lists their tokens. Returns how many they are.
+inline int64_t move_active_rows(float* x, int64_t stride, int64_t rows, const int64_t* tokens, int64_t first_token,
+                                const float* coefficient, const float* entropy_coefficient, int64_t* active) {
   int64_t kept = 0;
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;
     if (coefficient[token] == 0.0f && (!entropy_coefficient || entropy_coefficient[token] == 0.0f)) continue;
-    const float* row = x + r * out.stride;
-    if (out.row(kept).at != row) copied_row(row, out.row(kept), out.stride);
+    if (kept != r) std::memcpy(x + kept * stride, x + r * stride, stride * sizeof *x);
     active[kept++] = token;
   }
   return kept;

@@ -85,20 +85,19 @@ MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64
     const float c = coefficient[token], e = entropy_coefficient[token];
     const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
     const double log_scale = (maxima[kept[r]] - maximum[token]) * tau_inverse - log_sum[token];
-    const GradientRow gradient = {out + r * stride, false};
-    gradient_of_exponentials(exponentials + kept[r] * exponentials_stride, gradient.wide(), columns, log_scale,
+    float* gradient = out + r * stride;
+    gradient_of_exponentials(exponentials + kept[r] * exponentials_stride, gradient, columns, log_scale,
                              tau_inverse, entropy[token], c, e);
     const int64_t target = targets[token] - first_column;
     if (target >= 0 && target < columns)
-      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
-    gradient.zero(columns, stride);
+      gradient[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
+    zero_columns(gradient, columns, stride);
   }
 }
 
 // Turns the logits of the rows with a coefficient into their gradients, side by side.
 //   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
 //   first_column: of this shard; targets are global
-//   out [>= rows, stride]: x itself, or (is_narrow) bfloat16 as GradientRows wants it
 //   active [rows]: receives the token of each row kept, in order
 // Returns how many rows were kept; rows of x may hold rubbish afterwards.
 MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* tokens,
@@ -106,9 +105,8 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
                                         const float* inverse_temperature, float inverse_temperature_of_all,
                                         const float* logprobs, const float* entropy, const float* maximum,
                                         const float* log_sum, const float* coefficient,
-                                        const float* entropy_coefficient, void* out, int is_narrow, int64_t* active,
+                                        const float* entropy_coefficient, int64_t* active,
                                         int num_threads) {
-  const GradientRows gradients = {out, stride, is_narrow != 0};
   const int threads = usable_threads(rows, columns, num_threads);
   int64_t kept = 0;  // of one thread, which writes a gradient to its place at once; several move the rows afterwards
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -118,9 +116,9 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
     if (c == 0.0f && e == 0.0f) continue;
     const float tau_inverse = inverse_temperature ? inverse_temperature[token] : inverse_temperature_of_all;
     float* row = x + r * stride;
-    GradientRow gradient = {row, false};
+    float* gradient = row;
     if (threads == 1) {
-      gradient = gradients.row(kept);
+      gradient = x + kept * stride;
       active[kept++] = token;
     }
     if (e == 0.0f)
@@ -129,9 +127,9 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
       row_gradient(row, gradient, columns, maximum[token], tau_inverse, log_sum[token], entropy[token], c, e);
     const int64_t target = targets[token] - first_column;
     if (target >= 0 && target < columns)
-      gradient.put(target, softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse));
-    gradient.zero(columns, stride);
+      gradient[target] = softmax_target_gradient(logprobs[token], entropy[token], c, e, tau_inverse);
+    zero_columns(gradient, columns, stride);
   }
   if (threads == 1) return kept;
-  return move_active_rows(x, gradients, rows, tokens, first_token, coefficient, entropy_coefficient, active);
+  return move_active_rows(x, stride, rows, tokens, first_token, coefficient, entropy_coefficient, active);
 }

@@ -1,4 +1,4 @@
-"""The row kernels of csrc/cpu: float32 logits to gradients in their place, or to bfloat16; threads over rows."""
+"""The row kernels of csrc/cpu: float32 logits to gradients in their place; threads over rows."""
 
 import ctypes
 
@@ -85,8 +85,6 @@ class CpuRowKernels:
             *c_statistics(statistics),
             coefficient.data_ptr(),
             entropy_coefficient.data_ptr(),
-            out.data_ptr(),
-            out.dtype == torch.bfloat16,
             active.data_ptr(),
             torch.get_num_threads(),
         )
@@ -122,8 +120,6 @@ class CpuPolicyTerms:
             *c_statistics(statistics),
             ctypes.byref(self._objective),
             ctypes.byref(self._tokens),
-            out.data_ptr(),
-            out.dtype == torch.bfloat16,
             active.data_ptr(),
             torch.get_num_threads(),
         )
@@ -135,15 +131,9 @@ class CpuPolicyTerms:
 
 
 def _check_place(logits: Tensor, out: Tensor) -> None:
-    """csrc/cpu turns logits into gradients where they lie, or writes bfloat16 that stays behind the row it reads."""
-    begin, at = logits.data_ptr(), out.data_ptr()
-    if out.dtype == torch.float32:
-        assert at == begin, "float32 gradients on the CPU take the place of the logits"
-        return
-    assert out.dtype == torch.bfloat16, f"gradients are {out.dtype}"
-    row_end = at + out.stride(0) * out.element_size()
-    is_apart = at >= begin + logits.numel() * logits.element_size()
-    assert row_end <= begin or is_apart, "bfloat16 gradients would overwrite logits that are still to be read"
+    """csrc/cpu turns logits into gradients where they lie."""
+    assert out.dtype == torch.float32, f"gradients are {out.dtype}"
+    assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
 def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:

@@ -10,7 +10,8 @@ from ..library import address
 from ..mpt_gate.cuda import sequence_sums_cuda
 from ..objective import METRICS, PolicyTokens
 from ..vocabulary import Head
-from .cpu import c_objective, c_rows, c_statistics, c_temperature, c_tokens
+from .cpu import c_objective, c_tokens
+from .cpu_calls import c_rows, c_statistics, c_temperature
 from .protocol import PolicyTerms, Statistics, TermInputs
 from .selection import LateCount, Rows
 

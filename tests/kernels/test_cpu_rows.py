@@ -1,6 +1,7 @@
 """The row kernels of csrc/cpu: statistics, coefficients and gradients in one walk over a row, beside the three calls."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from marsrl.kernels import PolicyObjective
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
 from marsrl.kernels.rows.cpu import CpuPolicyTerms, CpuRowKernels
+from marsrl.kernels.rows.cpu_tiles import CpuTileKernels
 from marsrl.kernels.rows.protocol import Statistics
 from marsrl.kernels.rows.selection import Rows
+from marsrl.kernels.shards import combined, put_statistics
 from marsrl.kernels.testing import assert_accurate
 from marsrl.kernels.vocabulary import Head
 
@@ -38,36 +41,25 @@ def terms_for(statistics: Statistics, bonus: float, rows: int = 6) -> CpuPolicyT
     return policy_terms(CpuRowKernels(), objective, tokens, statistics.logprobs, statistics.entropy)
 
 
-def place(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(the logits in a buffer, where their gradients go): the logits' own place, or bfloat16 that begins before them."""
-    buffer = torch.full((z.shape[0] + 1, z.shape[1]), torch.nan)
-    logits = buffer[1:].copy_(z)
-    return logits, logits if dtype == torch.float32 else buffer.view(-1).view(torch.bfloat16).view(-1, z.shape[1])[1:]
-
-
-def one_walk(
-    z: Tensor, head: Head, bonus: float, dtype: torch.dtype = torch.float32
-) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
+def one_walk(z: Tensor, head: Head, bonus: float) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
     """(statistics, terms, dz of the rows kept, their tokens)."""
     statistics, active = Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64)
     terms = terms_for(statistics, bonus)
-    logits, out = place(z, dtype)
-    count = terms.in_one_walk(logits, Rows.of(None, 6), head, statistics, out, active).wait()
-    return statistics, terms, out[:count], active[:count]
+    logits = z.clone()
+    count = terms.in_one_walk(logits, Rows.of(None, 6), head, statistics, logits, active).wait()
+    return statistics, terms, logits[:count], active[:count]
 
 
-def three_calls(
-    z: Tensor, head: Head, bonus: float, dtype: torch.dtype = torch.float32
-) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
+def three_calls(z: Tensor, head: Head, bonus: float) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
     """The same by the calls that the walk stands for."""
     kernels, statistics, active = CpuRowKernels(), Statistics.zeros(6, z.device), torch.empty(6, dtype=torch.int64)
-    logits, out = place(z, dtype)
+    logits = z.clone()
     kernels.statistics(logits, Rows.of(None, 6), head, statistics)
     terms = terms_for(statistics, bonus)
     terms.evaluate(Rows.of(None, 6))
     coefficients = terms.coefficient, terms.entropy_coefficient
-    count = kernels.gradients(logits, Rows.of(None, 6), head, statistics, *coefficients, out, active).wait()
-    return statistics, terms, out[:count], active[:count]
+    count = kernels.gradients(logits, Rows.of(None, 6), head, statistics, *coefficients, logits, active).wait()
+    return statistics, terms, logits[:count], active[:count]
 
 
 def gradients(z: Tensor, head: Head, tokens: Tensor, bonus: float) -> Tensor:
@@ -110,24 +102,44 @@ def test_one_walk_equals_the_three_calls(bonus):
     torch.testing.assert_close(dz, expected_dz, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("walk", [one_walk, three_calls])
+def by_tiles(z: Tensor, head: Head, bonus: float, width: int) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:
+    """The same for tiles of this width, through bfloat16 exponentials."""
+    kernels, statistics, rows = CpuTileKernels(), Statistics.zeros(6, z.device), Rows.of(None, 6)
+    tiles = [slice(begin, min(begin + width, head.width)) for begin in range(0, head.width, width)]
+    inverse = head.inverse_temperature_at(rows)
+    parts = torch.full((len(tiles), 4, 6), torch.nan, dtype=torch.float64)
+    kept = [torch.full((6, tile.stop - tile.start), torch.nan, dtype=torch.bfloat16) for tile in tiles]
+    for tile, part, exponentials in zip(tiles, parts, kept, strict=True):
+        kernels.exponentials(z[:, tile].contiguous(), head.tile(tile), head.targets, inverse, part, exponentials)
+    put_statistics(combined(parts, inverse), head, rows, True, statistics)
+    terms = terms_for(statistics, bonus)
+    terms.evaluate(rows)
+    coefficients = terms.coefficient, terms.entropy_coefficient
+    active = ((coefficients[0] != 0) | (coefficients[1] != 0)).nonzero()[:, 0]
+    dz = [torch.full((active.numel(), tile.stop - tile.start), torch.nan) for tile in tiles]
+    for tile, part, exponentials, out in zip(tiles, parts, kept, dz, strict=True):
+        kernels.gradients(exponentials, part[0], active, active, head.tile(tile), statistics, *coefficients, out)
+    return statistics, terms, torch.cat(dz, 1), active
+
+
+# 1000: the last tile holds padding alone; 600: a block and a rest
+@pytest.mark.parametrize(("columns", "width"), [(131, 1000), (2000, 1000), (4099, 600)])
 @pytest.mark.parametrize("bonus", [0.0, 0.05])
-def test_bfloat16_gradients_are_the_float32_ones_rounded(walk, bonus):
-    z, head = case(8197)
-    _, terms, dz, tokens = walk(z, head, bonus)
-    _, narrow_terms, narrow, narrow_tokens = walk(z, head, bonus, torch.bfloat16)
-    assert torch.equal(narrow, dz.bfloat16()) and torch.equal(narrow_tokens, tokens)
-    assert torch.equal(narrow_terms.sums(), terms.sums())
-
-
-def test_bfloat16_gradients_that_would_overwrite_logits_are_refused():
-    z, head = case(131)
-    buffer = torch.zeros(7, z.shape[1])
-    logits, out = buffer[:6], buffer.view(-1).view(torch.bfloat16).view(-1, z.shape[1])
-    statistics = Statistics.zeros(6, z.device)
-    terms = terms_for(statistics, 0.0)
-    with pytest.raises(AssertionError, match="would overwrite logits"):
-        terms.in_one_walk(logits, Rows.of(None, 6), head, statistics, out, torch.empty(6, dtype=torch.int64))
+def test_tiles_give_exact_statistics_and_gradients_rounded_once_to_bfloat16(columns, width, bonus):
+    z, head = case(columns)
+    statistics, _, dz, tokens = by_tiles(z, head, bonus, width)
+    real = z[:, :columns]
+    exact = exact_statistics(real.double(), head.targets, head.inverse_temperature.double())
+    plain = exact_statistics(real, head.targets, head.inverse_temperature)
+    assert_accurate("logprobs", statistics.logprobs, exact[0], plain[0])
+    assert_accurate("entropy", statistics.entropy, exact[1], plain[1])
+    _, _, expected, expected_tokens = one_walk(z, head, bonus)
+    assert torch.equal(tokens, expected_tokens)
+    # 2^-8: half an ulp of bfloat16; with a bonus the logarithm of the rounded exponential is off by as much
+    torch.testing.assert_close(dz, expected, rtol=1.01 * 2**-8, atol=bonus * 2**-8 + 1e-30)
+    at_target = torch.arange(tokens.numel()), head.targets[tokens]
+    torch.testing.assert_close(dz[at_target], expected[at_target], rtol=1e-5, atol=1e-7)
+    assert not dz[:, columns:].any()
 
 
 def test_the_maximum_may_rise_in_any_block_and_blocks_of_minus_infinity_add_nothing():
@@ -156,16 +168,15 @@ def test_a_nan_logit_makes_its_row_nan(place_of_nan):
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.05])
-@pytest.mark.parametrize("walk", [one_walk, three_calls])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_number_of_threads_is_not_seen(walk, bonus, dtype):
+@pytest.mark.parametrize("walk", [one_walk, three_calls, partial(by_tiles, width=4000)])
+def test_the_number_of_threads_is_not_seen(walk, bonus):
     z, head = case(8197)  # above the size that one thread keeps for itself
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        _, terms, dz, tokens = walk(z, head, bonus, dtype)
+        _, terms, dz, tokens = walk(z, head, bonus)
         torch.set_num_threads(3)
-        _, terms_of_3, dz_of_3, tokens_of_3 = walk(z, head, bonus, dtype)
+        _, terms_of_3, dz_of_3, tokens_of_3 = walk(z, head, bonus)
     finally:
         torch.set_num_threads(before)
     assert (
