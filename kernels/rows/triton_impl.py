@@ -16,8 +16,8 @@ from .selection import LateCount, Rows
 PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
 NUM_WARPS = 8
-JOIN_ELEMENTS = 512  # rows x pieces that one step of a join reads
-JOIN_PIECES = 64
+JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
+JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
 MAX_PROGRAMS = 65535  # of any grid axis
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from fused_head import arguments_for, compare_logprob, compare_policy_loss, forced, head_case, run_policy_loss
 
 from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, sweep
@@ -10,10 +11,9 @@ from marsrl.kernels.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.gemms import HeadGemms
 from marsrl.kernels.rows import triton_impl as rows_impl
 from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.vocabulary import make_head
+from marsrl.kernels.vocabulary import Head, make_head
 
 TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
-DTYPES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,16 @@ def test_an_objective_equals_its_definition(name, monkeypatch):
 
 
 # one tile with columns to spare; H that no step divides; tiles on each side of a multiple; the largest that is interpreted
-@pytest.mark.parametrize("shape", [(2, 8, 5), (1, 19, 333), (8, 16, 32), (9, 32, 33), (3, 8, 4096)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((2, 8, 5), torch.bfloat16),
+        ((1, 19, 333), torch.float16),
+        ((8, 16, 32), torch.bfloat16),
+        ((9, 32, 33), torch.float16),
+        ((3, 8, 4096), torch.bfloat16),
+    ],
+)
 def test_shapes_and_dtypes(shape, dtype, monkeypatch):
     if shape[2] > 1000:
         monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: Tiles(16, 256, 16, 4, 4, 1, None))
@@ -170,6 +178,22 @@ def test_shards_have_the_partials_that_the_row_kernel_finds():
         found = gemm.partials(gemm.logits(hidden, rows, head, None), rows, head)
         expected = rows_impl.TritonRowKernels().partials(hidden.float() @ shard.float().t(), rows, head)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_statistics_that_travel_between_ranks_arrive_as_they_are_found_on_one(monkeypatch, tmp_path):
+    case = head_case(11, 8)
+    arguments = arguments_for(case, "k3, entropy bonus, tis")
+    in_chunks(monkeypatch, 4)
+    alone, *gradients = run_policy_loss(case, arguments, torch.bfloat16)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(Head, "is_sharded", True)  # a group of one takes the way of many
+        found, *of_group = run_policy_loss(case, {**arguments, "tp_group": dist.group.WORLD}, torch.bfloat16)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found.logprobs, alone.logprobs)
+    torch.testing.assert_close(found.entropy, alone.entropy)
+    torch.testing.assert_close(of_group, gradients, atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
