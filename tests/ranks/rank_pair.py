@@ -1,4 +1,4 @@
-"""Two gloo ranks that stay up for a session of tests, so that torch and megatron are imported once, not once a test file.
+"""Two gloo ranks for a session of tests, so that torch and megatron are imported once, not once a test file.
 
     value = two_ranks.run("layouts_worker.py", {"out": ..., ...})  # job(**arguments) of that file, on both ranks
 
@@ -25,9 +25,10 @@ _STDERR_SHOWN = 6000  # characters, of each rank
 
 
 class RankPair:
-    """Starts its ranks with the first job."""
+    """Starts its ranks with the first job, which they fork for each. modules: what they import before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
         self._ranks: list[subprocess.Popen[str]] = []
         self._logs: list[Any] = []
 
@@ -40,9 +41,12 @@ class RankPair:
         if not self._ranks:
             self._start()
         try:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
             for rank in self._ranks:
                 assert rank.stdin is not None
-                rank.stdin.write(json.dumps([str(file), arguments]) + "\n")
+                rank.stdin.write(json.dumps([str(file), port, arguments]) + "\n")
                 rank.stdin.flush()
             return self._answers(limit_s)[0]
         except (_NoAnswer, BrokenPipeError) as error:
@@ -62,16 +66,13 @@ class RankPair:
         return "\n".join(said)
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         for rank in range(NUM_RANKS):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1"}
-            place |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            place["OMP_NUM_THREADS"] = 1
             self._logs.append(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
             self._ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", str(Path(__file__).parent / "rank_process.py")],
+                    [sys.executable, "-W", "ignore", str(Path(__file__).parent / "rank_process.py"), *self._modules],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._logs[-1],

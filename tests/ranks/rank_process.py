@@ -1,14 +1,22 @@
-"""One rank of rank_pair: runs the jobs that come on stdin, and answers each with one line on what was its stdout."""
+"""One rank of rank_pair: runs the jobs that come on stdin, and answers each with one line on what was its stdout.
+
+Arguments: modules to import before the first job. Each job has a process of its own, forked from this one: it finds them
+imported, and its process groups, whose threads poll for as long as they stand, end with it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 def answer(file: Path, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -24,9 +32,20 @@ def answer(file: Path, arguments: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a job prints is no answer
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     for line in sys.stdin:
-        file, arguments = json.loads(line)
-        print(json.dumps(answer(Path(file), arguments)), file=answers, flush=True)
+        file, port, arguments = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for it when its parent is gone
+            os.environ["MASTER_PORT"] = str(port)
+            print(json.dumps(answer(Path(file), arguments)), file=answers, flush=True)
+            sys.stderr.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def job(way, number):
         os._exit(3)
     if way != "answers":
         time.sleep(3600)  # as in a collective without the other rank
-    return [rank, os.environ["WORLD_SIZE"], number, os.getpid()]
+    return [rank, os.environ["WORLD_SIZE"], number, os.getppid()]
 """
 
 
@@ -47,7 +47,7 @@ def test_a_job_that_fails_is_named_and_the_next_one_goes_on(
     file.write_text(JOB)
     first = pair.run(file, {"way": "answers", "number": 0.1})
     assert first[:3] == [0, "2", 0.1]
-    assert pair.run(file, {"way": "answers", "number": 2}) == [0, "2", 2, first[3]]  # the same process
+    assert pair.run(file, {"way": "answers", "number": 2}) == [0, "2", 2, first[3]]  # forked from the same process
     with pytest.raises(RuntimeError, match=f"(?s){says}"):
         pair.run(file, {"way": way, "number": 3}, limit_s=limit_s)
     assert pair.run(file, {"way": "answers", "number": 4})[:3] == [0, "2", 4]

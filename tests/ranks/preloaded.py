@@ -1,0 +1,10 @@
+"""What the jobs of two ranks need imported: the learner, and megatron under the CPU's shim."""
+
+import importlib
+
+from marsrl.trainer.megatron import shim
+
+shim.install()  # before anything imports megatron
+for name in ("checkpoint_store", "convert", "head", "model", "optimizer", "reference", "router_replay"):
+    importlib.import_module(f"marsrl.trainer.megatron.{name}")
+importlib.import_module("marsrl.trainer.learner")
