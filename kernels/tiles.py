@@ -1,6 +1,6 @@
 """Sweeps over the head of a bfloat16 model on the CPU: a chunk of rows meets one tile of the vocabulary after the other.
 
-    for each chunk of up to max_rows(V) rows:
+    for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
             logits [R, columns] float32 = hidden @ tile.T              gemms.py
             their statistics, and e^(logit - maximum) in bfloat16      TileKernels
@@ -59,7 +59,7 @@ def policy_gradients_by_tiles(
         kept = ((c != 0) | (e != 0)).nonzero()[:, 0]
         if kept.numel() == 0:
             continue
-        tokens = kept + chunk.first if chunk.ids is None else chunk.ids[kept]
+        tokens = chunk.tokens(kept.device)[kept]
 
         def dz_of(tile: slice, parts: Tensor = parts, kept: Tensor = kept, tokens: Tensor = tokens) -> Tensor:
             dz, count = _block(pieces, kept.numel(), tile), parts.shape[-1]
@@ -123,8 +123,7 @@ def gradients_by_tiles(
             assert found.wait() == chunk.count, "a row without a gradient among those that have one"
             return dz
 
-        at = torch.arange(chunk.first, chunk.first + chunk.count) if chunk.ids is None else chunk.ids
-        gradients.add_pieces(dz_of, at, is_last=number == len(sizes) - 1)
+        gradients.add_pieces(dz_of, chunk.tokens(hidden.device), is_last=number == len(sizes) - 1)
 
 
 def _block(memory: Tensor, num_rows: int, tile: slice) -> Tensor:

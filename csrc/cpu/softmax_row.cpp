@@ -2,6 +2,8 @@
 // softmax_terms.h.
 #include "softmax_row.h"
 
+#include <algorithm>
+
 #include "bfloat16.h"
 #include "clones.h"
 #include "softmax_terms.h"
@@ -136,7 +138,8 @@ MARSRL_CLONES void gradient_of_exponentials(const uint16_t* exponentials, float*
     for (int64_t i = 0; i < columns; i++) out[i] = by * from_bfloat16(exponentials[i]);
     return;
   }
-  const float by = static_cast<float>(-inverse_temperature * scale), shift = static_cast<float>(log_scale < -1e4 ? -1e4 : log_scale) + entropy;
+  const float by = static_cast<float>(-inverse_temperature * scale);
+  const float shift = static_cast<float>(std::max(log_scale, -1e4)) + entropy;
 #pragma omp simd
   for (int64_t i = 0; i < columns; i++) {
     const float of_column = from_bfloat16(exponentials[i]);

@@ -10,7 +10,7 @@ from triton.runtime.driver import driver
 
 from ..rows.protocol import FirstGemm, Statistics
 from ..rows.selection import Rows
-from ..rows.triton_impl import TritonRowKernels, put_statistics, shard_partials
+from ..rows.triton_impl import TritonRowKernels, put_statistics, shard_partials, token_arguments
 from ..triton_machine import is_interpreted, on_device_of
 from ..vocabulary import Head
 from .triton_kernels import logits_and_pieces
@@ -79,12 +79,7 @@ class TritonFirstGemm:
                 rows.count,
                 columns,
                 hidden.shape[1],
-                rows.ids,
-                rows.first,
-                head.targets,
-                head.first_column,
-                head.inverse_temperature,
-                head.inverse_temperature_of_all,
+                *token_arguments(rows, head),
                 pieces,
                 GROUP=GROUP,
                 **_constants(tiles, hidden.shape[1]),

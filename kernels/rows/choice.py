@@ -85,8 +85,9 @@ ROW_PROVIDERS = (
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
 )
 
-# Those of the heads. The last one has a first GEMM of its own and is taken by name only, MARSRL_KERNELS=triton_gemm:
-# whatever it can serve `triton` serves too, until a measurement says that it should come first.
+# Those of the heads. The last one has a first GEMM of its own and is taken by name only, as in
+# MARSRL_KERNELS=linear_policy_loss=triton_gemm: whatever it can serve `triton` serves too, until a measurement says that
+# it should come first.
 HEAD_PROVIDERS = (
     *ROW_PROVIDERS,
     RowProvider("triton_gemm", _load_triton_gemm, machine_lacks_triton, why_not_triton, _why_not_first_gemm),

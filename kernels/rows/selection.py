@@ -91,6 +91,12 @@ class Rows:
                 yield Rows(self.ids[begin : begin + count], 0, count)
             begin += count
 
+    def tokens(self, device: torch.device) -> Tensor:
+        """[R] int64 the tokens, on this device; where ids is None they are listed."""
+        if self.ids is None:
+            return torch.arange(self.first, self.first + self.count, device=device)
+        return self.ids
+
     def take(self, values: Tensor) -> Tensor:
         """values [T, ...] at these tokens; a view where they are contiguous."""
         return values[self.first : self.first + self.count] if self.ids is None else values.index_select(0, self.ids)

@@ -45,12 +45,7 @@ class TritonRowKernels:
                 logits.stride(0),
                 rows.count,
                 head.num_columns,
-                rows.ids,
-                rows.first,
-                head.targets,
-                head.first_column,
-                head.inverse_temperature,
-                head.inverse_temperature_of_all,
+                *token_arguments(rows, head),
                 partials,
                 PIECE=PIECE_COLUMNS,
                 BLOCK=_block(head.width),
@@ -106,12 +101,7 @@ class TritonRowKernels:
                 logits.stride(0),
                 head.width,
                 head.num_columns,
-                rows.ids,
-                rows.first,
-                head.targets,
-                head.first_column,
-                head.inverse_temperature,
-                head.inverse_temperature_of_all,
+                *token_arguments(rows, head),
                 statistics.logprobs,
                 statistics.entropy,
                 statistics.maximum,
@@ -125,6 +115,18 @@ class TritonRowKernels:
                 num_warps=NUM_WARPS,
             )
         return late
+
+
+def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
+    """What a kernel that reads logits asks of their rows: ids, first, targets, first_column, inverse temperatures."""
+    return (
+        rows.ids,
+        rows.first,
+        head.targets,
+        head.first_column,
+        head.inverse_temperature,
+        head.inverse_temperature_of_all,
+    )
 
 
 def put_statistics(pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
