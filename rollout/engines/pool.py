@@ -315,7 +315,7 @@ class EnginePool:
         if start - last > _PAUSE_S or end - first > _SPAN_S:
             self._tell_span(replica)
             first = start
-        self._spans[replica] = (first, end)
+        self._spans[replica] = (first, max(first, end))  # the wall clock may have been set back since the first
 
     def _tell_span(self, replica: int) -> None:
         if replica in self._spans:
