@@ -31,6 +31,11 @@ class Sampling:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def truncates(self) -> bool:
+        """Are tokens left out that have a probability?"""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:

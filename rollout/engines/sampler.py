@@ -19,7 +19,7 @@ class RowSampling:
     top_p: Tensor  # [B] float32
     top_k: Tensor  # [B] int64; -1 off
     seeds: Tensor  # [B] int64
-    truncates: bool  # any row has top_p < 1 or top_k > 0
+    truncates: bool  # does any row?
 
     @staticmethod
     def of(samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device) -> RowSampling:
@@ -27,13 +27,18 @@ class RowSampling:
         return RowSampling(
             temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
-            top_k=torch.tensor([s.top_k for s in samplings], device=device),
-            seeds=torch.tensor([_signed(seed) for seed in seeds], device=device),
-            truncates=any(s.top_p < 1 or s.top_k > 0 for s in samplings),
+            top_k=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
+            seeds=torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device),
+            truncates=any(s.truncates for s in samplings),
         )
 
     def select(self, rows: Tensor) -> RowSampling:
         return RowSampling(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.truncates)
+
+    def put(self, rows: Tensor, others: RowSampling) -> None:
+        """Write others to these rows, in place; `truncates` stays as it is."""
+        self.temperature[rows], self.top_p[rows] = others.temperature, others.top_p
+        self.top_k[rows], self.seeds[rows] = others.top_k, others.seeds
 
 
 def draw(logits: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,8 +117,8 @@ class VllmEngine:
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
         self._keys = itertools.count()
         self._is_aborting = False
-        self._decoded_before = 0
-        self._decoding = 0
+        self._num_ended = 0  # tokens of requests that have ended
+        self._num_seen = 0  # tokens at the last look, those under way among them
         self._next_look = 0.0
         self._device = str(current_platform.device_type)
         self._library_version = str(vllm.__version__)
@@ -153,7 +153,7 @@ class VllmEngine:
         )
 
     def num_decoded(self) -> int:
-        return self._decoded_before + self._decoding
+        return max(self._num_ended, self._num_seen)
 
     def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
         """Decode all requests; one that cannot be served comes back with Finish.ERROR and the reason.
@@ -209,10 +209,10 @@ class VllmEngine:
                     f"{self._max_model_len} (max_model_len)"
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
-        decoded = self._decoded_before
+        before = self._num_ended, self._num_seen
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
-        self._decoded_before = decoded  # the tokens that vLLM made beside the scores are nobody's
+        self._num_ended, self._num_seen = before  # the tokens that vLLM made beside the scores are nobody's
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
             ids = [int(token) for token in sequence]
@@ -286,6 +286,7 @@ class VllmEngine:
             ignore_eos=True,  # stop_token_ids alone decide
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else has it: vLLM need not copy it deeply
         )
 
     def _admit(self) -> list[DecodeResult]:
@@ -305,9 +306,9 @@ class VllmEngine:
     def _step(self) -> list[Any]:
         """One step of vLLM; the RequestOutputs that it finished."""
         finished = [output for output in self._core.step() if output.finished]
-        self._decoded_before += sum(len(output.outputs[0].token_ids) for output in finished)
-        if finished or time.monotonic() >= self._next_look:
-            self._decoding = sum(map(len, self._tokens_under_way().values()))
+        self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
+        if time.monotonic() >= self._next_look:
+            self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))
             self._next_look = time.monotonic() + _PROGRESS_S
         return finished
 
@@ -348,8 +349,7 @@ class VllmEngine:
             for key, request in self._under_way.items()
         ]
         self._under_way.clear()
-        self._decoded_before += sum(map(len, tokens.values()))
-        self._decoding = 0
+        self._num_ended += sum(map(len, tokens.values()))
         return results
 
     def _take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:

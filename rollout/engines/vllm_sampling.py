@@ -12,13 +12,14 @@ processors: the drawn token's logit is raised above all others, and vLLM takes t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor.interface import AddedRequest
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.sampler import RowSampling, draw
@@ -38,31 +39,77 @@ def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
     key: under which its log-probs are taken; no two requests that are alive may share it.
     """
     sampling = request.sampling
-    # one string: vLLM copies the arguments deeply, several times a request
+    # one string: vLLM looks through the arguments, several times a request
     return {_KEY: json.dumps([key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed])}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Row:
-    """A request in the batch. output: vLLM's own list, which grows. slot: its row of the log-prob buffer."""
+    """A request in the batch. output: vLLM's own list, which grows. slot: its row of the tables."""
 
-    key: str
-    sampling: Sampling
-    seed: int
-    prompt_length: int
     output: list[int]
     slot: int
+    truncates: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """The rows drawn in a step, as tensors; made anew when the batch changes."""
 
-    rows: list[_Row]
+    outputs: list[list[int]]
     index: Tensor  # [R] int64, where they stand in the batch
+    slots: Tensor  # [R] int64
     sampling: RowSampling
     prompt_lengths: Tensor  # [R] int64
-    slots: Tensor  # [R] int64
+
+
+class _Tables:
+    """What is known of every request that is alive, a slot each, on the device; they grow with their number."""
+
+    def __init__(self, longest: int, device: torch.device) -> None:
+        """longest: completion, tokens."""
+        self.sampling = RowSampling.of([], [], device)  # [slots]
+        self.prompt_lengths = torch.zeros(0, dtype=torch.int64, device=device)  # [slots]
+        self.logprobs = torch.zeros(0, longest, device=device)  # [slots, completion tokens] float32, nats
+        self._device = device
+        self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
+        self._free: list[int] = []
+
+    def slot(self, key: str) -> int:
+        """Of this request, which may have one already: vLLM preempts and brings back."""
+        if key not in self._slots:
+            if not self._free:
+                first = len(self.logprobs)
+                self._grow(max(64, first))
+                self._free = list(range(len(self.logprobs) - 1, first - 1, -1))
+            self._slots[key] = self._free.pop()
+        return self._slots[key]
+
+    def put(
+        self, slots: Sequence[int], samplings: Sequence[Sampling], seeds: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """lengths: of the prompts."""
+        at = torch.tensor(slots, device=self._device)
+        self.sampling.put(at, RowSampling.of(samplings, seeds, self._device))
+        self.prompt_lengths[at] = torch.tensor(lengths, device=self._device)
+
+    def free(self, key: str) -> int:
+        """The slot that it had; its contents are there until the next request comes."""
+        slot = self._slots.pop(key)
+        self._free.append(slot)
+        return slot
+
+    def clear(self) -> None:
+        self._free += self._slots.values()
+        self._slots.clear()
+
+    def _grow(self, more: int) -> None:
+        size, longest = self.logprobs.shape
+        self.logprobs = torch.cat([self.logprobs, self.logprobs.new_zeros(more, longest)])
+        self.prompt_lengths = torch.cat([self.prompt_lengths, self.prompt_lengths.new_zeros(more)])
+        sampling = RowSampling.of([Sampling()] * (size + more), [0] * (size + more), self._device)
+        sampling.put(torch.arange(size, device=self._device), self.sampling)
+        self.sampling = sampling
 
 
 class DrawTokens(LogitsProcessor):
@@ -71,10 +118,7 @@ class DrawTokens(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
         self._rows: dict[int, _Row] = {}  # by place in the batch
-        self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
-        self._free: list[int] = []
-        # [slots, completion tokens] float32 on the device; grows with the requests that are alive together
-        self._logprobs = torch.zeros(0, vllm_config.model_config.max_model_len, device=device)
+        self._tables = _Tables(vllm_config.model_config.max_model_len, device)
         self._batch: _Batch | None = None
 
     @classmethod
@@ -93,11 +137,7 @@ class DrawTokens(LogitsProcessor):
         self._batch = None
         for place in batch_update.removed:
             self._rows.pop(place, None)
-        for place, params, prompt, output in batch_update.added:
-            self._rows.pop(place, None)
-            asked = self._asked(params)
-            if asked is not None:
-                self._rows[place] = self._row(asked, len(prompt or ()), output)
+        self._add(batch_update.added)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -110,49 +150,52 @@ class DrawTokens(LogitsProcessor):
         if not self._rows:
             return logits
         batch = self._batch or self._gather()
-        outputs = torch.tensor([len(row.output) for row in batch.rows], device=self._device)
-        mine = logits if len(batch.rows) == len(logits) else logits[batch.index]
+        outputs = torch.tensor([len(output) for output in batch.outputs], device=self._device)
+        mine = logits if len(outputs) == len(logits) else logits[batch.index]
         tokens, logprobs = draw(mine, batch.sampling, batch.prompt_lengths + outputs)
-        self._logprobs[batch.slots, outputs] = logprobs
+        self._tables.logprobs[batch.slots, outputs] = logprobs
         logits[batch.index, tokens] = _CHOSEN
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
         """Log-probs [n] float32 of the first n tokens of finished requests, nats; they are forgotten here."""
-        taken = []
-        for key, length in zip(keys, lengths, strict=True):
-            slot = self._slots.pop(key)
-            self._free.append(slot)
-            taken.append(self._logprobs[slot, :length].cpu().numpy().astype(np.float32))
-        return taken
+        slots = [self._tables.free(key) for key in keys]
+        drawn = self._tables.logprobs[slots, : max(lengths, default=0)].cpu().numpy()
+        return [row[:length].copy() for row, length in zip(drawn, lengths, strict=True)]
 
     def forget(self) -> None:
         """Drop what aborted requests left; none of ours is running."""
-        self._free += self._slots.values()
-        self._slots.clear()
+        self._tables.clear()
 
     @staticmethod
     def _asked(params: SamplingParams) -> str | None:
         return (params.extra_args or {}).get(_KEY)
 
-    def _row(self, asked: str, prompt_length: int, output: list[int]) -> _Row:
-        key, temperature, top_p, top_k, seed = json.loads(asked)
-        if key not in self._slots:  # a preempted request comes back
-            if not self._free:
-                first, more = len(self._logprobs), max(64, len(self._logprobs))
-                self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(more, self._logprobs.shape[1])])
-                self._free = list(range(first + more - 1, first - 1, -1))
-            self._slots[key] = self._free.pop()
-        return _Row(key, Sampling(temperature, top_p, top_k), seed, prompt_length, output, self._slots[key])
+    def _add(self, added: Sequence[AddedRequest]) -> None:
+        samplings, seeds, lengths, slots = list[Sampling](), list[int](), list[int](), list[int]()
+        for place, params, prompt, output in added:
+            self._rows.pop(place, None)
+            asked = self._asked(params)
+            if asked is None:
+                continue
+            key, temperature, top_p, top_k, seed = json.loads(asked)
+            samplings.append(Sampling(temperature, top_p, top_k))
+            seeds.append(seed)
+            lengths.append(len(prompt or ()))
+            slots.append(self._tables.slot(key))
+            self._rows[place] = _Row(output, slots[-1], samplings[-1].truncates)
+        if slots:
+            self._tables.put(slots, samplings, seeds, lengths)
 
     def _gather(self) -> _Batch:
         places = sorted(self._rows)
         rows = [self._rows[place] for place in places]
+        index, slots = torch.tensor([places, [row.slot for row in rows]], device=self._device)
         self._batch = _Batch(
-            rows,
-            torch.tensor(places, device=self._device),
-            RowSampling.of([row.sampling for row in rows], [row.seed for row in rows], self._device),
-            torch.tensor([row.prompt_length for row in rows], device=self._device),
-            torch.tensor([row.slot for row in rows], device=self._device),
+            [row.output for row in rows],
+            index,
+            slots,
+            replace(self._tables.sampling.select(slots), truncates=any(row.truncates for row in rows)),
+            self._tables.prompt_lengths[slots],
         )
         return self._batch
