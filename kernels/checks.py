@@ -3,8 +3,6 @@
 Only shapes, dtypes and devices are looked at: they are known to the host. Values on a device are never read.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -41,11 +39,24 @@ def check_cu_seqlens(
     check(op, name, cu_seqlens, (None,), INTEGERS, device)
     if cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
-    if cu_seqlens.device.type == "cpu":
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in pairwise(bounds)):
-            raise ValueError(f"{op}: {name} is {_short(bounds)}, expected to rise from 0 to {num_tokens} tokens")
+    if cu_seqlens.device.type == "cpu" and not _rises(cu_seqlens, num_tokens):
+        found = _short(cu_seqlens.tolist())
+        raise ValueError(f"{op}: {name} is {found}, expected to rise from 0 to {num_tokens} tokens")
     return cu_seqlens.numel() - 1
+
+
+def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
+    """Raise ValueError where an integer of a tensor on the CPU lies outside of 0..largest."""
+    if values.device.type != "cpu" or values.numel() == 0:
+        return
+    low, high = map(int, values.aminmax())
+    if low < 0 or high > largest:
+        raise ValueError(f"{op}: {name} holds {low}..{high}, expected 0..{largest}")
+
+
+def _rises(bounds: Tensor, end: int) -> bool:
+    """From 0 to end, in steps of 0 or more?"""
+    return int(bounds[0]) == 0 and int(bounds[-1]) == end and not bool((bounds.diff() < 0).any())
 
 
 def _short(values: list[int]) -> str:
@@ -54,6 +65,4 @@ def _short(values: list[int]) -> str:
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64: the sequence each packed token belongs to."""
-    lengths = cu_seqlens.diff()
-    index = torch.arange(lengths.numel(), device=cu_seqlens.device)
-    return torch.repeat_interleave(index, lengths, output_size=num_tokens)
+    return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)

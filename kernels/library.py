@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 8  # csrc/include/abi.h
+ABI_VERSION = 9  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -43,7 +43,7 @@ _CPU_FUNCTIONS: Declarations = {
             _int,
         ],
     ),
-    "marsrl_policy_terms": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
+    "marsrl_policy_terms": (None, [*([_pointer] * 4), _int64, _int64]),
     "marsrl_policy_rows": (
         _int64,
         [

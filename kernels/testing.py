@@ -53,6 +53,10 @@ OBJECTIVES: dict[str, tuple[PolicyObjective, bool]] = {
         PolicyObjective(kl="k3", kl_coef=0.1, entropy_coef=0.05, correction="tis", correction_high=1.2),
         True,
     ),
+    "k3, entropy bonus, strong gate": (
+        PolicyObjective(kl="k3", kl_coef=0.1, entropy_coef=0.05, mpt_probability=0.3),
+        True,
+    ),
     "entropy bonus": (PolicyObjective(entropy_coef=0.05), False),
 }
 

@@ -7,33 +7,98 @@
 #include "softmax_row.h"
 #include "softmax_terms.h"
 
-// token_ids [count]: which tokens; null: first_token, first_token + 1, ...
+namespace {
+
+// Tokens that are evaluated together: what token_inputs and policy_term say, an array for each number.
+struct Block {
+  static constexpr int kTokens = 256;
+  int64_t ids[kTokens];
+  float logprob[kTokens], entropy[kTokens], advantage[kTokens];
+  float log_ratio[kTokens], log_drift[kTokens], log_reference[kTokens];
+  float gated[kTokens], dropped[kTokens];
+  double loss[kTokens];
+  float coefficient[kTokens], entropy_coefficient[kTokens], kl[kTokens], clipped[kTokens], masked[kTokens];
+
+  void put(int i, int64_t id, const TokenInputs& of) {
+    ids[i] = id;
+    logprob[i] = of.logprob, entropy[i] = of.entropy, advantage[i] = of.advantage;
+    log_ratio[i] = of.log_ratio, log_drift[i] = of.log_drift, log_reference[i] = of.log_reference;
+    gated[i] = of.gated, dropped[i] = of.dropped;
+  }
+};
+
+MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
+  const Objective objective = given;  // a local one: nothing that is written below can change it
+#pragma omp simd
+  for (int i = 0; i < count; i++) {
+    const Term term = policy_term(
+        objective, {block.logprob[i], block.entropy[i], block.advantage[i], block.log_ratio[i], block.log_drift[i],
+                    block.log_reference[i], block.gated[i], block.dropped[i]});
+    block.loss[i] = term.loss;
+    block.coefficient[i] = term.coefficient;
+    block.entropy_coefficient[i] = term.entropy_coefficient;
+    block.kl[i] = term.kl;
+    block.clipped[i] = term.clipped;
+    block.masked[i] = term.masked;
+  }
+}
+
+// Sums of neighbouring tokens with one agent, in registers where tokens.sums would be memory.
+class AgentSums {
+ public:
+  explicit AgentSums(const Tokens& tokens) : tokens_(tokens) {}
+  ~AgentSums() { flush(); }
+
+  void add(const Block& block, int count) {
+    for (int i = 0; i < count; i++) {
+      const int64_t agent = tokens_.agent ? tokens_.agent[block.ids[i]] : 0;
+      if (agent != agent_) flush();
+      agent_ = agent;
+      run_[0] += block.loss[i];
+      run_[1] += block.clipped[i];
+      run_[2] += block.masked[i];
+      run_[3] += block.entropy[i];
+      run_[4] += block.kl[i];
+      run_[5] += 1.0;
+    }
+  }
+
+ private:
+  void flush() {
+    for (int k = 0; k < 6; k++) tokens_.sums[6 * agent_ + k] += run_[k], run_[k] = 0;
+  }
+
+  const Tokens& tokens_;
+  int64_t agent_ = 0;
+  double run_[6] = {};
+};
+
+}  // namespace
+
+// token_ids [count]: which tokens; null: first_token, first_token + 1, ... Of these the ones of mask [T]; null: all.
 // Writes coefficient and entropy_coefficient of these tokens and adds to `sums`, in this order and in double: two runs
 // give the same bits.
-MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const int64_t* token_ids,
-                                    int64_t first_token, int64_t count) {
-  double run[6] = {};  // of neighbouring tokens with one agent: registers, where `sums` would be memory
-  int64_t agent = 0;
-  const auto flush = [&] {
-    for (int k = 0; k < 6; k++) tokens->sums[6 * agent + k] += run[k], run[k] = 0;
+MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const uint8_t* mask,
+                                    const int64_t* token_ids, int64_t first_token, int64_t count) {
+  Block block;
+  AgentSums sums(*tokens);
+  int filled = 0;
+  const auto finish = [&] {
+    evaluate(*objective, block, filled);
+    for (int i = 0; i < filled; i++) {
+      tokens->coefficient[block.ids[i]] = block.coefficient[i];
+      tokens->entropy_coefficient[block.ids[i]] = block.entropy_coefficient[i];
+    }
+    sums.add(block, filled);
+    filled = 0;
   };
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = token_ids ? token_ids[i] : first_token + i;
-    const Term term = policy_term(*objective, *tokens, t);
-    tokens->coefficient[t] = term.coefficient;
-    tokens->entropy_coefficient[t] = term.entropy_coefficient;
-    if (tokens->agent && tokens->agent[t] != agent) {
-      flush();
-      agent = tokens->agent[t];
-    }
-    run[0] += term.loss;
-    run[1] += term.is_clipped;
-    run[2] += term.is_masked;
-    run[3] += tokens->entropy[t];
-    run[4] += term.kl;
-    run[5] += 1.0;
+    if (mask && !mask[t]) continue;
+    block.put(filled++, t, token_inputs(*objective, *tokens, t));
+    if (filled == Block::kTokens) finish();
   }
-  flush();
+  finish();
 }
 
 // Statistics of whole rows, marsrl_policy_terms and the gradient in one walk: a row is in the L2 cache when it is read
@@ -70,7 +135,7 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
       else
         row_sums_in_place(row, columns, tau_inverse, &sums, origins.data());
       statistics.put(token, sums, target_logit, tau_inverse);
-      const Term term = policy_term(*objective, *tokens, token);
+      const Term term = policy_term(*objective, token_inputs(*objective, *tokens, token));
       const float c = tokens->coefficient[token] = term.coefficient;
       const float e = tokens->entropy_coefficient[token] = term.entropy_coefficient;
       if (c == 0.0f && e == 0.0f) continue;
@@ -91,6 +156,6 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
   if (threads > 1)
     kept = move_active_rows(x, stride, rows, token_ids, first_token, tokens->coefficient,
                             tokens->entropy_coefficient, active);
-  marsrl_policy_terms(objective, tokens, token_ids, first_token, rows);  // the sums, in the order of the tokens
+  marsrl_policy_terms(objective, tokens, nullptr, token_ids, first_token, rows);  // the sums, in the order of the tokens
   return kept;
 }

@@ -22,11 +22,11 @@ __global__ void __launch_bounds__(kThreads)
   int64_t agent = -1;
   const int64_t t = i >= count ? -1 : token_ids ? token_ids[i] : first_token + i;
   if (t >= 0 && (!mask || mask[t])) {
-    const Term term = policy_term(objective, tokens, t);
+    const Term term = policy_term(objective, token_inputs(objective, tokens, t));
     tokens.coefficient[t] = term.coefficient;
     tokens.entropy_coefficient[t] = term.entropy_coefficient;
     agent = tokens.agent ? tokens.agent[t] : 0;
-    values[0] = term.loss, values[1] = term.is_clipped, values[2] = term.is_masked;
+    values[0] = term.loss, values[1] = term.clipped, values[2] = term.masked;
     values[3] = tokens.entropy[t], values[4] = term.kl, values[5] = 1.0;
   }
   __shared__ double scratch[kMaxWarps];

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "clones.h"
+#include "vector_exp.h"
 
 enum Kind : int32_t { kClip = 0, kCispo = 1 };
 enum Correction : int32_t { kNoCorrection = 0, kTis = 1, kIcepop = 2 };  // sequence_mask arrives as `dropped`
@@ -36,72 +37,109 @@ struct Tokens {
   double* sums;  // [num_agents, 6]: loss, clipped tokens, masked tokens, entropy, kl, tokens
 };
 
+// What the objective reads of one token; 0 where it is not given.
+struct TokenInputs {
+  float logprob, entropy, advantage;
+  float log_ratio;      // of the policy to that before the update, or of their sequences
+  float log_drift;      // of the policy before the update to the one that decoded; 0 without a correction
+  float log_reference;  // of the policy to the reference; 0 without a KL term
+  float gated, dropped;  // 0 or 1
+};
+
+MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens& tokens, int64_t t) {
+  const float logprob = tokens.logprobs[t];
+  TokenInputs inputs = {logprob, tokens.entropy[t], tokens.advantage[t], 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  if (tokens.log_ratio)
+    inputs.log_ratio = tokens.log_ratio[t];
+  else if (tokens.old_logprobs)
+    inputs.log_ratio = logprob - tokens.old_logprobs[t];
+  if (objective.correction != kNoCorrection)
+    inputs.log_drift = (tokens.old_logprobs ? tokens.old_logprobs[t] : logprob) - tokens.rollout_logprobs[t];
+  if (objective.kl != kNoKl) inputs.log_reference = logprob - tokens.reference_logprobs[t];
+  inputs.gated = tokens.gate && tokens.gate[t] ? 1.0f : 0.0f;
+  inputs.dropped = tokens.dropped && tokens.dropped[t] ? 1.0f : 0.0f;
+  return inputs;
+}
+
 struct Term {
   double loss;
   float coefficient, entropy_coefficient, kl;
-  bool is_clipped, is_masked;
+  float clipped, masked;  // 0 or 1
 };
 
-MARSRL_INLINE Term policy_term(const Objective& objective, const Tokens& tokens, int64_t t) {
-  Term term = {0.0, 0.0f, 0.0f, 0.0f, false, false};
-  const float logp = tokens.logprobs[t], entropy = tokens.entropy[t];
+MARSRL_INLINE float objective_exp(float x) {
+#ifdef __CUDA_ARCH__
+  return expf(x);
+#else
+  const float e = vector_exp(x > kLargestExponent ? kLargestExponent : x);
+  return x > kLargestExponent ? INFINITY : e;
+#endif
+}
 
-  float kl_slope = 0.0f;
-  if (objective.kl != kNoKl) {
-    const float x = logp - tokens.reference_logprobs[t];
-    if (objective.kl == kK1) {
-      term.kl = x;
-      kl_slope = 1.0f;
-    } else if (objective.kl == kK2) {
-      term.kl = 0.5f * x * x;
-      kl_slope = x;
-    } else {  // e^-x + x - 1 through expm1: no cancellation near 0
-      const float m = std::expm1(-x);
-      term.kl = m + x;
-      kl_slope = -m;
-    }
-  }
+MARSRL_INLINE float objective_expm1(float x) {
+#ifdef __CUDA_ARCH__
+  return expm1f(x);
+#else
+  const float e = vector_expm1(x > kLargestExponent ? kLargestExponent : x);
+  return x > kLargestExponent ? INFINITY : e;
+#endif
+}
 
-  float weight = 1.0f;
-  bool is_masked = tokens.dropped && tokens.dropped[t];
-  is_masked |= tokens.gate && tokens.gate[t] && std::exp(logp) >= objective.mpt_probability;
-  if (objective.correction != kNoCorrection) {
-    const float trainer = tokens.old_logprobs ? tokens.old_logprobs[t] : logp;
-    const float drift = std::exp(trainer - tokens.rollout_logprobs[t]);
-    if (objective.correction == kTis)
-      weight = drift < objective.correction_high ? drift : objective.correction_high;
-    else
-      is_masked |= !(drift >= objective.correction_low && drift <= objective.correction_high);
-  }
-  term.is_masked = is_masked;
-  if (is_masked) return term;
+// yes where the option is on, bit by bit: GCC 12 vectorises no select whose condition is the same for a whole loop.
+MARSRL_INLINE float pick(bool option, float yes, float no) {
+#ifdef __CUDA_ARCH__
+  return option ? yes : no;
+#else
+  uint32_t y, n;
+  std::memcpy(&y, &yes, sizeof y);
+  std::memcpy(&n, &no, sizeof n);
+  const uint32_t mask = -static_cast<uint32_t>(option), bits = (y & mask) | (n & ~mask);
+  float picked;
+  std::memcpy(&picked, &bits, sizeof picked);
+  return picked;
+#endif
+}
 
-  const float advantage = tokens.advantage[t];
-  float ratio = 1.0f;
-  if (tokens.log_ratio)
-    ratio = std::exp(tokens.log_ratio[t]);
-  else if (tokens.old_logprobs)
-    ratio = std::exp(logp - tokens.old_logprobs[t]);
+// No branch on what differs from token to token, and every condition selects a float: so a loop over tokens vectorises.
+MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
+  const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
+  const bool has_k3 = objective.kl == kK3, has_icepop = objective.correction == kIcepop;
+  // k3 = e^-x + x - 1 through expm1: no cancellation near 0
+  const float x = token.log_reference, m = objective_expm1(-x);
+  const float kl = pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + x, 0.0f)));
+  const float kl_slope = pick(has_k1, 1.0f, pick(has_k2, x, pick(has_k3, -m, 0.0f)));
+
+  const float drift = objective_exp(token.log_drift);
+  const float truncated = drift < objective.correction_high ? drift : objective.correction_high;
+  const float weight = pick(objective.correction == kTis, truncated, 1.0f);
+  const float lowest = pick(has_icepop, objective.correction_low, -INFINITY);
+  const float highest = pick(has_icepop, objective.correction_high, INFINITY);
+  const float far = drift >= lowest ? (drift <= highest ? token.dropped : 1.0f) : 1.0f;
+  const float masked = objective_exp(token.logprob) >= objective.mpt_probability ? far + token.gated : far;
+
+  // Where the ratio ends to count. CISPO bounds it on both sides, the clipped surrogate on the one that is gained from.
+  const float advantage = token.advantage, ratio = objective_exp(token.log_ratio);
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
-  const float clipped_ratio = ratio < low ? low : (ratio > high ? high : ratio);
-  double surrogate;
-  float slope;  // of the surrogate to logp
-  if (objective.kind == kCispo) {
-    term.is_clipped = ratio < low || ratio > high;
-    slope = clipped_ratio * advantage;
-    surrogate = static_cast<double>(slope) * logp;
-  } else {
-    term.is_clipped = (advantage > 0.0f && ratio > high) || (advantage < 0.0f && ratio < low);
-    surrogate = static_cast<double>(term.is_clipped ? clipped_ratio : ratio) * advantage;
-    if (objective.dual_clip > 0.0f && advantage < 0.0f && ratio > objective.dual_clip) {
-      term.is_clipped = true;
-      surrogate = static_cast<double>(objective.dual_clip) * advantage;
-    }
-    slope = term.is_clipped ? 0.0f : ratio * advantage;
-  }
+  const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);
+  const float upper = pick(is_clip, advantage > 0.0f ? high : advantage < 0.0f ? dual : INFINITY, high);
+  const float lower = pick(is_clip, advantage < 0.0f ? low : -INFINITY, low);
+  const float used = ratio > upper ? upper : ratio < lower ? lower : ratio;
+  const float clipped = ratio > upper ? 1.0f : ratio < lower ? 1.0f : 0.0f;
+  const float kept_used = masked > 0.0f ? 0.0f : used;
+  const float of_cispo = kept_used * advantage, of_clip = clipped > 0.0f ? 0.0f : of_cispo;
+  const float slope = pick(is_clip, of_clip, of_cispo);  // of the surrogate to logp
+  const double surrogate =
+      static_cast<double>(pick(is_clip, kept_used, of_cispo)) * pick(is_clip, advantage, token.logprob);
+
   const float scale = objective.inverse_normaliser;
-  term.loss = (-weight * surrogate + objective.kl_coef * term.kl - objective.entropy_coef * entropy) * scale;
-  term.coefficient = (-weight * slope + objective.kl_coef * kl_slope) * scale;
-  term.entropy_coefficient = -objective.entropy_coef * scale;
+  const float kept_kl = masked > 0.0f ? 0.0f : kl, kept_kl_slope = masked > 0.0f ? 0.0f : kl_slope;
+  const float kept_entropy = masked > 0.0f ? 0.0f : token.entropy;
+  Term term;
+  term.loss = (-weight * surrogate + objective.kl_coef * kept_kl - objective.entropy_coef * kept_entropy) * scale;
+  term.coefficient = (-weight * slope + objective.kl_coef * kept_kl_slope) * scale;
+  term.entropy_coefficient = masked > 0.0f ? 0.0f : -objective.entropy_coef * scale;
+  term.kl = kl;
+  term.clipped = masked > 0.0f ? 0.0f : clipped;
+  term.masked = masked > 0.0f ? 1.0f : 0.0f;
   return term;
 }

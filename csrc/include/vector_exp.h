@@ -6,11 +6,16 @@
 #include "clones.h"
 
 constexpr float kSmallestExponent = -87.0f;  // e^-87 = 1.6e-38, the smallest normal float32 is 1.2e-38
+constexpr float kLargestExponent = 88.0f;    // e^88 = 1.7e38, the largest float32 is 3.4e38
 
-// exp(x) in float32 for x <= 88, error below 1 ulp with fused multiply-adds; 0 below kSmallestExponent; NaN at NaN.
+// exp(x) = (1 + slope r) scale, scale = 2^n.
+struct ExpParts {
+  float r, slope, scale;
+};
+
 // x = n ln 2 + r with |r| <= ln(2) / 2; exp(r) by the polynomial of degree 6 that is exactly 1 at 0 with the smallest
 // relative error (2e-9). Few operations: the walks over a row of logits are bound by them.
-MARSRL_INLINE float vector_exp(float x) {
+MARSRL_INLINE ExpParts exp_parts(float x) {
   const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer, which stands in the lowest bits
   const float shifted = x * 1.44269504088896341f + kShift;
   const float n = shifted - kShift;
@@ -22,13 +27,24 @@ MARSRL_INLINE float vector_exp(float x) {
   p = p * r + 1.666643023e-1f;
   p = p * r + 4.999999404e-1f;
   p = p * r + 1.0f;
-  p = p * r + 1.0f;
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + 127) << 23;  // 2^n
+  bits = (bits + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return x < kSmallestExponent ? 0.0f : p * scale;
+  return {r, p, scale};
+}
+
+// exp(x) in float32 for x <= 88, error below 1 ulp with fused multiply-adds; 0 below kSmallestExponent; NaN at NaN.
+MARSRL_INLINE float vector_exp(float x) {
+  const ExpParts e = exp_parts(x);
+  return x < kSmallestExponent ? 0.0f : (e.slope * e.r + 1.0f) * e.scale;
+}
+
+// exp(x) - 1 for x <= 88 without cancellation near 0, error below 2 ulp; -1 below kSmallestExponent; NaN at NaN.
+MARSRL_INLINE float vector_expm1(float x) {
+  const ExpParts e = exp_parts(x);
+  return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
 // log(x) for positive normal x, error below 2e-6 where x lies around 1 and below 1e-5 elsewhere: for numbers that were

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..checks import INTEGERS, check
+from ..checks import INTEGERS, check, check_range
 from ..dispatch import Implementation, Op
 from ..triton_machine import machine_lacks_triton, why_not_triton
 from .cpu import group_advantage_cpu
@@ -62,10 +62,7 @@ def group_advantage(
     num_samples = rewards.shape[0]
     for name, ids in (("group_of", group_of), ("agent_of", agent_of), ("instance_of", instance_of)):
         check("group_advantage", name, ids, (num_samples,), INTEGERS, rewards.device)
-        if ids.device.type == "cpu" and num_samples and not 0 <= int(ids.min()) <= int(ids.max()) < num_samples:
-            raise ValueError(
-                f"group_advantage: {name} holds {int(ids.min())}..{int(ids.max())}, expected 0..{num_samples - 1}"
-            )
+        check_range("group_advantage", name, ids, num_samples - 1)
     sets = {"group": group_of.long, "agent": lambda: _pair(instance_of, agent_of), "instance": instance_of.long}
     mean_set, std_set = _SETS[normalise]
     mean_set_of = sets[mean_set]()

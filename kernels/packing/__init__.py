@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..checks import INTEGERS, check, check_cu_seqlens
+from ..checks import INTEGERS, check, check_cu_seqlens, check_range
 from ..cuda_library import machine_lacks_cuda, why_not_cuda
 from ..dispatch import Implementation, Op
 from ..triton_machine import machine_lacks_triton, why_not_triton
@@ -52,9 +52,7 @@ def pack(padded: Tensor, lengths: Tensor, *, num_tokens: int | None = None) -> P
     _check_rows("pack", "padded", padded, ("S", "L"))
     num_sequences, length = padded.shape[:2]
     check("pack", "lengths", lengths, (num_sequences,), INTEGERS, padded.device)
-    on_host = lengths.device.type == "cpu"
-    if on_host and num_sequences and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
-        raise ValueError(f"pack: lengths holds {int(lengths.min())}..{int(lengths.max())}, expected 0..{length}")
+    check_range("pack", "lengths", lengths, length)
     cu_seqlens = torch.zeros(num_sequences + 1, dtype=torch.int64, device=padded.device)
     torch.cumsum(lengths, 0, out=cu_seqlens[1:])
     num_tokens = _count("pack", "num_tokens", num_tokens, cu_seqlens[-1], "the sum of lengths")
@@ -119,8 +117,7 @@ def uncompact(values: Tensor, ids: Tensor, num_rows: int, *, fill: float = 0) ->
     if num_rows < 0:
         raise ValueError(f"uncompact: num_rows is {num_rows}, expected 0 or more")
     if ids.device.type == "cpu" and ids.numel():
-        if not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
-            raise ValueError(f"uncompact: ids holds {int(ids.min())}..{int(ids.max())}, expected 0..{num_rows - 1}")
+        check_range("uncompact", "ids", ids, num_rows - 1)
         often = int(ids.bincount().argmax())
         if int((ids == often).sum()) > 1:
             raise ValueError(f"uncompact: ids holds {often} more than once, expected different ones")

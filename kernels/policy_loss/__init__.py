@@ -79,8 +79,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         logp = logprobs.detach().float().contiguous()
         ent = entropy.detach().float().contiguous()
         terms = policy_terms(kernels, objective, tokens, logp, ent)
-        # Counting the mask would make a device's host wait; its kernel skips what is masked.
-        terms.evaluate(Rows.of(tokens.mask if kernels.is_host else None, logp.numel()))
+        terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip what is masked
         sums = terms.sums()
         loss = _Loss.apply(logprobs, entropy, terms, total_loss(sums))
         if tokens.mask is not None:
@@ -104,14 +103,12 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        coefficient, entropy_coefficient = ctx.saved_tensors
-        return (
-            (grad_output * coefficient).to(ctx.dtypes[0]),
-            (grad_output * entropy_coefficient).to(ctx.dtypes[1]),
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        gradients = [
+            (grad_output * coefficient).to(dtype) if is_wanted else None
+            for coefficient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        ]
+        return gradients[0], gradients[1], None, None
 
 
 _OP = Op(

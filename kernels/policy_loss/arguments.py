@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, INTEGERS, check, check_cu_seqlens, sequence_of_tokens
+from ..checks import FLOATS, INTEGERS, check, check_cu_seqlens, check_range, sequence_of_tokens
 from ..objective import PolicyObjective, PolicyTokens
 
 
@@ -39,17 +39,14 @@ def policy_tokens(
     else:
         assert advantages is not None
         check(op, "advantages", advantages, (num_sequences,), FLOATS, device)
-        advantages_of_tokens = advantages[sequence_of]
+        advantages_of_tokens = advantages.index_select(0, sequence_of)
     if mask is not None:
         check(op, "mask", mask, (num_tokens,), (torch.bool,), device)
     if gate is not None:
         check(op, "gate", gate, (num_sequences,), (torch.bool,), device)
     if agent_of is not None:
         check(op, "agent_of", agent_of, (num_sequences,), INTEGERS, device)
-        if device.type == "cpu" and num_sequences and not 0 <= int(agent_of.min()) <= int(agent_of.max()) < num_agents:
-            raise ValueError(
-                f"{op}: agent_of holds {int(agent_of.min())}..{int(agent_of.max())}, expected 0..{num_agents - 1}"
-            )
+        check_range(op, "agent_of", agent_of, num_agents - 1)
     elif num_agents != 1:
         raise ValueError(f"{op}: num_agents is {num_agents} and agent_of is missing, expected agent_of [S]")
     given = {
@@ -76,9 +73,9 @@ def policy_tokens(
         cu_seqlens=cu_seqlens,
         sequence_of=sequence_of,
         num_sequences=num_sequences,
-        agent_of=None if agent_of is None or num_agents == 1 else agent_of[sequence_of],
+        agent_of=None if agent_of is None or num_agents == 1 else agent_of.index_select(0, sequence_of),
         num_agents=num_agents,
-        gate=None if gate is None or objective.mpt_probability is None else gate[sequence_of],
+        gate=None if gate is None or objective.mpt_probability is None else gate.index_select(0, sequence_of),
         old_logprobs=old_logprobs,
         # What the objective does not use is dropped here, so that no implementation looks at it.
         rollout_logprobs=rollout_logprobs if objective.correction != "none" else None,

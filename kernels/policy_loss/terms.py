@@ -68,11 +68,11 @@ def _of_whole_sequences(
     log_ratio = dropped = None
     if objective.ratio == "sequence" and tokens.old_logprobs is not None:
         mean = kernels.sequence_means(_float32(logprobs - tokens.old_logprobs), tokens)
-        log_ratio = mean.float()[tokens.sequence_of]
+        log_ratio = mean.float().index_select(0, tokens.sequence_of)
     if objective.correction == "sequence_mask":
         assert tokens.rollout_logprobs is not None
         trainer = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
         drift = kernels.sequence_means(_float32(trainer - tokens.rollout_logprobs), tokens).float().exp()
         keeps = (drift >= objective.correction_low) & (drift <= objective.correction_high)
-        dropped = torch.logical_not(keeps)[tokens.sequence_of]
+        dropped = torch.logical_not(keeps).index_select(0, tokens.sequence_of)
     return log_ratio, dropped

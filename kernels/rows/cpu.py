@@ -106,7 +106,12 @@ class CpuPolicyTerms:
 
     def evaluate(self, rows: Rows) -> None:
         self._evaluate(
-            ctypes.byref(self._objective), ctypes.byref(self._tokens), address(rows.ids), rows.first, rows.count
+            ctypes.byref(self._objective),
+            ctypes.byref(self._tokens),
+            address(self._inputs.mask),
+            address(rows.ids),
+            rows.first,
+            rows.count,
         )
 
     def in_one_walk(

@@ -93,7 +93,7 @@ class PolicyTerms(Protocol):
         """None where the three steps stay separate calls, as on a device."""
 
     def evaluate(self, rows: Rows) -> None:
-        """Evaluate these tokens, each token once. Those outside inputs.mask may be listed unless is_host."""
+        """Evaluate these tokens, each token once; those outside inputs.mask may be listed and are skipped."""
 
     def sums(self) -> Tensor:
         """[A, 6] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
