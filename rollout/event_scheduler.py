@@ -111,7 +111,7 @@ class EventScheduler(Ledger):
         self.versions = dict(versions)
         self._is_resting = False
         overdue = [group for group in self.state.open.values() if self.is_overdue(group, self.versions)]
-        self._close(sorted(overdue, key=lambda group: group.ask.group_id))
+        self._close(overdue)
         self._begin_stage_if_due()
 
     def snapshot(self) -> RolloutState:
@@ -125,7 +125,7 @@ class EventScheduler(Ledger):
         self._num_asked = self.state.num_taken
         keys = [_Key(group_id, index) for group_id, group in self.state.open.items() for index in group.partial]
         self._due = dict.fromkeys(keys)
-        self._await(keys if self.state.num_stages > self.state.num_batches else [])
+        self._await(keys)
 
     # The decoder's side.
 
@@ -165,10 +165,7 @@ class EventScheduler(Ledger):
         unjudged: list[tuple[_Key, Ask, Sample]] = []
         for result in results:
             key = self._in_flight.pop(result.uid)
-            group = self.state.open.get(key.group_id)
-            if group is None:  # a straggler of a group that was closed without it
-                self.counts["rollout/tokens"] += len(result.token_ids)
-                continue
+            group = self.state.open[key.group_id]  # groups lose their stragglers at rest, when nothing is in flight
             partial, finish = self.extended(group, key.place, result)
             if finish is Finish.UNFINISHED:
                 group.partial[key.place] = partial
@@ -201,9 +198,7 @@ class EventScheduler(Ledger):
         for key, sample in zip(keys, samples, strict=True):
             self._num_finished += key in self._awaited
             self._awaited.discard(key)
-            group = self.state.open.get(key.group_id)
-            if group is None:
-                continue
+            group = self.state.open[key.group_id]
             del group.partial[key.place]
             group.finished[key.place] = sample
             touched[key.group_id] = group
@@ -225,7 +220,7 @@ class EventScheduler(Ledger):
         keys = [
             _Key(group.ask.group_id, index)
             for group in self.open_groups(asks, self.versions)
-            for index in sorted(group.partial)
+            for index in group.partial
         ]
         self._due.update(dict.fromkeys(keys))
         return keys

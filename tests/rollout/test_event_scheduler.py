@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from letters import END, PROMPT_ENDS, completion, letter_config, letter_problems, letter_team
+from letters import END, PROMPT_ENDS, completion, judge, letter_config, letter_problems, letter_team
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.event_scheduler import EventScheduler
@@ -26,10 +28,11 @@ class Play:
         seed: int = 0,
         version: int = 0,
         state: RolloutState | None = None,
+        judges: ThreadPoolExecutor | None = None,
         **options: Any,
     ) -> None:
         team, self.engines = letter_team(config, **options)
-        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed)
+        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed, judges=judges)
         self.version = version
         if state is not None:
             self.scheduler.restore(state)
@@ -156,6 +159,49 @@ def test_a_publish_closes_segments_and_no_token_is_lost() -> None:
         assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
 
 
+def test_a_trajectory_is_trained_in_one_batch() -> None:
+    batches = Play(CONFIGS["trajectories"]).train(5)
+    seen = [rollout_id for groups in batches for rollout_id in {group.rollout_id for group in groups}]
+    assert len(seen) == len(set(seen)) == 10
+    assert any(group.agent == "corrector1" for groups in batches for group in groups)
+
+
+def test_nothing_begins_at_rest() -> None:
+    play = Play(letter_config(overlap=1))
+    play.batch()
+    for _ in range(200):  # as far ahead as it may be
+        play.scheduler.advance(0.0)
+    play.scheduler.rest()
+    play.scheduler.ask()
+    assert play.scheduler.state.num_stages == 2
+    play._resume()
+    assert play.scheduler.state.num_stages == 3
+    play.scheduler.rest()
+    play.scheduler.submit()
+    assert not play.scheduler.is_decoding
+    play._resume()
+    play.scheduler.submit()
+    assert play.scheduler.is_decoding
+
+
+def test_rest_waits_for_what_is_being_judged() -> None:
+    may_judge = threading.Event()
+
+    def slow_judge(answers: Any) -> Any:
+        assert may_judge.wait(10)
+        return judge(answers)
+
+    with ThreadPoolExecutor(1) as judges:
+        play = Play(letter_config(), judges=judges, judge=slow_judge)
+        play.scheduler.ask()
+        while not play.scheduler._judging:
+            play.scheduler.advance(0.0)
+        threading.Timer(0.05, may_judge.set).start()
+        play.scheduler.rest()
+        assert not play.scheduler._judging
+        assert any(group.finished for group in play.scheduler.state.open.values()) or play.scheduler.state.closed
+
+
 def test_a_picked_sample_is_asked_about_before_its_stage_has_ended() -> None:
     config = letter_config(prompts_per_step=4, overlap=1, picks=2)
     play = Play(config)
@@ -206,10 +252,12 @@ def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> N
     for version in range(3, 9):
         engines[0]._version = version
         trained.append(plain.next_batch({"main": version}).groups)
+    picked = {ask.group_id for ask in plain.state.pending}
     again = Play(letter_config(overlap=1), version=9, state=plain.snapshot())
     trained += again.train(4)
     ids = [g.group_id for batch in trained for g in batch]
     assert len(set(ids)) == len(ids)
+    assert picked and picked <= set(ids) | set(again.scheduler.state.open)
     solved = {g.rollout_id for batch in trained for g in batch if g.agent == "solver"}
     assert {f"{i:06d}" for i in range(1, 15)} <= solved
 
@@ -254,6 +302,32 @@ def test_what_an_abort_cut_off_is_the_rest_of_its_segment() -> None:
     assert play.scheduler.state.num_batches == 0  # and its stage waits for that
 
 
+def test_a_segment_that_is_aborted_twice_goes_on_where_it_was() -> None:
+    play = Play(letter_config(segments=4), script=_one_is_long, tokens_per_step=3)  # 12 tokens a stage
+    play.scheduler.ask()
+    asked = []
+    for _ in range(3):
+        play.scheduler.submit()
+        asked += [work.request for work in play.engines[0]._under_way if work.request.uid == "000001/solver:0"]
+        play.scheduler.absorb(play.scheduler.collect(0.0))
+        play.scheduler.rest()
+        play._resume()
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    play.scheduler.submit()
+    asked += [work.request for work in play.engines[0]._under_way if work.request.uid == "000001/solver:0"]
+    assert [request.max_new_tokens for request in asked] == [12, 9, 6, 12]  # the next segment is a whole one
+
+
+@pytest.mark.parametrize("config", [CONFIGS["stragglers dropped"], letter_config(segments=2, overlap=2)])
+def test_nothing_is_remembered_of_samples_that_have_ended(config: RolloutConfig) -> None:
+    play = Play(config)
+    play.train(10, rounds_while_training=1)
+    books = play.scheduler.state
+    under_way = {(group_id, index) for group_id, group in books.open.items() for index in group.partial}
+    assert set(play.scheduler._decoded) <= under_way and set(play.scheduler._due) <= under_way
+
+
 def _one_is_long(request: Any) -> list[int]:
     """A single sample takes four segments of twelve, all others a single step."""
     known = len(request.token_ids) - request.token_ids.tolist().index(PROMPT_ENDS) - 1
@@ -280,6 +354,25 @@ def test_with_a_finish_share_a_stage_does_not_wait_for_the_rest() -> None:
     assert len(play.scheduler.state.open["000001/solver"].partial[0].token_ids) == 0  # in its first segment still
     batch = play.scheduler.take()
     assert batch is not None and [group.group_id for group in batch.groups] == ["000002/solver"]
+
+
+def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
+    def second_problem_is_long(request: Any) -> list[int]:
+        known = len(request.token_ids) - request.token_ids.tolist().index(PROMPT_ENDS) - 1
+        if request.uid.startswith("000002/"):
+            return [ord(".")] * (47 - known) + [END]
+        place = int(request.uid[-1])
+        return [*(ord(c) for c in f"\\boxed{{{7 + place % 2}}}"), END][known:]
+
+    # of six solvers three finish at once, their verifiers soon after: the share of six needs five
+    play = Play(letter_config(finish_share=0.75, picks=2), script=second_problem_is_long, tokens_per_step=3)
+    play.scheduler.ask()
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    batch = play.scheduler.take()
+    assert batch is not None
+    agents = Counter(group.agent for group in batch.groups)
+    assert agents["solver"] == 2 and agents["verifier1"] > 0
 
 
 def test_a_restored_stage_waits_for_what_it_waited_for() -> None:
@@ -319,3 +412,5 @@ def test_a_guess_is_the_mean_of_what_was_left_of_longer_ones() -> None:
     assert play.scheduler._lengths["verifier1"] == list(range(1, 513))  # the oldest is forgotten
     group.partial[1].extend(group.prompt_ids[:1].repeat(40), group.prompt_ids[:1].repeat(40).astype("float32"), 0)
     assert play.scheduler._next_segment(group, 1).expected_new_tokens is None  # nothing was longer
+    play.scheduler._note_length("solver", 400)
+    assert play.scheduler._next_segment(group, 0).expected_new_tokens == 24  # no more than the segment has
