@@ -166,6 +166,14 @@ def test_a_trajectory_is_trained_in_one_batch() -> None:
     assert any(group.agent == "corrector1" for groups in batches for group in groups)
 
 
+def test_a_listener_is_told_of_every_stage_when_it_begins() -> None:
+    play = Play(letter_config(overlap=2))
+    first, told = play.scheduler.state.num_stages + 1, list[int]()
+    play.scheduler.on_stage = lambda: told.append(play.scheduler.state.num_stages)
+    play.train(4)
+    assert told == list(range(first, play.scheduler.state.num_stages + 1)) and len(told) >= 4
+
+
 def test_nothing_begins_at_rest() -> None:
     play = Play(letter_config(overlap=1))
     play.batch()
