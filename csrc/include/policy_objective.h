@@ -103,7 +103,7 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
 // No branch on what differs from token to token, and every condition selects a float: so a loop over tokens vectorises.
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
-  const bool has_k3 = objective.kl == kK3, has_icepop = objective.correction == kIcepop;
+  const bool has_k3 = objective.kl == kK3;
   // k3 = e^-x + x - 1 through expm1: no cancellation near 0
   const float x = token.log_reference, m = objective_expm1(-x);
   const float kl = pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + x, 0.0f)));
@@ -112,10 +112,10 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float drift = objective_exp(token.log_drift);
   const float truncated = drift < objective.correction_high ? drift : objective.correction_high;
   const float weight = pick(objective.correction == kTis, truncated, 1.0f);
-  const float lowest = pick(has_icepop, objective.correction_low, -INFINITY);
-  const float highest = pick(has_icepop, objective.correction_high, INFINITY);
-  const float far = drift >= lowest ? (drift <= highest ? token.dropped : 1.0f) : 1.0f;
-  const float masked = objective_exp(token.logprob) >= objective.mpt_probability ? far + token.gated : far;
+  const float far =
+      drift >= objective.correction_low ? (drift <= objective.correction_high ? token.dropped : 1.0f) : 1.0f;
+  const float removed = pick(objective.correction == kIcepop, far, token.dropped);
+  const float masked = objective_exp(token.logprob) >= objective.mpt_probability ? removed + token.gated : removed;
 
   // Where the ratio ends to count. CISPO bounds it on both sides, the clipped surrogate on the one that is gained from.
   const float advantage = token.advantage, ratio = objective_exp(token.log_ratio);
