@@ -21,7 +21,7 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], json_file: 
         ValueError: the settings, the data or the model cannot be used.
     """
     config, _ = read_config(config_file, settings)
-    checked = preflight(config, world_size=1)
+    checked = preflight(config, world_size=1, trains=False)
     config = checked.config
     models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
     missing = [name for name in config.policies if name not in models]
