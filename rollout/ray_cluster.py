@@ -12,13 +12,15 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
+from ray._raylet import Config
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine
@@ -30,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
 )
 from marsrl.rollout.engines.recovery import Lost
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.engines.replicas import Timed, timed
 from marsrl.rollout.ray_faults import check_ray, judged
 from marsrl.rollout.routed_experts import ExpertArray
@@ -55,14 +58,41 @@ class RayCluster:
     _started_here = False
     _lock = threading.Lock()
 
-    def __init__(self, *, address: str | None, timeout_s: float, object_store_mib: int) -> None:
-        """Raises RuntimeError when the cluster cannot be reached within timeout_s."""
+    def __init__(
+        self, *, address: str | None, timeout_s: float, object_store_mib: int, gpus: Sequence[int] = ()
+    ) -> None:
+        """gpus: of this host, in the order of torch.cuda: what actors of a cluster started here may be given.
+
+        Raises:
+            RuntimeError: the cluster cannot be reached within timeout_s.
+        """
         with RayCluster._lock:
             if not ray.is_initialized():
-                _start(object_store_mib) if address is None else _join(address, timeout_s)
+                _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
                 RayCluster._started_here = True
             RayCluster._users += 1
         self._is_open = True
+        self._address = address
+
+    def check_gpus(self, policy: str, num_gpus: float, host: TrainerHost) -> None:
+        """Raises RuntimeError where actors of a policy would wait for GPUs for ever, or get one that a trainer rank holds."""
+        if not num_gpus:
+            return
+        where = "started here" if self._address is None else f"at rollout.ray_address={self._address}"
+        mine = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and _is_here(node))
+        if self._address is not None and mine + host.num_ranks > host.num_gpus:
+            rest = ",".join(str(gpu) for gpu in range(host.num_ranks, host.num_gpus))
+            raise RuntimeError(
+                f"the Ray cluster {where} counts {mine:g} GPU(s) of this host, where {host.num_ranks} trainer rank(s) hold the "
+                f"first of {host.num_gpus}: it would give engines what the trainer uses; start Ray here with `"
+                + (f"CUDA_VISIBLE_DEVICES={rest} ray start ...`" if rest else "ray start --num-gpus 0 ...`")
+            )
+        free = ray.available_resources().get("GPU", 0.0)
+        if num_gpus > free:
+            raise RuntimeError(
+                f"the engines of policy {policy} need {num_gpus:g} GPU(s), and the Ray cluster {where} has {free:g} free: lower "
+                "rollout.engines, or start Ray on more hosts"
+            )
 
     def close(self) -> None:
         """Shut down when nobody else uses the connection and it was made here."""
@@ -76,20 +106,41 @@ class RayCluster:
                 ray.shutdown()
 
 
-def _start(object_store_mib: int) -> None:
+def _is_here(node: Mapping[str, Any]) -> bool:
+    return str(node["NodeID"]) == ray.get_runtime_context().get_node_id()
+
+
+def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
     os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count(),
-        num_gpus=None,
-        include_dashboard=False,
-        object_store_memory=object_store_mib << 20,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-    )
+    with _visible(gpus):  # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            object_store_memory=object_store_mib << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+
+
+@contextlib.contextmanager
+def _visible(gpus: Sequence[int]) -> Iterator[None]:
+    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    if gpus:
+        seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
+        os.environ[name] = ",".join(seen[gpu] for gpu in gpus)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _join(address: str, timeout_s: float) -> None:
@@ -107,6 +158,7 @@ def _join(address: str, timeout_s: float) -> None:
             ) from error
     elif where != "auto":
         raise RuntimeError(f"rollout.ray_address is {address!r}; expected host:port, ray://host:port or auto")
+    has_token = _use_token()
     failure: list[BaseException] = []
 
     def connect() -> None:
@@ -122,10 +174,30 @@ def _join(address: str, timeout_s: float) -> None:
     if thread.is_alive() or failure:
         reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
         raise RuntimeError(
-            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that "
-            f"it runs the "
-            f"same Ray ({ray.__version__}) and Python"
+            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
+            f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
         ) from (failure[0] if failure else None)
+
+
+def _use_token() -> str:
+    """Show Ray's token where there is one, as `ray start` does, which then demands it of everybody. A sentence about it.
+
+    ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
+    takes no notice.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    copy = (
+        "copy ~/.ray/auth_token of the host that ran `ray start --head` there, or name its place in RAY_AUTH_TOKEN_PATH"
+    )
+    if mode is not None and mode.lower() != "token":
+        return f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
+    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
+        return f"this host has none ({path}), and a cluster may demand it: {copy}"
+    os.environ["RAY_AUTH_MODE"] = "token"
+    Config.initialize("")  # Ray has read its environment when it was imported
+    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
+    return f"the one {shown} was shown; where it is another cluster's, {copy}"
 
 
 class EngineActor:

@@ -52,7 +52,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
+        layout = resolve(next(iter(config.trained_policies.values())).layout)
+        parallel.start(layout, config.run.seed, wait_s=_longest_wait_s(config))
         stack.callback(parallel.stop)
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
@@ -75,6 +76,15 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
         yield Run(config, directory, console, learners, driver, started, senders)
+
+
+def _longest_wait_s(config: RunConfig) -> float:
+    """How long ranks may wait in a collective for rank 0. Dead ranks are found by the heartbeat, long before.
+
+    A stage whose engines are lost as often as one may be, each found after deadline_s; and three hours for what else rank 0
+    does alone: engines that start, evaluations, checkpoints.
+    """
+    return config.rollout.deadline_s * config.rollout.max_request_attempts + 3 * 3600
 
 
 def _wire(config: RunConfig) -> WireOptions:
@@ -165,7 +175,6 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
         pools: dict[str, EnginePool] = {}
-        num_served = sum(policy.openai is None for policy in config.policies.values())
         for name, policy in config.policies.items():
             longest = longest_sequence(config, name)
             if policy.openai is not None:
@@ -181,7 +190,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                     dtype=policy.dtype,
                     max_model_len=longest,
                     seed=config.run.seed,
-                    num_policies=num_served,
+                    num_policies=config.num_served_policies,
+                    host=checked.host,
                 )
             stack.callback(pools[name].close)
         orchestration = build_orchestration(

@@ -73,7 +73,12 @@ class OptimizerConfig(Settings):
     overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
 
     @model_validator(mode="after")
-    def _overlap_is_possible(self) -> OptimizerConfig:
+    def _parts_agree(self) -> OptimizerConfig:
+        if self.offload and not self.distributed:
+            raise ValueError(
+                "optimizer.offload needs optimizer.distributed (Megatron's precision-aware optimizer); set distributed=true, or "
+                "leave offload out"
+            )
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError(
                 f"optimizer.overlap_param_gather needs optimizer.distributed (found {self.distributed}) and "
@@ -258,6 +263,11 @@ class RunConfig(Settings):
     warm_start: WarmStartConfig = WarmStartConfig()
 
     @property
+    def num_served_policies(self) -> int:
+        """Those that have engines of ours."""
+        return sum(policy.openai is None for policy in self.policies.values())
+
+    @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
         """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
@@ -348,6 +358,11 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         raise ValueError(
             f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc or shm"
         )
+    if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
+        raise ValueError(
+            f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
+            "set sync.backend=nccl or shm, or rollout.placement=colocated"
+        )
     if rollout.engine == "scripted":
         raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; set shm")
     if rollout.placement == "local":
@@ -357,7 +372,18 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         )
 
 
+NO_OFFLOAD_ON_CPU = (
+    "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no CUDA device "
+    "here, where the state is in host memory anyway; set false"
+)
+
+
 def _check_policy(key: str, policy: PolicyConfig) -> None:
+    if policy.optimizer.offload and policy.dtype == "float32":
+        raise ValueError(
+            f"{key}.optimizer.offload keeps float32 weights and moments in CPU memory beside bfloat16 weights on the GPU, and "
+            f"{key}.dtype is float32; set dtype=bfloat16, or offload=false"
+        )
     if (policy.engine == "openai") != (policy.openai is not None):
         raise ValueError(
             f"{key}: engine=openai and the section openai (base_url, model) go together; found engine={policy.engine} "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
 from marsrl.trainer.fixed import Fixed
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import copy_frame
@@ -78,10 +78,7 @@ class Learner:
                 f"{objective.correction} needs whole sequences on a rank; set 1, or per-token choices of both"
             )
         if policy.optimizer.offload and not torch.cuda.is_available():
-            raise ValueError(
-                "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no "
-                "CUDA device here, where the state is in host memory anyway; set false"
-            )
+            raise ValueError(NO_OFFLOAD_ON_CPU)
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import yaml
 
 from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
 from marsrl.rollout.engines.vllm_engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.tasks.data import read_problems
@@ -16,7 +18,7 @@ from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 from marsrl.trainer.batch_plan import BatchPlan, batch_plan
-from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.read_config import ConfigError
 
@@ -30,6 +32,7 @@ class Checked:
     task: Task
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
     num_held_out: int  # taken from data.train for evaluation, because there is no data.eval
+    host: TrainerHost
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
@@ -48,14 +51,17 @@ class Checked:
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
-def preflight(config: RunConfig, world_size: int) -> Checked:
+def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Checked:
     """Resolve and check; reads the data files, looks into the model directories, starts nothing.
+
+    trains: False where the team is evaluated only, and no trainer takes room on the GPUs.
 
     Raises:
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
-    _check_placement(config)
+    host = this_host(config.rollout.ray_address, trains=trains)
+    _check_machine(config, host)
     train, num_skipped = _problems(config, config.data.train)
     held_out, num_skipped_eval = _problems(config, config.data.eval)
     num_held_out = 0
@@ -69,7 +75,7 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:
             shape = read_shape(policy.model)
-            if not policy.frozen:
+            if not policy.frozen and trains:
                 check(resolve(policy.layout), shape, world_size)
                 if config.trainer.router_replay != "none" and not shape.num_experts:
                     raise ConfigError(
@@ -84,9 +90,8 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
     _check_sync_backend(config)
-    return Checked(
-        config, batch_plan(config, tuple(config.agents), world_size), task, num_skipped + num_skipped_eval, num_held_out
-    )
+    plan = batch_plan(config, tuple(config.agents), world_size)
+    return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host)
 
 
 def _check_sync_backend(config: RunConfig) -> None:
@@ -111,14 +116,29 @@ def _check_sync_backend(config: RunConfig) -> None:
         )
 
 
-def _check_placement(config: RunConfig) -> None:
-    """Engines that are to sleep can."""
+def _check_machine(config: RunConfig, host: TrainerHost) -> None:
+    """Engines, optimizer and weight files can be where the config wants them."""
     import torch
 
-    if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not torch.cuda.is_available():
+    has_cuda, sync = torch.cuda.is_available(), config.sync
+    if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not has_cuda:
         raise ConfigError(
             f"rollout.placement=colocated: {NO_SLEEP_ON_CPU}, or rollout.engine=local, whose sleep moves nothing on a CPU"
         )
+    if int(os.environ.get("RANK", "0")) == 0:  # the others may stand on another host, and see other GPUs and folders
+        if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
+        if found := refusals_of(config, host):
+            raise ConfigError("; ".join(found))
+    for name, policy in config.trained_policies.items():
+        if policy.optimizer.offload and not has_cuda and host.num_ranks:
+            raise ConfigError(f"policies.{name}.{NO_OFFLOAD_ON_CPU}")
+
+
+def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
+    """What engines and trainer would refuse of these settings on that host."""
+    files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
+    return refusals(config.rollout, host, num_policies=config.num_served_policies, weight_files=files)
 
 
 def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:

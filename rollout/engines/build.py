@@ -1,5 +1,4 @@
-"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than "
-"asked for."""
+"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import Engine
+from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.engines.replicas import LocalReplicas
 
 
@@ -35,7 +35,7 @@ class EngineSpec:
         if self.kind == "vllm":
             from marsrl.rollout.engines.vllm_engine import vllm_environment
 
-            return vllm_environment(self.threads)
+            return vllm_environment(self.threads, self.device)
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
@@ -80,6 +80,7 @@ def make_pool(
     version: int = 0,
     num_policies: int = 1,
     scripted: Callable[[], Engine] | None = None,
+    host: TrainerHost | None = None,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
 
@@ -89,6 +90,7 @@ def make_pool(
         num_policies: that have engines here; with rollout.placement=colocated they share every GPU.
         scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
         placement).
+        host: where this process is; None: found out.
 
     Raises:
         ValueError: rollout.engine=scripted without `scripted`.
@@ -103,7 +105,7 @@ def make_pool(
     specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
-    return _ray_pool(policy, config, specs, num_policies)
+    return _ray_pool(policy, config, specs, num_policies, host or this_host(config.ray_address))
 
 
 def _specs(
@@ -155,17 +157,26 @@ def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec])
     )
 
 
-def _ray_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], num_policies: int) -> EnginePool:
+def _ray_pool(
+    policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], num_policies: int, host: TrainerHost
+) -> EnginePool:
     """Actors of the cluster; colocated ones of all policies share each GPU."""
     from marsrl.rollout.ray_cluster import RayCluster, RayReplicas
 
-    cluster = RayCluster(
-        address=config.ray_address, timeout_s=config.ray_timeout_s, object_store_mib=config.object_store_mib
-    )
-    # Ray knows nothing of the trainer's ranks: an engine that it gives a GPU of this machine shares it with a rank
     num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
     if config.placement == "colocated":
         num_gpus /= num_policies
+    cluster = RayCluster(
+        address=config.ray_address,
+        timeout_s=config.ray_timeout_s,
+        object_store_mib=config.object_store_mib,
+        gpus=host.gpus_for(config, num_policies),
+    )
+    try:
+        cluster.check_gpus(policy, num_gpus * len(specs), host)
+    except BaseException:
+        cluster.close()
+        raise
     return EnginePool(
         RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s),
         policy,

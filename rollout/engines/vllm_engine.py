@@ -31,6 +31,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.refusals import sharded_engine
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -47,20 +48,20 @@ NO_SLEEP_ON_CPU = (
 )
 
 
-def vllm_environment(threads: int | None = None) -> dict[str, str]:
-    """Environment of a process that serves a VllmEngine: core in the process, no network, no telemetry.
-
-    With TORCHDYNAMO_DISABLE the CPU build compiles nothing (eager is what it runs anyway).
-    """
+def vllm_environment(threads: int | None = None, device: str = "cpu") -> dict[str, str]:
+    """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share the cores with the trainer
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCHDYNAMO_DISABLE": "1",
     }
+    if device == "cpu":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
+    else:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses DrawTokens, a logits processor of V1
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
@@ -94,12 +95,8 @@ class VllmEngine:
         Raises:
             ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet), or sleeps on a CPU.
         """
-        if options.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.vllm.tensor_parallel is {options.tensor_parallel}; the checked weight sync needs "
-                f"whole tensors in "
-                "every engine: set it to 1 and use more engines"
-            )
+        if refusal := sharded_engine(options.tensor_parallel, engines=1):
+            raise ValueError(refusal)
         import torch
         import vllm
         from vllm import LLM
@@ -123,19 +120,15 @@ class VllmEngine:
         self._device = str(current_platform.device_type)
         self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
-            model=str(model_dir),
-            dtype=self._dtype,  # type: ignore[arg-type]  # a Literal of the same words
-            seed=seed,
-            max_model_len=max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # sampling is what the request says, not what the checkpoint suggests
-            disable_log_stats=True,
-            enable_sleep_mode=sleeps,
-            enable_prefix_caching=True,
-            worker_extension_cls="marsrl.rollout.engines.vllm_worker.WorkerExtension",
-            logits_processors=["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
-            **(_cpu_arguments(options) if current_platform.is_cpu() else _gpu_arguments(options)),
+            **engine_arguments(
+                model_dir,
+                options,
+                dtype=self._dtype,
+                max_model_len=max_model_len,
+                seed=seed,
+                sleeps=sleeps,
+                device="cpu" if current_platform.is_cpu() else "cuda",
+            )
         )
         self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
@@ -369,6 +362,34 @@ class VllmEngine:
         """Tokens decoded so far of every request in vLLM, by its key."""
         states = self._core.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.output_token_ids for state in states if state.detokenizer}
+
+
+def engine_arguments(
+    model_dir: str | Path,
+    options: VllmOptions,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    sleeps: bool,
+    device: str,
+) -> dict[str, Any]:
+    """What vLLM's LLM (and its EngineArgs) is made with on "cpu" or "cuda"; see VllmEngine for the words."""
+    return {
+        "model": str(model_dir),
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        "disable_log_stats": True,
+        "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "marsrl.rollout.engines.vllm_worker.WorkerExtension",
+        "logits_processors": ["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
+        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
+    }
 
 
 def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
@@ -33,6 +34,30 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.final_lr_ratio + (1.0 - config.final_lr_ratio) * share)
 
 
+def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """Megatron's settings for ours.
+
+    Offloading takes three of them: its fraction is 0 by default, and without the precision-aware optimizer the float32
+    copies of the weights stay on the GPU.
+    """
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.grad_clip,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        overlap_param_gather=config.overlap_param_gather,
+        optimizer_cpu_offload=config.offload,
+        optimizer_offload_fraction=1.0 if config.offload else 0.0,
+        use_precision_aware_optimizer=config.offload,
+    )
+
+
 class Optimizer:
     """AdamW over a DDP model, its state cut over data-parallel ranks unless the config says otherwise.
 
@@ -41,20 +66,9 @@ class Optimizer:
 
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> None:
         self._model = model
-        options = MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.grad_clip,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=config.distributed,
-            overlap_param_gather=config.overlap_param_gather,
-            optimizer_cpu_offload=config.offload,
-        )
+        options = optimizer_options(config, dtype)
+        # precision-aware: the gradients are not at .grad, and clipping would find none
+        self._has_decoupled_grads = bool(options.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
@@ -81,7 +95,7 @@ class Optimizer:
         for part in self._parts():
             parameters = part.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(parameters, self._clip, grad_norm, self._has_decoupled_grads)
         self._whole.step_with_ready_grads()
 
     def gather_weights(self) -> None:
@@ -118,17 +132,24 @@ class Optimizer:
             yield from part.optimizer.state.values()
 
     def _prime(self) -> None:
-        """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one."""
-        if HAVE_APEX_OR_TE:
-            return
+        """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one, and its loading into an
+        offloaded one begins with a step along random gradients."""
         for part in self._parts():
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+            is_hybrid = isinstance(
+                part.optimizer, HybridDeviceOptimizer
+            )  # torch's AdamW on the CPU, whatever is installed
+            if HAVE_APEX_OR_TE and not is_hybrid:
+                continue
+            for adam in part.optimizer.sub_optimizers if is_hybrid else [part.optimizer]:
+                for group in adam.param_groups:
+                    for parameter in group["params"]:
+                        adam.state[parameter] = {
+                            "step": torch.tensor(0.0),
+                            "exp_avg": torch.zeros_like(parameter),
+                            "exp_avg_sq": torch.zeros_like(parameter),
+                        }
+            if is_hybrid:
+                part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:

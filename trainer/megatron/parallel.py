@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 
 import torch
@@ -12,9 +13,6 @@ import torch.distributed as dist
 from marsrl.trainer.megatron import shim
 from marsrl.trainer.megatron.layout import Layout
 
-# Ranks wait in a collective while rank 0 plays (rollout.deadline_s, half an hour by default) or evaluates. Dead ranks are
-# found by the heartbeat.
-_TIMEOUT = datetime.timedelta(hours=3)
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
 _own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
 
@@ -24,11 +22,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(layout: Layout, seed: int) -> None:
+def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
     """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
+
+    Args:
+        wait_s: after so long in a collective, a rank takes the others for lost.
 
     Raises:
         ValueError: groups stand for another layout.
@@ -39,11 +40,12 @@ def start(layout: Layout, seed: int) -> None:
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = datetime.timedelta(seconds=wait_s)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_TIMEOUT)
+            dist.init_process_group(backend, timeout=timeout)
         else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
-            dist.init_process_group(backend, timeout=_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         _own_world.append(True)
     if _current:
         if _current[0] != layout:
@@ -55,6 +57,7 @@ def start(layout: Layout, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=math.ceil(wait_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _current.append(layout)

@@ -34,7 +34,7 @@ def as_json(plan: Plan) -> str:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the tables of every policy, the notes and the constants."""
+    """Print the tables of every policy, what is refused, the notes and the constants."""
     split = f"{plan.num_trainers} train" + (
         f", {plan.num_engine_gpus} decode" if plan.num_engine_gpus else " and decode"
     )
@@ -43,6 +43,8 @@ def show(plan: Plan, console: Console) -> None:
         _show_policy(plan, policy, console)
     if plan.step_s is not None:
         console.print(Text(f"a step: {_duration(plan.step_s)} (rollout, updates and publishing in turn)", style="bold"))
+    for sentence in plan.refused:
+        console.print(Text(f"- refused: {sentence}", style="bold red"))
     for note in plan.notes:
         console.print(Text(f"- {note}", style="yellow"))
     console.print(_constants(plan))

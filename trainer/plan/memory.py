@@ -66,7 +66,7 @@ class RankMemory:
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
     `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
     float32 gradient of the output layer.
-    host: optimizer state in CPU memory (offload).
+    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it.
     """
 
     stage: int
@@ -126,7 +126,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the three above
-        host=optimizer if setup.offloads_optimizer else 0,
+        host=optimizer * 4 // 3 if setup.offloads_optimizer else 0,  # 12 bytes a number, and 4
     )
 
 

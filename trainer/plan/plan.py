@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.config import PolicyConfig, RunConfig
@@ -22,7 +23,7 @@ from marsrl.trainer.plan.models import find_shape, warm_start_shape
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.ranking import Job, Option, option, options
 from marsrl.trainer.plan.speed import Work
-from marsrl.trainer.preflight import within_positions
+from marsrl.trainer.preflight import refusals_of, within_positions
 from marsrl.trainer.read_config import ConfigError
 
 
@@ -57,20 +58,23 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a whole run. notes: what does not fit or cannot work, in sentences."""
+    """Of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
 
     gpu: str
     num_gpus: int
     num_trainers: int
     num_engine_gpus: int
     policies: tuple[PolicyPlan, ...]
+    refused: tuple[str, ...]
     notes: tuple[str, ...]
     constants: tuple[hw.Constant, ...]
 
     @property
     def fits(self) -> bool:
         """The settings as they are would run."""
-        return all(p.configured is not None and p.configured.fits and p.engine.kv_tokens for p in self.policies)
+        return not self.refused and all(
+            p.configured is not None and p.configured.fits and p.engine.kv_tokens for p in self.policies
+        )
 
     @property
     def step_s(self) -> float | None:
@@ -91,17 +95,17 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         ValueError: no GPU of this name, a model of unknown shape, or fewer GPUs than the engines alone need.
     """
     gpu = hw.find_gpu(gpu_name)
-    is_apart = config.rollout.placement == "disaggregated"
-    per_policy = config.rollout.engines * config.rollout.vllm.tensor_parallel
-    served_here = [name for name, policy in config.policies.items() if policy.engine != "openai"]
-    engine_gpus = per_policy * len(served_here) if is_apart else 0
+    num_served = config.num_served_policies
+    engine_gpus = num_engine_gpus(config.rollout, num_served)
     if engine_gpus >= num_gpus:
         raise ConfigError(
-            f"rollout: {len(served_here)} policy(s) x {config.rollout.engines} engines x "
+            f"rollout: {num_served} policy(s) x {config.rollout.engines} engines x "
             f"{config.rollout.vllm.tensor_parallel} GPUs = {engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to "
             "train on; lower rollout.engines or rollout.vllm.tensor_parallel, or give more"
         )
     trainers = num_gpus - engine_gpus
+    of_node = int(hw.GPUS_PER_NODE.value)
+    host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others=num_gpus > of_node)
     policies, notes = [], _notes_on_engines(config, num_gpus)
     for name, policy in config.trained_policies.items():
         if policy.model is None and config.task != "arithmetic":
@@ -117,7 +121,9 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
         )
-    return Plan(gpu_name, num_gpus, trainers, engine_gpus, tuple(policies), tuple(notes), tuple(hw.constants(gpu)))
+    refused = refusals_of(config, host)
+    constants = tuple(hw.constants(gpu))
+    return Plan(gpu_name, num_gpus, trainers, engine_gpus, tuple(policies), refused, tuple(notes), constants)
 
 
 def _policy(
@@ -228,7 +234,8 @@ def _notes_on_its_engines(planned: PolicyPlan, setup: EngineSetup, gpu: hw.Gpu) 
         return []
     return [
         f"an engine of policy {planned.name} does not fit: its weights take {planned.engine.weights / 2**30:.1f} GiB a GPU of "
-        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel"
+        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization, "
+        "or take larger GPUs"
     ]
 
 
@@ -274,12 +281,8 @@ def _scores_first(config: RunConfig) -> bool:
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     notes = []
-    far = config.rollout.placement == "disaggregated" and num_gpus > hw.GPUS_PER_NODE.value
-    if far and config.sync.backend != "nccl":
-        notes.append(
-            f"sync.backend={config.sync.backend} reaches engines on the host of trainer rank 0 only; on several nodes the "
-            "engines must stand there, or the publish fails; sync.backend=nccl reaches all (it has not run on GPUs yet)"
-        )
+    if config.sync.backend != "shm":
+        notes.append(f"sync.backend={config.sync.backend} has not run on GPUs yet; planned as if it wrote files")
     if config.rollout.placement == "colocated":
         notes.append(
             "rollout.placement=colocated: engines give their memory back while the trainer trains; planned as if they kept "

@@ -1,0 +1,137 @@
+"""What engines refuse, each with the nearest setting that works: one rule for the engines, the dry run and the planner.
+
+Import-light: no vLLM, no Ray; torch only to count this host's GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHost:
+    """The host of trainer rank 0, where engines stand unless rollout.ray_address names a cluster.
+
+    num_gpus: 0 where there are none, and engines run on CPUs. num_ranks: of the trainer on this host, which hold its first
+    GPUs; 0 where nothing is trained. has_others: a cluster that is joined has other hosts than this one.
+    """
+
+    num_gpus: int
+    num_ranks: int
+    has_others: bool
+
+    def gpus_for(self, rollout: RolloutConfig, num_policies: int) -> Sequence[int]:
+        """Indices of the GPUs that a Ray started here may give to engines: those without a trainer rank; all the trainer's
+        with placement colocated. Engines whose KV cache has a size of its own take the others too, where these are too few.
+        """
+        ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
+        if rollout.placement == "colocated":
+            return ranks or free
+        shares = rollout.vllm.kv_cache_mib is not None and num_engine_gpus(rollout, num_policies) > len(free)
+        return [*free, *ranks] if shares else free
+
+
+def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
+    """As PyTorch, torchrun's variables and the address tell; to be asked on trainer rank 0."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if trains else 0
+    return TrainerHost(num_gpus, num_ranks, ray_address is not None and not is_this_host(ray_address))
+
+
+def is_this_host(address: str) -> bool:
+    """Whether host:port (or ray://host:port, or Ray's word auto) is an address of this machine: one can bind to it."""
+    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
+    if not host:
+        return True  # auto: the cluster that runs here
+    try:
+        for family, *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as own:
+                own.bind(where)
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def num_engine_gpus(rollout: RolloutConfig, num_policies: int) -> int:
+    """GPUs that engines of so many policies have for themselves, in all."""
+    return rollout.engines * rollout.vllm.tensor_parallel * num_policies if rollout.placement == "disaggregated" else 0
+
+
+def refusals(
+    rollout: RolloutConfig, host: TrainerHost, *, num_policies: int, weight_files: str | None
+) -> tuple[str, ...]:
+    """Sentences that say what would be refused as the run starts; empty: nothing.
+
+    Args:
+        num_policies: that have engines here.
+        weight_files: folder of the files that carry weights to the engines; None: they come over wires.
+    """
+    found = (
+        sharded_engine(rollout.vllm.tensor_parallel, rollout.engines),
+        _lack_of_gpus(rollout, host, num_policies),
+        _files_out_of_reach(rollout, host, weight_files),
+    )
+    return tuple(sentence for sentence in found if sentence is not None)
+
+
+def sharded_engine(tensor_parallel: int, engines: int) -> str | None:
+    """Why an engine over several GPUs is refused; None for one GPU."""
+    if tensor_parallel == 1:
+        return None
+    return (
+        f"rollout.vllm.tensor_parallel is {tensor_parallel}; after a weight sync the checksums of whole tensors are compared, "
+        f"and such an engine holds shards: set rollout.vllm.tensor_parallel=1, and rollout.engines={engines * tensor_parallel} "
+        "for the same GPUs"
+    )
+
+
+def _lack_of_gpus(rollout: RolloutConfig, host: TrainerHost, num_policies: int) -> str | None:
+    """Engines of a Ray that is started here do not get GPUs that trainer ranks hold."""
+    if rollout.engine == "scripted" or rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
+        return None
+    gpus = len(host.gpus_for(rollout, num_policies))
+    if rollout.placement == "colocated":
+        # engines of several policies share a GPU
+        if rollout.engines <= gpus:
+            return None
+        return (
+            f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU: rollout.engines is "
+            f"{rollout.engines}, and this host has {gpus} such GPU(s); set rollout.engines={gpus}"
+        )
+    needed = num_engine_gpus(rollout, num_policies)
+    if needed <= gpus:
+        return None
+    near = f"start {host.num_gpus - needed} rank(s) here (torchrun --nproc-per-node {host.num_gpus - needed})"
+    if gpus >= num_policies:
+        near = f"set rollout.engines={gpus // num_policies}"
+    elif needed >= host.num_gpus:
+        near = f"set rollout.placement={'local' if host.num_ranks == 1 and rollout.engines == 1 else 'colocated'}"
+    return (
+        f"rollout.engines={rollout.engines} with {num_policies} policy(s) needs {needed} GPU(s) without a trainer rank; this "
+        f"host has {host.num_gpus}, and {min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or "
+        "rollout.ray_address to a cluster with more"
+    )
+
+
+def _files_out_of_reach(rollout: RolloutConfig, host: TrainerHost, weight_files: str | None) -> str | None:
+    """Files in this host's memory are not seen by engines on other hosts."""
+    if weight_files is None or rollout.placement == "local" or rollout.engine == "scripted":
+        return None
+    if rollout.ray_address is None or not host.has_others:
+        return None
+    if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
+        return None
+    wire = "sync.backend=ipc" if rollout.placement == "colocated" else "sync.backend=nccl and sync.host"
+    return (
+        f"sync.backend=shm writes weights to {weight_files} of trainer rank 0's host, which engines on the other hosts of "
+        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or {wire}"
+    )
