@@ -78,7 +78,7 @@ class TraceLog:
 
     def add_wall(self, lane: str, span: WallSpan) -> None:
         """Record work done between two readings of time.time()."""
-        ahead = time.time() - time.monotonic()
+        ahead = _wall_clock_ahead()
         self.add(lane, span.name, span.start - ahead, span.end - ahead, span.arguments)
 
     def mark(self, kind: str, number: int | None = None) -> None:
@@ -93,7 +93,7 @@ class TraceLog:
         """Everything recorded so far, for another process's trace; it is forgotten here."""
         with self._lock:
             spans, self._spans = self._spans, []
-        ahead = time.time() - time.monotonic() + self._zero
+        ahead = _wall_clock_ahead() + self._zero
         numbers = ({k: v for k, v in span.arguments.items() if isinstance(v, int)} for span in spans)
         return [
             WallSpan(span.name, span.start_s + ahead, span.end_s + ahead, each)
@@ -116,6 +116,15 @@ class TraceLog:
             spans = list(self._spans)
         content = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, allow_nan=False)
         write_atomically(self._path, content.encode("ascii"))
+
+
+def _wall_clock_ahead() -> float:
+    """time.time() - time.monotonic(), from the quickest of some readings: a thread may have to wait between two clocks."""
+    readings = []
+    for _ in range(5):
+        before, wall, after = time.monotonic(), time.time(), time.monotonic()
+        readings.append((after - before, wall - (before + after) / 2))
+    return min(readings)[1]
 
 
 def read_trace(path: Path) -> list[Span]:

@@ -2,8 +2,9 @@
 // set, and for nvcc so that the arithmetic of a row is one source for both.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
-// AVX-512, AVX2 + FMA, baseline; the loader picks once. Keep a cloned function free of OpenMP parallel regions:
+#if defined(MARSRL_CLONES)  // one set for all, by the compiler's flags: tests/processors.py
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+// AVX-512, AVX2 + FMA, baseline; the loader picks once, by cpuid: no variable of the environment changes that. Keep a cloned function free of OpenMP parallel regions:
 // the outlined loop body would be compiled for the baseline only.
 #define MARSRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

@@ -15,7 +15,7 @@ from torch import Tensor
 from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss, sweep, tiles
 from marsrl.kernels.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
-from marsrl.kernels.testing import OBJECTIVES, assert_accurate, poison_masked, policy_case
+from marsrl.kernels.testing import OBJECTIVES, assert_accurate, off_by_an_ulp, poison_masked, policy_case
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], weight [V, H], targets [T]
 Arguments = dict[str, Any]
@@ -44,6 +44,13 @@ def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: st
     targets[num_tokens // 2 // 3 * 3 :][:1] = vocab - 1
     hidden[::3] += 20 * torch.nn.functional.normalize(weight[targets[::3]], dim=1)
     return hidden, weight, targets
+
+
+def with_exact_logits(case: Head) -> Head:
+    """Eighths below 32: a sum of products is exact in float32, and the same in whatever order it is added."""
+    hidden, weight, targets = case
+    assert max(hidden.abs().max(), weight.abs().max()) < 32, "more than the 8 bits of bfloat16"
+    return (8 * hidden).round() / 8, (8 * weight).round() / 8, targets
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
@@ -85,18 +92,25 @@ def run_policy_loss(
     return result, hidden.grad, weight.grad
 
 
-def assert_policy_losses_close(found: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss) -> None:
+def assert_policy_losses_close(
+    found: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss, moved: PolicyLoss | None = None, terms: int = 1
+) -> None:
+    """moved, terms: as in assert_accurate, where the log-probs come from products."""
+    off = moved or exact
     for field in ("logprobs", "entropy", "coefficient"):
-        assert_accurate(field, *(getattr(result, field).detach() for result in (found, exact, plain)))
+        values = [getattr(result, field).detach() for result in (found, exact, plain, off)]
+        assert_accurate(field, *values[:3], moved=values[3], terms=terms)
     if exact.coefficient.numel() == 0:
         return
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
-    assert_accurate("loss", found.loss.detach(), exact.loss.detach(), plain.loss.detach(), term)
+    losses = [result.loss.detach() for result in (found, exact, plain, off)]
+    assert_accurate("loss", *losses[:3], term, losses[3], terms)
     # kl comes from log-probs, and these from a sum of exponentials that is 1 or more: rounded like a number of that size
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)
-        assert_accurate(metric, *(result.agent_sums[metric] for result in (found, exact, plain)), scale)
+        sums = [result.agent_sums[metric] for result in (found, exact, plain, off)]
+        assert_accurate(metric, *sums[:3], scale, sums[3], terms)
 
 
 def compare_policy_loss(
@@ -114,12 +128,16 @@ def compare_policy_loss(
     with forced("reference"):
         exact, *exact_grads = run_policy_loss((hidden, weight, targets), arguments, torch.float64)
         plain, *plain_grads = run_policy_loss((hidden, weight, targets), arguments, dtype)
+        near = off_by_an_ulp(hidden), off_by_an_ulp(weight), targets
+        moved, *moved_grads = run_policy_loss(near, arguments, torch.float64)
     poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
     with forced(implementation):
         found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
-    assert_policy_losses_close(found, exact, plain)
-    for field, *values in zip(("hidden.grad", "weight.grad"), grads, exact_grads, plain_grads):
-        assert_accurate(field, *values)
+    vocab, size = weight.shape
+    assert_policy_losses_close(found, exact, plain, moved, terms=size)
+    fields, terms = ("hidden.grad", "weight.grad"), (max(size, vocab), max(size, int(mask.sum())))
+    for field, longest, *values, off in zip(fields, terms, grads, exact_grads, plain_grads, moved_grads):
+        assert_accurate(field, *values, moved=off, terms=longest)
     assert not grads[0][~mask].any() and (found.logprobs <= 0).all()
     return found
 
@@ -172,9 +190,12 @@ def compare_logprob(
     with forced(implementation):
         found = run_logprob(ours, hidden, weight, upstream, dtype)
     exact = run_logprob(definition, hidden, weight, upstream, torch.float64)
+    moved = run_logprob(definition, off_by_an_ulp(hidden), off_by_an_ulp(weight), upstream, torch.float64)
     plain = run_logprob(without_kernel, hidden, weight, upstream, dtype)
-    for name, *values in zip(("logprobs", "entropy", "hidden.grad", "weight.grad"), found, exact, plain):
-        assert_accurate(name, *values)
+    names, size = ("logprobs", "entropy", "hidden.grad", "weight.grad"), hidden.shape[1]
+    terms = size, size, max(size, columns), max(size, hidden.shape[0])
+    for name, longest, *values, off in zip(names, terms, found, exact, plain, moved):
+        assert_accurate(name, *values, moved=off, terms=longest)
     assert (found[0] <= 0).all()
     return found
 

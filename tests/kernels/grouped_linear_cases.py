@@ -8,7 +8,7 @@ from torch import Tensor
 from marsrl.kernels import grouped_linear
 from marsrl.kernels.grouped_linear.counts import Counts
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
-from marsrl.kernels.testing import assert_accurate
+from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 
 def run(
@@ -41,8 +41,11 @@ def compare(
     exact, plain = (
         run(lambda x, w: grouped_linear_reference(x, w, known), x, weights, upstream, d) for d in (torch.float64, dtype)
     )
-    for name, *values in zip(("output", "x.grad", "weights.grad"), found, exact, plain):
-        assert_accurate(name, *values)
+    near = off_by_an_ulp(x), off_by_an_ulp(weights)
+    moved = run(lambda x, w: grouped_linear_reference(x, w, known), *near, upstream, torch.float64)
+    names, terms = ("output", "x.grad", "weights.grad"), (num_in, num_out, max(counts))
+    for name, longest, *values, off in zip(names, terms, found, exact, plain, moved):
+        assert_accurate(name, *values, moved=off, terms=longest)
     again = run(lambda x, w: function(x, w, given), x, weights, upstream, dtype)
     for name, one, other in zip(("output", "x.grad", "weights.grad"), found, again):
         assert torch.equal(one, other), f"{name} differs between two runs"
