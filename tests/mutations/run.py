@@ -80,13 +80,16 @@ class Replaced(importlib.abc.MetaPathFinder):
 
 
 def in_fork(work: Callable[[], Any], limit_s: float, cpu_s: float | None = None) -> tuple[str, Any]:
-    """("ended", what `work` returns in a process of its own), ("died", None) or ("timeout", None)."""
+    """("ended", what `work` returns in a process of its own), ("died", None) or ("timeout", None).
+
+    cpu_s: processor time that it may take, in a session of its own, of which nothing is left afterwards.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            os.setsid()
             if cpu_s is not None:
+                os.setsid()
                 resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 2))
                 resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
             os.write(writing, json.dumps(work()).encode() + b"\n")
@@ -109,7 +112,10 @@ def in_fork(work: Callable[[], Any], limit_s: float, cpu_s: float | None = None)
         return "timeout" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "died", None
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+            if cpu_s is not None:
+                os.killpg(child, signal.SIGKILL)  # with all that the tests have started
+            else:
+                os.kill(child, signal.SIGTERM)  # ends what it has forked itself
         if status is None:
             os.waitpid(child, 0)
         os.close(reading)
@@ -155,7 +161,7 @@ def judge(name: str, judged: Judged, limit: int | None, seed: int) -> dict[str, 
     """{"fates": of each mutant in order, "num": how many there are} or {"error": why not}."""
     folder = Path(tempfile.mkdtemp(prefix="mutations"))
     try:
-        how, first = in_fork(lambda: run_tests(judged, folder), 600)
+        how, first = in_fork(lambda: run_tests(judged, folder), limit_s=1200, cpu_s=300)
         if how != "ended" or not first["passed"]:
             return {"error": f"the tests fail without any mutation: {' '.join(judged.tests)}"}
         import_all_but(judged, first["imported"])
@@ -209,6 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="name every survivor")
     parser.add_argument("--at-least", type=float, default=0.9, help="exit with 1 where a score is lower (0.9)")
     options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was forked ends too
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", HF_HUB_OFFLINE="1")
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(tempfile.gettempdir()) / "marsrl-mutations")  # compiled once, and not among the sources
