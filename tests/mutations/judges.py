@@ -35,9 +35,9 @@ MODULES = {
     "event_scheduler": Judged("rollout/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
     "ledger": Judged("rollout/ledger.py", ("tests/rollout/test_scheduler.py", "tests/rollout/test_event_scheduler.py")),
     "weight_sync": Judged("trainer/weight_sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
-    "checkpoint": Judged("trainer/checkpoint.py", ("tests/megatron/test_checkpoint.py",)),
-    "manifest": Judged("trainer/manifest.py", ("tests/megatron/test_checkpoint.py",)),
-    "sampler": Judged("rollout/engines/sampler.py", ("tests/engines/test_local_engine.py",)),
+    "checkpoint": Judged("trainer/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
+    "manifest": Judged("trainer/manifest.py", ("tests/trainer/test_manifest.py",)),
+    "sampler": Judged("rollout/engines/sampler.py", ("tests/engines/test_sampler.py",)),
 }
 
 

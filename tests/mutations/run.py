@@ -166,6 +166,10 @@ def judge(name: str, judged: Judged, limit: int | None, seed: int) -> dict[str, 
             return {"error": f"the tests fail without any mutation: {' '.join(judged.tests)}"}
         import_all_but(judged, first["imported"])
         tree, chosen, num = chosen_mutants(judged, limit, seed)
+        plain = compile(tree, str(ROOT / judged.file), "exec", dont_inherit=True)
+        how, again = in_fork(lambda: run_tests(judged, folder / "tmp", plain), limit_s=1200, cpu_s=300)
+        if how != "ended" or not again["passed"]:
+            return {"error": "the tests fail in the process of the mutants, where nothing is mutated"}
         fates = []
         for number, mutant in enumerate(chosen):
             code = mutant.code(tree, str(ROOT / judged.file))
