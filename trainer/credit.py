@@ -98,17 +98,16 @@ def credit(
 def outcome_rewards(trained: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """The same groups with every reward replaced by the outcome: the mean final correctness over the leaves below.
 
-    A leaf is a sample that no other sample answers. A Solver's or Corrector's leaf counts its own correctness, a
-    Verifier's that of the solution it judged, which is its parent. The ablation that MarsRL argues against.
+    A leaf is a sample that no other sample answers. A Solver's or Corrector's leaf counts its own correctness, a verdict
+    that of the solution judged, which is its parent. The ablation that MarsRL argues against.
     """
-    by_uid = {s.uid: s for g in groups for s in g.samples}
-    children: dict[str, list[Sample]] = {}
+    by_uid: dict[str | None, Sample] = {s.uid: s for g in groups for s in g.samples}
+    children: dict[str | None, list[Sample]] = {}
     for sample in by_uid.values():
-        if sample.parent_uid is not None:
-            children.setdefault(sample.parent_uid, []).append(sample)
+        children.setdefault(sample.parent_uid, []).append(sample)
 
     def own(sample: Sample) -> float:
-        judged = by_uid.get(sample.parent_uid or "") if sample.verdict is not None else None
+        judged = by_uid.get(sample.parent_uid) if sample.verdict is not None else None
         return judged.reward.correct if judged is not None else sample.reward.correct
 
     def leaves(sample: Sample) -> list[float]:
@@ -138,9 +137,10 @@ def variance_inflation(groups: Sequence[Group]) -> dict[str, float]:
         agent: [s.reward.value for g in groups if g.agent == agent for s in g.samples if not s.reward.is_missing]
         for agent in sorted({g.agent for g in groups})
     }
-    everything = torch.tensor([r for values in rewards.values() for r in values], dtype=torch.float64)
-    if len(everything) < 2 or everything.var(correction=0) == 0:
+    known = [r for values in rewards.values() for r in values]
+    if len(set(known)) < 2:
         return {}
+    everything = torch.tensor(known, dtype=torch.float64)
     metrics = {}
     for agent, values in rewards.items():
         if values:

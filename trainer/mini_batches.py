@@ -18,8 +18,6 @@ def mini_batches(credited: Credited, groups: Sequence[Group], number: int, *, se
     denominator; each has a denominator of its own, the sampled tokens of its groups (algorithms: "per update"). A
     mini-batch that nothing in would train is left out; its tokens are then in no denominator.
     """
-    if number == 1:
-        return Work((MiniBatch(credited.sequences, credited.num_tokens),))
     order = sorted(groups, key=lambda group: group.group_id)
     random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)
     members: list[set[str]] = [set() for _ in range(number)]  # uids

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
-from marsrl.rollout.engines.sampler import RowSampling, draw
 from marsrl.rollout.types import Finish
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
@@ -65,29 +64,6 @@ def test_the_same_requests_give_the_same_bits(checkpoint):
     asks = [request(f"{i}", prompt(12, seed=i // 3), 20, seed=i) for i in range(12)]
     for one, two in zip(engine.generate(asks, version=0), engine.generate(asks, version=0), strict=True):
         assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
-
-
-def test_draws_follow_the_probabilities():
-    logits = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]).log()
-    n = 40_000
-    rows = RowSampling(torch.ones(n), torch.ones(n), torch.full((n,), -1), torch.arange(n), False)
-    tokens, logprobs = draw(logits.expand(n, -1), rows, torch.full((n,), 17))
-    share = torch.bincount(tokens, minlength=5) / n
-    torch.testing.assert_close(share, logits.exp(), atol=0.012, rtol=0)  # 5 standard errors
-    assert share[4] == 0
-    torch.testing.assert_close(logprobs, logits[tokens])
-
-
-def test_top_k_and_top_p_cut_and_renormalise():
-    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
-    n = 2000
-    k = RowSampling(torch.ones(n), torch.ones(n), torch.full((n,), 1), torch.arange(n), True)
-    tokens, logprobs = draw(logits.expand(n, -1), k, torch.zeros(n, dtype=torch.int64))
-    assert set(tokens.tolist()) == {1} and logprobs.abs().max() < 1e-6
-    p = RowSampling(torch.ones(n), torch.full((n,), 0.85), torch.full((n,), -1), torch.arange(n), True)
-    tokens, logprobs = draw(logits.expand(n, -1), p, torch.zeros(n, dtype=torch.int64))
-    assert set(tokens.tolist()) == {1, 2, 3}
-    torch.testing.assert_close(logprobs[tokens == 1].exp()[0], torch.tensor(0.5 / 0.9))
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp.gate.weight", "down_proj", "embed_tokens", "lm_head", "norm"])

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.protocol import WeightReceipt
 from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.weight_carriers import FileCarrier, _side_by_side
 from marsrl.trainer.weight_files import write_shards
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weight_sync import WeightSync, _compare
 
 
 @pytest.fixture
@@ -156,6 +157,40 @@ def test_a_tensor_that_an_engine_alters_is_named(sync, engine, tensors, monkeypa
     monkeypatch.setattr(engine, "update_weights", altered)
     with pytest.raises(RuntimeError, match=r"engine 0 .* 1 of 19 tensors differ, first model\.norm\.weight"):
         sync.publish(tensors.items(), 1, None)
+
+
+def test_a_tensor_that_nobody_sent_is_named(sync, engine, tensors, monkeypatch):
+    update = engine.update_weights
+
+    def more(update_info):
+        receipt = update(update_info)
+        return type(receipt)(receipt.version, {**receipt.checksums, "model.norm.bias": 0}, receipt.seconds)
+
+    monkeypatch.setattr(engine, "update_weights", more)
+    with pytest.raises(RuntimeError, match=r"1 of 19 tensors differ, first model\.norm\.bias \(not sent\)"):
+        sync.publish(tensors.items(), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"a": 1, "b": 3}, r"1 of 2 tensors differ, first b \(checksum 0x3, expected 0x2\)$"),
+        ({"a": 1}, r"1 of 2 tensors differ, first b \(not in the engine\)$"),
+        ({"a": 1, "b": 2, "c": 0}, r"1 of 2 tensors differ, first c \(not sent\)$"),
+        ({"a": 0, "c": 0, "d": 0}, r"4 of 2 .* first a \(checksum 0x0, expected 0x1\); b \(not in the engine\); c \(not sent\)$"),
+    ],
+)
+def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(held, said):
+    expected = {"a": 1, "b": 2}
+    _compare(expected, WeightReceipt(5, expected, 0.0), version=5, engine=1)
+    with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {said}"):
+        _compare(expected, WeightReceipt(5, held, 0.0), version=5, engine=1)
+
+
+def test_an_engine_that_reports_another_version_is_named():
+    for version in (4, 6):
+        with pytest.raises(RuntimeError, match=f"engine 1 reports version {version} after version 5 was sent"):
+            _compare({"a": 1}, WeightReceipt(version, {"a": 1}, 0.0), version=5, engine=1)
 
 
 def test_a_tensor_that_was_not_sent_is_named(sync, tensors, engine, checkpoint):

@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.credit import credit, variance_inflation
+from marsrl.trainer.credit import credit, outcome_rewards, variance_inflation
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
@@ -131,6 +131,69 @@ def test_outcome_rewards_are_the_mean_correctness_of_the_leaves_below() -> None:
     assert credited.advantages["0/solver:1"] == pytest.approx(1, rel=1e-4)
 
 
+def test_an_outcome_is_the_mean_over_known_leaves_and_a_verdict_counts_what_it_judged() -> None:
+    solver = group("0/solver", [0, 1, 1])
+    s0, s1, s2 = (s.uid for s in solver.samples)
+    reports = (
+        sample("v:0", 0.9, agent="verifier1", parent=s0, verdict=False),  # corrected below
+        sample("v:1", 0.9, agent="verifier1", parent=s0, verdict=True),  # a leaf: what it judged is worth 0
+        sample("v:2", 0.3, agent="verifier1", parent=s1, verdict=None),  # judged nothing: its own
+        sample("v:3", 0.4, agent="verifier1", parent="of/an/earlier:batch", verdict=True),
+    )
+    fixes = tuple(sample(f"c:{i}", r, agent="corrector1", parent="v:0") for i, r in enumerate([1, 0, math.nan]))
+    lost = (sample("c:9", math.nan, agent="corrector1", parent=s2),)
+    groups = [solver, Group("v", "0", "verifier1", reports), Group("c", "0", "corrector1", fixes + lost)]
+    found = {s.uid: s.reward for g in outcome_rewards(groups, groups) for s in g.samples}
+    assert [found[uid].value for uid in (s0, s1, "v:0", "v:1", "v:2", "v:3")] == pytest.approx(
+        [(1 + 0 + 0) / 3, 0.3, 0.5, 0.0, 0.3, 0.4]
+    )
+    assert [r.is_missing for uid, r in found.items()] == [uid in (s2, "c:2", "c:9") for uid in found]
+    assert found[s0].correct == 0 and found["v:0"].correct == 0.9 and found["v:0"].parts == {"outcome": 0.5}
+    (only,) = outcome_rewards(groups[:1], groups)  # others count as leaves, without being trained
+    assert [s.reward.value for s in only.samples[:2]] == pytest.approx([1 / 3, 0.3])
+
+
+def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
+    groups = [
+        group("0/solver", [0, 1]),
+        Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False),)),
+        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent="v:0"),)),
+    ]
+    agents = {**AGENTS, "corrector1": AgentConfig()}
+    assert len(credit(groups, CreditConfig(), agents).sequences) == 2
+    assert credit(groups, CreditConfig(reward_scheme="outcome"), agents).sequences == ()  # both end right
+    alone = credit(groups, CreditConfig(reward_scheme="outcome", train_agents=("solver",)), agents)
+    assert alone.sequences == () and set(alone.advantages) == {"0/solver:0", "0/solver:1"}
+
+
+def test_zero_advantages_enter_where_something_else_gives_a_gradient() -> None:
+    groups = [group("0/solver", [1, 1, math.nan]), group("1/solver", [1, 0])]
+    credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS, keep_zero=True)
+    assert [s.advantage != 0 for s in credited.sequences] == [False, False, True, True]
+    assert credited.counted == {f"{i}/solver:{j}": 3 for i in (0, 1) for j in (0, 1)} and credited.num_tokens == 12
+    plain = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
+    assert set(plain.counted) == {"1/solver:0", "1/solver:1"} and set(plain.advantages) == set(credited.counted)
+
+
+def test_std_and_singleton_are_as_they_are_set() -> None:
+    pair = [group("0/solver", [1, 0])]
+    unbiased = credit(pair, CreditConfig(std="unbiased"), AGENTS).sequences
+    assert [s.advantage for s in unbiased] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5)
+    alone = credit([group("0/solver", [0.5])], CreditConfig(singleton="raw"), AGENTS).sequences
+    assert [s.advantage for s in alone] == pytest.approx([0.5], rel=1e-4)
+
+
+def test_a_sequence_is_its_sample() -> None:
+    recorded = np.zeros((4, 1, 2), np.uint8)
+    made = sample("0/solver:0", 0.5, rollout_logprobs=np.array([-1, -2, -3], np.float32), routed_experts=recorded)
+    agents = {"solver": AgentConfig(temperature=0.7)}
+    first, _ = credit([Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))], CreditConfig(), agents).sequences
+    assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
+    assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
+    assert first.routed_experts is recorded and first.token_weights is None
+    assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
+
+
 def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
     # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
@@ -138,6 +201,17 @@ def test_variance_inflation_by_hand() -> None:
     assert found == pytest.approx(
         {"drmas/solver/variance_inflation": 5 / 3, "drmas/verifier1/variance_inflation": 1 / 3}
     )
+    assert credit(groups, CreditConfig(), AGENTS).metrics == found
+    missing = [group("m", [math.nan], "corrector1"), group("n", [math.nan, 1], "verifier2"), group("b", [1], "a")]
+    assert list(variance_inflation([*groups, *missing])) == [
+        f"drmas/{agent}/variance_inflation" for agent in ("a", "solver", "verifier1", "verifier2")
+    ]
+
+
+def test_rewards_without_spread_have_no_variance_to_inflate() -> None:
+    assert variance_inflation([group("0/solver", [1, 1]), group("v", [1], "verifier1")]) == {}
+    assert variance_inflation([group("0/solver", [math.nan])]) == {}
+    assert variance_inflation([group("0/solver", [1, 0])]) == {"drmas/solver/variance_inflation": 1.0}
 
 
 def test_nothing_to_credit_is_an_empty_batch() -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marsrl.trainer.packing import TrainSequence, pack, plan_micro_batches
+from marsrl.trainer.packing import TrainSequence, _cost, pack, plan_micro_batches
 
 
 def sequence(
@@ -31,9 +31,34 @@ def test_the_shift_is_made_once_and_tool_text_is_not_trained() -> None:
     assert batch.cu_seqlens.tolist() == [0, 5, 7]
     # position 1 (token 2) predicts 3; position 2 predicts the tool's 4; position 3 predicts 5; position 5 predicts 7
     assert batch.mask.tolist() == [False, True, False, True, False, True, False]
-    assert batch.targets[batch.mask].tolist() == [3, 5, 7]
-    assert batch.rollout_logprobs is not None
-    assert batch.rollout_logprobs[batch.mask].tolist() == [-1.0, -3.0, -1.0]
+    assert batch.targets.tolist() == [2, 3, 4, 5, 0, 7, 0]
+    assert batch.rollout_logprobs is not None  # 0 where nothing was sampled: at the tool's token too
+    assert batch.rollout_logprobs.tolist() == [0.0, -1.0, 0.0, -3.0, 0.0, -1.0, 0.0]
+    assert batch.token_advantages is None and batch.routed_experts is None
+
+
+def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
+    first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
+    second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
+    third = sequence([9], [9], uid="c", is_positive=True)
+    batch = pack([first, second, third], align=4)
+    assert batch.uids == ("a", "b", "c") and batch.num_tokens == 12
+    assert batch.cu_seqlens.tolist() == [0, 4, 8, 12] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.max_seqlen == 4
+    assert batch.advantages.tolist() == [-0.5, 2.0, 1.0] and batch.agent_of.tolist() == [2, 1, 0]
+    assert batch.is_positive.tolist() == [True, False, True]
+    assert batch.trained_rows.tolist() == [1, 4, 5, 6, 8]
+    assert batch.positive_rows.tolist() == [1, 8]
+    assert (first.num_tokens, first.num_sampled, second.num_sampled) == (4, 1, 3)
+    assert pack([first, second], align=8).cu_seqlens.tolist() == [0, 4, 8]  # nothing to pad
+    assert pack([third, second]).max_seqlen == 4
+
+
+def test_experts_stand_at_the_tokens_that_were_fed_and_nowhere_else() -> None:
+    recorded = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)  # of the last token there is none
+    batch = pack([sequence([1], [2]), sequence([3, 4], [5, 6], routed_experts=recorded)], align=8)
+    assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_experts[:, 0].tolist() == [[255, 255]] * 2 + [[0, 1], [2, 3], [4, 5]] + [[255, 255]] * 3
 
 
 def test_padding_belongs_to_the_last_sequence_and_is_masked() -> None:
@@ -48,7 +73,11 @@ def test_a_rank_without_work_packs_one_masked_token() -> None:
     batch = pack([], align=4)
     assert batch.num_tokens == 4
     assert not batch.mask.any()
-    assert batch.advantages.tolist() == [0.0]
+    assert batch.advantages.tolist() == [0.0] and batch.uids == ("padding",)
+    assert batch.token_ids.tolist() == [0] * 4 and batch.position_ids.tolist() == [0, 1, 2, 3]
+    assert batch.agent_of.tolist() == [0] and batch.temperature == 1.0 and not batch.is_positive.any()
+    assert batch.rollout_logprobs is not None and batch.rollout_logprobs.tolist() == [0.0] * 4
+    assert pack([]).num_tokens == 1
 
 
 def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
@@ -63,6 +92,25 @@ def test_supervised_weights_stand_where_their_token_is_predicted() -> None:
     assert batch.token_advantages is not None
     assert batch.token_advantages.tolist() == [0.0, 0.5, 6.0, 0.0]
     assert batch.rollout_logprobs is None
+    assert pack([sequence([1], [2]), sequence([1], [2], rollout_logprobs=None)]).rollout_logprobs is None
+    mixed = pack([sequence([1], [2]), sequence([1], [2], token_weights=np.array([3.0], np.float32))])
+    assert mixed.token_advantages is not None and mixed.token_advantages.tolist() == [0.0, 0.0, 3.0, 0.0]
+
+
+def test_plans_by_hand() -> None:
+    # 5 + 3, 4 + 3, 2: the first micro-batch with room, the longest sequence first
+    assert plan_micro_batches([5, 4, 3, 3, 2], 1, 8) == [[[0, 2], [1, 3], [4]]]
+    assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
+    # a fourth for two ranks: 5 + 3 is cut, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 where there is a place
+    assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
+    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equals the first is cut
+    assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]  # every second one goes
+    assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # nothing to cut
+    assert plan_micro_batches([], 2, 8) == [[[]], [[]]] and plan_micro_batches([], 1, 8) == [[[]]]
+
+
+def test_attention_costs_as_much_as_all_else_at_16384_tokens() -> None:
+    assert _cost(16384) == 2 * 16384 and _cost(32768) == 3 * 32768
 
 
 lengths_of = st.lists(st.integers(1, 100), max_size=60)

@@ -1,0 +1,114 @@
+"""Drawing tokens: the noise by the published generator, the draw by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from marsrl.rollout.engines.protocol import Sampling
+from marsrl.rollout.engines.sampler import RowSampling, draw, uniform
+
+CPU = torch.device("cpu")
+
+
+def rows(n, *, temperature=1.0, top_p=1.0, top_k=-1):
+    return RowSampling.of([Sampling(temperature, top_p, top_k)] * n, range(n), CPU)
+
+
+def splitmix64(x):
+    """Steele, Lea and Flood (2014), with Python's integers."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def test_the_noise_is_53_bits_of_splitmix64():
+    seeds = [0, 1, 5, 2**63 - 1, -1, -(2**63), 1234567891011]
+    for position in (0, 1, 77):
+        found = uniform(torch.tensor(seeds), torch.full((len(seeds),), position))
+        right = [(splitmix64(splitmix64(s % 2**64) + position) >> 11) / 2**53 for s in seeds]
+        assert found.tolist() == right and max(right) < 1
+
+
+def test_a_row_is_drawn_as_its_request_says():
+    samplings = [Sampling(), Sampling(0.5, 0.9, 7)]
+    made = RowSampling.of(samplings * 2, [2**63, 2**64 - 1, 2**64 + 5, 3], CPU)
+    assert made.temperature.tolist() == [1.0, 0.5] * 2 and made.top_k.tolist() == [-1, 7] * 2
+    assert made.top_p.tolist() == pytest.approx([1.0, 0.9] * 2)
+    assert made.seeds.tolist() == [-(2**63), -1, 5, 3]  # the low 64 bits
+    assert made.truncates and not RowSampling.of(samplings[:1], [0], CPU).truncates
+    assert [t.dtype for t in (made.temperature, made.top_p, made.top_k, made.seeds)] == [torch.float32] * 2 + [torch.int64] * 2
+
+
+def test_rows_are_selected_and_put():
+    made = RowSampling.of([Sampling(0.1 * i, 0.01 * i, i) for i in range(1, 5)], range(4), CPU)
+    chosen = made.select(torch.tensor([3, 1]))
+    assert chosen.top_k.tolist() == [4, 2] and chosen.seeds.tolist() == [3, 1] and chosen.truncates
+    assert chosen.temperature.tolist() == made.temperature[[3, 1]].tolist()
+    assert chosen.top_p.tolist() == made.top_p[[3, 1]].tolist()
+    made.put(torch.tensor([0, 2]), chosen)
+    assert made.top_k.tolist() == [4, 2, 2, 4] and made.seeds.tolist() == [3, 1, 1, 3]
+    assert made.temperature.tolist() == pytest.approx([0.4, 0.2, 0.2, 0.4])
+    assert made.top_p.tolist() == pytest.approx([0.04, 0.02, 0.02, 0.04])
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]).log()
+    n = 40_000
+    tokens, logprobs = draw(logits.expand(n, -1), rows(n), torch.full((n,), 17))
+    share = torch.bincount(tokens, minlength=5) / n
+    torch.testing.assert_close(share, logits.exp(), atol=0.012, rtol=0)  # 5 standard errors
+    assert share[4] == 0
+    torch.testing.assert_close(logprobs, logits[tokens])
+
+
+def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
+    n, generator = 500, torch.Generator().manual_seed(0)
+    logits, positions = torch.randn(n, 9, generator=generator), torch.arange(n) % 7
+    sampling = rows(n, temperature=0.5)
+    probabilities = (logits / 0.5).softmax(-1)
+    points = uniform(sampling.seeds, positions)
+    right = [np.flatnonzero(np.cumsum(p.double().numpy()) > u)[0] for p, u in zip(probabilities, points.tolist())]
+    tokens, logprobs = draw(logits, sampling, positions)
+    assert tokens.tolist() == right
+    torch.testing.assert_close(logprobs, probabilities.log()[range(n), tokens])
+
+
+def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():
+    logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1)
+    sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, range(400), CPU)
+    tokens, logprobs = draw(logits, sampling, torch.zeros(400, dtype=torch.int64))
+    assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 2}
+    torch.testing.assert_close(logprobs, logits[0][tokens])  # of the distribution at temperature 1
+
+
+def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob():
+    tokens, logprobs = draw(torch.full((1, 4), torch.nan), rows(1), torch.tensor([0]))
+    assert 0 <= int(tokens) < 4 and bool(logprobs.isnan())
+
+
+def test_top_k_and_top_p_cut_and_renormalise():
+    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
+    kept = {
+        Sampling(top_k=1): {1},
+        Sampling(top_k=2): {1, 3},
+        Sampling(top_k=9): {0, 1, 2, 3},
+        Sampling(top_k=0, top_p=0.4): {1},
+        Sampling(top_p=0.7): {1, 3},
+        Sampling(top_p=0.85): {1, 2, 3},
+        Sampling(top_k=2, top_p=0.6): {1},  # 2/3 of what top_k left
+        Sampling(top_k=2, top_p=0.8): {1, 3},
+        Sampling(): {0, 1, 2, 3},
+    }
+    n = 300
+    for sampling, right in kept.items():  # each row by its own, whatever those beside it want
+        both = RowSampling.of([sampling, Sampling(top_k=3)] * n, range(2 * n), CPU)
+        tokens, logprobs = draw(logits.expand(2 * n, -1), both, torch.zeros(2 * n, dtype=torch.int64))
+        assert set(tokens[::2].tolist()) == right and set(tokens[1::2].tolist()) == {1, 2, 3}
+        share = logits.exp() / logits[list(right)].exp().sum()
+        torch.testing.assert_close(logprobs[::2].exp(), share[tokens[::2]])
+
+
+def test_top_p_keeps_no_more_than_reaches_it():
+    tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), torch.zeros(200, dtype=torch.int64))
+    assert len(set(tokens.tolist())) == 1

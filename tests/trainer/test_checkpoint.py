@@ -1,0 +1,269 @@
+"""When a checkpoint is whole, which ones stay and which one a run goes on from; its weights here are a file of a word.
+
+With real weights: tests/megatron/test_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marsrl.rollout.ledger import RolloutState, SchedulerState
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.trainer import checkpoint
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint, steps_on_disk
+from marsrl.trainer.collective import stop_together
+from marsrl.trainer.manifest import FileSum, damage, file_sum
+from marsrl.trainer.run_directory import RunDirectory
+
+
+class WordSave:
+    """What Learner.begin_save returns, for a learner whose weights are a word."""
+
+    def __init__(self, folder: Path, word: str, may_write: threading.Event) -> None:
+        self.folder, self.word, self.may_write = folder, word, may_write
+        self.error: Exception | None = None
+
+    def write(self) -> None:
+        self.may_write.wait(20)
+        self.thread = threading.current_thread()
+        try:
+            if self.word == "unwritable":
+                raise OSError("no room")
+            self.folder.mkdir(parents=True)
+            (self.folder / "word").write_text(self.word)
+        except OSError as error:
+            self.error = error
+
+    def finish(self, failure: str, advice: str) -> dict[str, FileSum]:
+        stop_together(self.error, failure, advice)
+        return {"word": file_sum(self.folder / "word")}
+
+
+class WordLearner:
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.saves: list[WordSave] = []
+        self.copies: list[bool] = []
+
+    def begin_save(self, folder: Path, *, copy: bool) -> WordSave:
+        self.copies.append(copy)
+        self.saves.append(WordSave(folder, self.word, self.may_write))
+        return self.saves[-1]
+
+    def load(self, folder: Path) -> None:
+        self.word = (folder / "word").read_text()
+
+
+def state_after(step: int) -> RolloutState:
+    return RolloutState(SchedulerState(num_instances=step), CursorState(0, step))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "run", "preset")
+
+
+def writer(run: RunDirectory, *, keep_last: int = 99, keep_every: int = 0, is_async: bool = False) -> CheckpointWriter:
+    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, is_async=is_async)
+
+
+def save(saves: CheckpointWriter, *steps: int, word: str = "") -> None:
+    for step in steps:
+        saves.save(step, {"main": step}, {"main": WordLearner(word or f"w{step}")}, state_after(step))  # type: ignore[dict-item]
+
+
+def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
+    """(step, the weights, what was said)."""
+    learner, said = WordLearner(), list[str]()
+    restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
+    assert restored == Restored(restored.step, {"main": restored.step}, state_after(restored.step)) if restored else True
+    return restored.step if restored else 0, learner.word, said
+
+
+def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirectory) -> None:
+    assert load(run) == (0, "", [])
+    learners: Any = {"main": WordLearner("a"), "other": WordLearner("b")}
+    writer(run).save(12, {"main": 12, "other": 3}, learners, state_after(12))
+    folder = run.checkpoint(12)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = ["manifest.json", "meta.json", "policies/main/word", "policies/other/word", "rollout.msgpack"]
+    assert files == names and damage(folder) == []
+    assert json.loads((folder / "meta.json").read_text()) == {"step": 12, "versions": {"main": 12, "other": 3}}
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_12"]
+    assert [learner.copies for learner in learners.values()] == [[False], [False]]
+    fresh: Any = {"main": WordLearner(), "other": WordLearner()}
+    restored = load_checkpoint(run, fresh, "auto", pytest.fail)
+    assert restored == Restored(12, {"main": 12, "other": 3}, state_after(12))
+    assert [learner.word for learner in fresh.values()] == ["a", "b"]
+
+
+def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None:
+    saves, learner = writer(run, is_async=True), WordLearner("a")
+    saves.finish_if_written()  # there is none
+    learner.may_write.clear()
+    saves.save(1, {"main": 1}, {"main": learner}, state_after(1))  # type: ignore[dict-item]
+    assert learner.copies == [True]
+    saves.finish_if_written()
+    assert run.latest_checkpoint() is None and steps_on_disk(run) == []
+    learner.may_write.set()
+    saves._pending.writer.join(20)  # type: ignore[union-attr]
+    saves.finish_if_written()
+    assert load(run) == (1, "a", [])
+    thread = learner.saves[0].thread
+    assert thread is not threading.current_thread() and thread.daemon and thread.name == "checkpoint 1"
+    learner.may_write.clear()
+    threading.Timer(0.05, learner.may_write.set).start()
+    saves.save(2, {"main": 2}, {"main": learner}, state_after(2))  # type: ignore[dict-item]
+    saves.save(3, {"main": 3}, {"main": learner}, state_after(3))  # type: ignore[dict-item]
+    assert load(run)[0] == 2  # the third waited for the second
+    saves.finish()
+    assert load(run)[0] == 3
+
+
+def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(run: RunDirectory) -> None:
+    for is_async in (False, True):
+        saves = writer(run, is_async=is_async)
+        with pytest.raises(RuntimeError) as caught:
+            save(saves, 1, word="unwritable")
+            saves.finish()
+        part = run.checkpoints / "step_1.part"
+        assert str(caught.value).startswith(f"the checkpoint of step 1 was not written ({part}); rank 0: OSError: no room")
+        assert " MiB are free there; make room" in str(caught.value)
+        assert str(caught.value).endswith("there is no earlier checkpoint with run.resume=auto")
+        assert list(run.checkpoints.iterdir()) == []
+        saves.finish()  # nothing is left to be ended
+    save(writer(run), 2)
+    with pytest.raises(RuntimeError, match="the last whole checkpoint is untouched, go on from it with run.resume=auto$"):
+        save(writer(run), 3, word="unwritable")
+    assert load(run)[0] == 2
+
+
+def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(writer(run), 1)
+
+    def refuse(*words: object) -> None:
+        raise OSError("read-only")
+
+    for name in ("write_json", "write_manifest"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, name, refuse)
+            with pytest.raises(RuntimeError, match=r"the checkpoint of step 2 was not written .*rank 0: OSError: read-only"):
+                save(writer(run), 2)
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync_tree", lambda folder: synced.append((folder.name, (folder / "manifest.json").exists())))
+    save(writer(run), 1)
+    assert synced == [("step_1.part", True)]
+
+
+def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run: RunDirectory) -> None:
+    save(writer(run), 1, 2)
+    for left in ("step_7.part", "step_2.part"):
+        (run.checkpoints / left / "policies").mkdir(parents=True)
+    (run.checkpoint(2) / "stranger").touch()
+    save(writer(run), 2, word="again")
+    assert load(run) == (2, "again", [])
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1", "step_2"]
+
+
+def test_the_last_ones_and_every_nth_stay(run: RunDirectory) -> None:
+    save(writer(run), 20)  # later than what follows: of a run that went back
+    save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
+    assert steps_on_disk(run) == [4, 8, 10, 12, 20]
+    save(writer(run, keep_last=1), 14)
+    assert steps_on_disk(run) == [14, 20]
+    for other in ("step_x", "step_3.part", "xxxxx99"):
+        (run.checkpoints / other).mkdir()
+    assert steps_on_disk(run) == [14, 20]
+
+
+def test_the_pointer_is_followed_and_later_ones_are_named(run: RunDirectory) -> None:
+    save(writer(run), 1, 2, 10)
+    assert load(run) == (10, "w10", [])
+    run.mark_latest(1)
+    said = ["checkpoints/latest names step 1; of later steps there are also [2, 10], which are not used"]
+    assert load(run) == (1, "w1", said)
+    run.checkpoint(1).rename(run.checkpoint(7))
+    run.mark_latest(7)
+    with pytest.raises(RuntimeError, match="step_7 holds the checkpoint of step 1; give the folder its name back"):
+        load(run)
+    (run.checkpoints / "latest").write_text("the last one")
+    with pytest.raises(RuntimeError, match=f"{run.path} cannot go on; rank 0: RuntimeError: .*holds 'the last one'"):
+        load(run)
+
+
+def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run: RunDirectory) -> None:
+    save(writer(run), 1, 2, 4, 9, 11)
+    run.mark_latest(9)
+    for step in (9, 4):
+        (run.checkpoint(step) / "meta.json").unlink()
+    problem = f"checkpoint {run.checkpoint(9)} is damaged: {run.checkpoint(9) / 'meta.json'} is missing; expected"
+    with pytest.raises(RuntimeError) as caught:
+        load(run)
+    assert str(caught.value).startswith(problem) and "..." not in str(caught.value)
+    assert "the newest whole one before it is step_2: restore" in str(caught.value)
+    assert str(caught.value).endswith("go on from step_2 with run.resume=previous, which plays 7 step(s) again")
+    step, word, said = load(run, "previous")
+    assert (step, word) == (2, "w2") and len(said) == 2 and said[1].startswith(problem)
+    assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
+    for left in (1, 2):
+        (run.checkpoint(left) / "manifest.json").unlink()
+    with pytest.raises(RuntimeError, match="no earlier checkpoint is whole: restore the files, or start a run of another name"):
+        load(run, "previous")
+
+
+def test_no_more_than_eight_damaged_files_are_named(run: RunDirectory) -> None:
+    save(writer(run), 1)
+    for number in range(9):
+        (run.checkpoint(1) / f"stranger{number}").touch()
+        with pytest.raises(RuntimeError) as caught:
+            load(run)
+        assert str(caught.value).count("is not in manifest.json") == min(8, number + 1)
+        assert (" ...; no earlier" in str(caught.value)) == (number == 8)
+
+
+def test_another_rank_writes_its_part_of_the_policies_and_nothing_else(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.checkpoints / "step_5.part").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    writer(run).save(5, {"main": 5}, {"main": WordLearner("a")}, None)  # type: ignore[dict-item]
+    files = [str(path.relative_to(run.checkpoints)) for path in run.checkpoints.rglob("*") if path.is_file()]
+    assert files == ["step_5.part/policies/main/word"]
+    with pytest.raises(RuntimeError, match="no room"):
+        save(writer(run), 5, word="unwritable")
+    assert (run.checkpoints / "step_5.part").exists()  # rank 0 clears it
+
+
+def test_the_ranks_hear_from_the_first_where_to_go_on(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(writer(run), 1, 2)
+    told: list[bytes | None] = []
+    monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: (told.append(data), b"1")[1])
+    assert load(run)[:2] == (1, "w1")
+    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    assert load(run)[:2] == (1, "w1") and told == [b"2", None]
+
+
+def test_the_ranks_share_the_reading_and_know_what_the_others_found(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(writer(run), 1)
+    (run.checkpoint(1) / "meta.json").unlink()
+    (run.checkpoint(1) / "policies" / "main" / "word").unlink()
+    own: list[bytes] = []
+    monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
+    monkeypatch.setattr(checkpoint, "gather_bytes", lambda data: own.append(data) or [*own])  # type: ignore[func-returns-value]
+    first = checkpoint._damage(run.checkpoint(1))
+    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    both = checkpoint._damage(run.checkpoint(1))
+    assert [len(first), len(both)] == [1, 2] and set(first) < set(both) and both == sorted(both)

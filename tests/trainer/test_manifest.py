@@ -1,0 +1,87 @@
+"""The list of a checkpoint's files: what is in it, and what it notices."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+
+from marsrl.trainer.manifest import DamagedError, FileSum, damage, file_sum, read_manifest, write_manifest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three files and their manifest."""
+    for name, content in {"a": b"abc", "policies/main/b": b"", "c": b"xyz"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    write_manifest(tmp_path, {})
+    return tmp_path
+
+
+def test_a_manifest_lists_size_and_checksum_of_every_file_and_checks_itself(folder: Path) -> None:
+    sums = {"a": FileSum(3, 0x352441C2), "c": FileSum(3, zlib.crc32(b"xyz")), "policies/main/b": FileSum(0, 0)}
+    assert read_manifest(folder) == sums and damage(folder) == []
+    body = f'  "a": [3, "352441c2"],\n  "c": [3, "{zlib.crc32(b"xyz"):08x}"],\n  "policies/main/b": [0, "00000000"]'
+    text = f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "files": {{\n{body}\n}}}}\n'
+    assert (folder / "manifest.json").read_text() == text
+    write_manifest(folder, {})  # it does not list itself
+    assert (folder / "manifest.json").read_text() == text
+
+
+def test_a_long_file_is_summed_block_by_block(tmp_path: Path) -> None:
+    content = b"a" * (1 << 22) + b"b" * (1 << 22) + b"c"
+    (tmp_path / "long").write_bytes(content)
+    assert file_sum(tmp_path / "long") == FileSum(len(content), zlib.crc32(content))
+
+
+def test_what_was_summed_while_it_was_written_is_not_read_again(folder: Path) -> None:
+    write_manifest(folder, {"a": FileSum(3, 7)})
+    assert read_manifest(folder)["a"] == FileSum(3, 7) and read_manifest(folder)["c"].crc32 == zlib.crc32(b"xyz")
+    with pytest.raises(OSError, match="/lost was written and is not there any more"):
+        write_manifest(folder, {"a": FileSum(3, 7), "more": FileSum(0, 0), "lost": FileSum(0, 0)})
+
+
+def test_a_damaged_file_is_named_with_what_was_found_and_expected(folder: Path) -> None:
+    (folder / "a").write_bytes(b"abd")
+    (folder / "c").write_bytes(b"xy")
+    (folder / "policies/main/b").unlink()
+    (folder / "policies/main/mine").touch()
+    (folder / "d").mkdir()  # a folder is no file
+    found = [
+        f"{folder / 'a'} has checksum {zlib.crc32(b'abd'):08x}, expected 352441c2",
+        f"{folder / 'c'} has 2 bytes, expected 3",
+        f"{folder / 'policies/main/b'} is missing; expected 0 bytes",
+        f"{folder / 'policies/main/mine'} is not in manifest.json; remove it if it is yours",
+    ]
+    assert damage(folder) == found
+    # two ranks share the files; the first looks for strangers
+    assert damage(folder, 0, 2) == [found[0], found[2], found[3]] and damage(folder, 1, 2) == [found[1]]
+    (folder / "a").unlink()
+    (folder / "a").mkdir()
+    assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected 3 bytes"
+
+
+def test_without_a_manifest_a_checkpoint_was_not_written_to_its_end(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DamagedError, match="is missing: the checkpoint was not written to its end"):
+        read_manifest(folder)
+    (said,) = damage(folder)
+    assert "manifest.json is missing" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b'{"files": {"a": [1, "x"]}}'])
+def test_a_manifest_of_another_form_is_damaged(folder: Path, content: bytes) -> None:
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(DamagedError, match="manifest.json is damaged: "):
+        read_manifest(folder)
+
+
+def test_every_byte_of_the_manifest_counts(folder: Path) -> None:
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    for i in range(len(content)):
+        path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+        with pytest.raises(DamagedError, match="manifest.json is damaged"):
+            read_manifest(folder)
