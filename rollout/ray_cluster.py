@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,8 @@ class RayCluster:
         """Raises RuntimeError when the cluster cannot be reached within timeout_s."""
         with RayCluster._lock:
             if not ray.is_initialized():
-                _start(object_store_mib) if address is None else _join(address, timeout_s)
+                with _own_sigterm():
+                    _start(object_store_mib) if address is None else _join(address, timeout_s)
                 RayCluster._started_here = True
             RayCluster._users += 1
         self._is_open = True
@@ -74,6 +76,17 @@ class RayCluster:
             if RayCluster._users == 0 and RayCluster._started_here:
                 RayCluster._started_here = False
                 ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set one, and Ray knows that
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, ours)
 
 
 def _start(object_store_mib: int) -> None:
