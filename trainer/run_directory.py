@@ -119,7 +119,7 @@ class RunDirectory:
         except FileExistsError:
             run = cls(path, existed=True)
             is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-            if resume == "off" and (is_foreign or run.has_begun):
+            if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
                 raise ValueError(
                     f"run.name={name}: {path} exists and is not overwritten; take another run.name, or set "
                     "run.resume=auto to go on from its last checkpoint"
@@ -137,6 +137,10 @@ class RunDirectory:
         if any(path.exists() for path in (self.checkpoints, self.samples, self.evaluation_before)):
             return True
         return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
 
     @property
     def config(self) -> Path:

@@ -24,7 +24,7 @@ class RunLock:
     def __init__(self, run: RunDirectory) -> None:
         """Raises ValueError when another process holds it; the text names process and host."""
         self.warning: str | None = None
-        self._file = open(run.path / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
+        self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -137,6 +137,7 @@ class VllmEngine:
             logits_processors=["marsrl.rollout.engines.vllm_sampling:DrawTokens"],
             **(_cpu_arguments(options) if current_platform.is_cpu() else _gpu_arguments(options)),
         )
+        self._llm.collective_rpc("marsrl_forget_rendezvous")
         self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -32,7 +32,11 @@ def test_a_named_run_that_exists_is_refused_and_left_alone(tmp_path: Path) -> No
 
 
 def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path, "a", "p").write_config({"x": 1})
+    failed = RunDirectory.create(tmp_path, "a", "p")
+    failed.write_config({"x": 1})
+    with pytest.raises(ValueError, match="exists and is not overwritten"):  # it may be somebody else's config.yaml
+        RunDirectory.create(tmp_path, "a", "p")
+    RunLock(failed).release()
     again = RunDirectory.create(tmp_path, "a", "p")
     again.metrics.touch()  # opened, and nothing logged
     assert again.write_config({"x": 2}).read_text() == "x: 2\n"
