@@ -166,7 +166,7 @@ def _ray_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], n
     num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
     if config.placement == "colocated":
         num_gpus /= num_policies
-    return EnginePool(
+    pool = EnginePool(
         RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s),
         policy,
         slots=config.vllm.max_num_seqs,
@@ -175,6 +175,12 @@ def _ray_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], n
         most_restarts=config.max_engine_restarts,
         sleeps=config.placement == "colocated",
     )
+    try:
+        pool.start()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
 
 
 def make_openai_pool(
