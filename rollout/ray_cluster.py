@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import threading
 import time
@@ -44,6 +45,7 @@ _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is t
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _ABORT_S = 60.0  # an engine that is not heard of for so long when it is to end what it decodes is lost
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
+_SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _CALLS_AT_ONCE = _COLLECTS + 2  # beside them num_decoded, and submit or abort
 
 
@@ -68,7 +70,8 @@ class RayCluster:
         """
         with RayCluster._lock:
             if not ray.is_initialized():
-                _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
+                with _own_sigterm():
+                    _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
                 RayCluster._started_here = True
             RayCluster._users += 1
         self._is_open = True
@@ -108,6 +111,17 @@ class RayCluster:
 
 def _is_here(node: Mapping[str, Any]) -> bool:
     return str(node["NodeID"]) == ray.get_runtime_context().get_node_id()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set one, and Ray knows that
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, ours)
 
 
 def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
@@ -204,8 +218,16 @@ class EngineActor:
     """What runs in the actor's process. One thread decodes; num_decoded, submit and abort are answered meanwhile."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._engine = build_engine(spec)
+        self._spec = spec
         self._decoding = threading.Lock()
+
+    def start(self) -> Timed:
+        """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
+
+        def make() -> None:
+            self._engine = build_engine(self._spec)
+
+        return timed(make)
 
     def info(self) -> Timed:
         return timed(self._engine.info)
@@ -248,7 +270,8 @@ class EngineActor:
 class RayReplicas:
     """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent for deadline_s is answered for by Lost.
 
-    deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one.
+    deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
+        engines do not exist before `start` has been called on each.
     """
 
     can_restart = True
@@ -261,12 +284,8 @@ class RayReplicas:
         self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
         self._decoded = [0] * len(specs)  # when last heard
-        try:
-            self._actors += [self._start(spec) for spec in specs]
-            ray.get([a.info.remote() for a in self._actors])
-        except BaseException:
-            self.close()
-            raise
+        self._slowest_start_s = 0.0
+        self._actors += [self._start(spec) for spec in specs]
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -291,7 +310,10 @@ class RayReplicas:
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
         self._actors[replica] = self._start(self._specs[replica])
-        answer = self.call_one(replica, "info", ())
+        try:
+            answer = self.call_one(replica, "start", ())
+        except Exception as error:  # it started before: memory of the dead one may not be free yet
+            return Lost(f"its start raised {type(error).__name__}: {error}")
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
@@ -318,9 +340,10 @@ class RayReplicas:
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:
-        self._settle_submits(_ABORT_S)  # none may arrive behind the abort
-        calls = {self._actors[replica].abort.remote(): replica for replica in busy}
-        for replica, answer in self._answers(calls, "abort", within_s=_ABORT_S).items():
+        end = time.monotonic() + min(_ABORT_S, self._deadline_s)
+        self._settle_submits(end - time.monotonic())  # none may arrive behind the abort
+        calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
+        for replica, answer in self._answers(calls, "abort", within_s=max(0.0, end - time.monotonic())).items():
             self._note(replica, answer)
 
     def num_decoded(self) -> list[int]:
@@ -363,12 +386,18 @@ class RayReplicas:
     ) -> dict[int, Timed | Lost]:
         """By replica; Lost where there is none within_s seconds (default: the deadline, and some more: engines have the
         same one and say so themselves)."""
-        within_s = within_s or self._deadline_s + min(self._deadline_s, _GRACE_S)
+        if within_s is None:
+            within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
+            if method == "start":
+                within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
         answers: dict[int, Timed | Lost] = {}
         pending, end = list(calls), time.monotonic() + within_s
         while pending and (left := end - time.monotonic()) > 0:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(left, _PROGRESS_S))
             answers.update((calls[call], _answer(call, method)) for call in done)
+            if method == "start":
+                seconds = [each.end - each.start for each in answers.values() if isinstance(each, Timed)]
+                self._slowest_start_s = max([self._slowest_start_s, *seconds])
             if pending and on_wait is not None:
                 on_wait()
         silent = Lost(f"no answer to {method} in {within_s:g} s (rollout.deadline_s = {self._deadline_s:g})")

@@ -143,7 +143,7 @@ class CheckpointWriter:
         part, final = self._part(step), self._run.checkpoint(step)
         write_manifest(part, known)
         sync_tree(part)
-        if final.exists():  # of a run that went back to an earlier one
+        if final.exists():  # of a run that went back: `latest` has named the one that it went back to ever since
             shutil.rmtree(final)
         os.rename(part, final)
         self._run.mark_latest(step)
@@ -151,7 +151,7 @@ class CheckpointWriter:
 
     def _remove_old(self, step: int) -> None:
         """Later ones than `step` are of a run that went back: they stay until their step comes again."""
-        past = [each for each in steps_on_disk(self._run) if each <= step]
+        past = [each for each in self._run.steps_on_disk() if each <= step]
         for each in past[: -self._keep_last]:
             if not (self._keep_every and each % self._keep_every == 0):
                 shutil.rmtree(self._run.checkpoint(each))
@@ -190,33 +190,28 @@ def load_checkpoint(
     resume: Literal["auto", "previous"],
     warn: Callable[[str], None],
 ) -> Restored | None:
-    """Collective: restore every learner and return the rest; None where the run has no whole checkpoint yet.
+    """Collective: restore every learner and return the rest; None where the run has no checkpoint yet.
 
     All files are compared with the manifest before anything is read from them. Where the checkpoint that `latest`
-    names is damaged, resume="auto" stops and names the newest earlier one that is whole; resume="previous" takes that
-    one and says how many steps are lost.
+    names is damaged, or `latest` does not name one, resume="auto" stops and names the newest that is whole;
+    resume="previous" takes that one, says how many steps are lost, and lets `latest` name it from now on.
 
     Raises:
-        RuntimeError: on all ranks: damaged files, each with what was found and expected.
+        RuntimeError: on all ranks: damaged files, each with what was found and expected; or no checkpoint is whole.
     """
-    error, step = None, b""
-    if rank() == 0:
-        try:
-            latest = run.latest_checkpoint()
-            step = str(latest.step).encode() if latest is not None else b""
-        except (RuntimeError, OSError) as raised:
-            error = raised
-    stop_together(error, f"{run.path} cannot go on")
-    step = broadcast_bytes(step if rank() == 0 else None)
-    if not step:
+    latest, problem = _latest(run)
+    if latest is None and problem is None:
         return None
-    found = Checkpoint(run.checkpoint(int(step)), int(step))
-    newer = [each for each in steps_on_disk(run) if each > found.step]
-    if newer:
-        warn(f"checkpoints/latest names step {found.step}; of later steps there are also {newer}, which are not used")
-    problems = _damage(found.path)
-    if problems:
-        found = _earlier(run, found, problems, resume, warn)
+    if latest is not None:
+        newer = [each for each in run.steps_on_disk() if each > latest]
+        if newer:
+            warn(f"checkpoints/latest names step {latest}; of later steps there are also {newer}, which are not used")
+        if files := _damage(run.checkpoint(latest)):
+            more = " ..." if files[8:] else ""
+            problem = f"checkpoint {run.checkpoint(latest)} is damaged: {'; '.join(files[:8])}{more}"
+    step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
+    assert step is not None
+    found = Checkpoint(run.checkpoint(step), step)
     meta = json.loads((found.path / "meta.json").read_bytes())
     if meta["step"] != found.step:
         raise RuntimeError(f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back")
@@ -226,29 +221,39 @@ def load_checkpoint(
     return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
 
 
-def steps_on_disk(run: RunDirectory) -> list[int]:
-    """The steps of which there is a checkpoint folder, whole or not, in order."""
-    return sorted(int(p.name[5:]) for p in run.checkpoints.glob("step_*") if p.name[5:].isdecimal())
+def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
+    """What rank 0 sees, on all ranks: (the step that `latest` names, what is wrong with `latest`). Collective."""
+    seen: list[int | str | None] = [None, None]
+    if rank() == 0:
+        try:
+            latest = run.latest_checkpoint()
+            seen = [latest.step if latest is not None else None, None]
+        except (RuntimeError, OSError) as error:
+            seen = [None, str(error)]
+    step, problem = json.loads(broadcast_bytes(json.dumps(seen).encode() if rank() == 0 else None))
+    return step, problem
 
 
-def _earlier(
-    run: RunDirectory, damaged: Checkpoint, problems: list[str], resume: str, warn: Callable[[str], None]
-) -> Checkpoint:
-    """The newest whole checkpoint before a damaged one, if the user asked for it; else an error that names it."""
-    what = f"checkpoint {damaged.path} is damaged: {'; '.join(problems[:8])}" + (" ..." if problems[8:] else "")
-    for step in reversed([each for each in steps_on_disk(run) if each < damaged.step]):
+def _go_back(
+    run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]
+) -> int:
+    """The newest whole checkpoint before `latest` (None: of all), if the user asked for it; else an error that names it."""
+    for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
         if not _damage(run.checkpoint(step)):
             break
     else:
-        raise RuntimeError(f"{what}; no earlier checkpoint is whole: restore the files, or start a run of another name")
-    lost = damaged.step - step
+        which = "no earlier checkpoint" if latest is not None else "no checkpoint"
+        raise RuntimeError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
+    lost = f", which plays {latest - step} step(s) again" if latest is not None else ""
     if resume != "previous":
         raise RuntimeError(
-            f"{what}; the newest whole one before it is step_{step}: restore the files, or go on from step_{step} with "
-            f"run.resume=previous, which plays {lost} step(s) again"
+            f"{problem}; the newest whole one{' before it' if latest is not None else ''} is step_{step}: restore the "
+            f"files, or go on from step_{step} with run.resume=previous{lost}"
         )
-    warn(f"{what}; GOING BACK to step_{step} (run.resume=previous): {lost} step(s) are lost and played again")
-    return Checkpoint(run.checkpoint(step), step)
+    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
+    if rank() == 0:
+        run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
+    return step
 
 
 def _damage(folder: Path) -> list[str]:

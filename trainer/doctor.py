@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from marsrl.trainer.megatron.layer_choice import choose_layers
+from marsrl.trainer.weight_files import default_parent, left_behind
 
 LIBRARIES = {
     "torch": "tensors",
@@ -58,6 +59,10 @@ def examine() -> list[Finding]:
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
         Finding("machine", "gpu", torch.cuda.is_available(), _gpu(torch)),
     ]
+    parent = default_parent()
+    if left := left_behind(parent):
+        named = ", ".join(folder.name for folder in left)
+        findings.append(Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}"))
     for name, purpose in LIBRARIES.items():
         findings.append(
             Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}")

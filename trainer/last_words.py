@@ -19,8 +19,20 @@ def last_words(error: BaseException, run: RunDirectory) -> str:
     if full is not None:
         where = full.filename or run.path
         parts.append(f"no room on the disk of {where}{_free(run)}: make some (run.keep_checkpoints, other run.dir)")
-    parts.append(_where_to_go_on(run))
+    parts.append(where_to_go_on(run))
     return "; ".join(parts)
+
+
+def where_to_go_on(run: RunDirectory) -> str:
+    """The words with which the run is resumed, or that there is nothing to resume."""
+    try:
+        latest = run.latest_checkpoint()
+    except (OSError, RuntimeError) as error:
+        return f"its last checkpoint cannot be told: {error}"
+    if latest is None:
+        return "there is no checkpoint of it yet (run.checkpoint_every)"
+    name = run.path.name
+    return f"checkpoint {latest.path} (step {latest.step}) is whole: go on with run.name={name} run.resume=auto"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -33,14 +45,3 @@ def _free(run: RunDirectory) -> str:
     with contextlib.suppress(OSError):  # only words: the error itself is told
         return f" ({shutil.disk_usage(run.path).free / 2**20:.0f} MiB are free at {run.path})"
     return ""
-
-
-def _where_to_go_on(run: RunDirectory) -> str:
-    try:
-        latest = run.latest_checkpoint()
-    except (OSError, RuntimeError) as error:
-        return f"its last checkpoint cannot be told: {error}"
-    if latest is None:
-        return "there is no checkpoint of it yet (run.checkpoint_every)"
-    name = run.path.name
-    return f"checkpoint {latest.path} (step {latest.step}) is whole: go on with run.name={name} run.resume=auto"

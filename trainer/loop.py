@@ -38,5 +38,6 @@ def train(run: Run) -> None:
                     run.publish(policy)  # version + 1, engines hold it and have proven it
         run.evaluate_if_due(step)
         run.record(step, batch)
+        run.stop_if_diverged()
         run.checkpoint_if_due(step)
     run.finish()  # evaluation after, summary, report

@@ -14,9 +14,14 @@ from pathlib import Path
 # this line again, so it filters and does not pop).
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-import argparse  # noqa: E402
-import os  # noqa: E402
 import signal  # noqa: E402
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
+
+import argparse  # noqa: E402
+import ctypes  # noqa: E402
+import os  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 import warnings  # noqa: E402
@@ -50,9 +55,23 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
     words = parser.parse_intermixed_args(arguments)
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
     is_first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _end_with_launcher()
+        return _run(words, is_first)
+    except KeyboardInterrupt:
+        if is_first:
+            print("marsrl: interrupted before the run began", file=sys.stderr, flush=True)
+        return 130
+
+
+def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.preflight import preflight
     from marsrl.trainer.run_directory import RunDirectory
+    from marsrl.trainer.run_lock import RunLock
 
     try:
         config, origin = read_config(words.config, words.settings)
@@ -62,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
             run = checked.config.run
             if is_first and not words.dry_run:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
+                lock = RunLock(directory)  # held until this function returns
+                if lock.warning is not None:
+                    print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
                 directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
     except (ConfigError, ValueError, OSError) as error:
         if is_first:
@@ -73,13 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"# settings: {origin}", checked.text(with_config=words.dry_run), sep="\n", flush=True)
     if words.dry_run:
         return 0
-    signal.signal(signal.SIGTERM, _stop)
     for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # megatron asks through our CPU shim
     from marsrl.trainer.build import open_run
-    from marsrl.trainer.last_words import last_words
+    from marsrl.trainer.last_words import last_words, where_to_go_on
     from marsrl.trainer.loop import train
 
     try:
@@ -87,11 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
             train(opened)
     except KeyboardInterrupt:
         if is_first:
-            print(
-                "marsrl: interrupted; the last checkpoint is whole, go on with run.resume=auto",
-                file=sys.stderr,
-                flush=True,
-            )
+            assert directory is not None
+            print(f"marsrl: interrupted; {where_to_go_on(directory)}", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         traceback.print_exc()
@@ -102,8 +120,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """torchrun passes Ctrl-C on as SIGTERM: the same way out."""
+    """Ctrl-C, and torchrun's SIGTERM: the same way out. A terminal brings both: the second must not disturb that way."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
+
+
+def _end_with_launcher() -> None:
+    """SIGTERM for this process when torchrun dies, also of kill -9: a trainer that nobody stops would go on alone."""
+    if sys.platform != "linux":
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    launcher = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != launcher:
+        raise KeyboardInterrupt  # it died before it could be watched
 
 
 if __name__ == "__main__":

@@ -144,5 +144,5 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
         raise RuntimeError(
             f"run.wandb={project} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
         ) from error
-    resume = "must" if resume_step is not None and run.existed else "never"
+    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: a start that may have failed before
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)

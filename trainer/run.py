@@ -199,32 +199,36 @@ class Run:
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, work: Work | None) -> None:
-        """Count a skipped step, keep its batch, stop after too many; rank 0 keeps the metrics. `work` is rank 0's.
-
-        Raises:
-            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
-        """
+        """Count a skipped step, keep its batch; rank 0 keeps the metrics. `work` is rank 0's."""
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
             bad.clear()
         else:
             bad.append(self.step)
-            most = self.config.trainer.max_bad_steps
             if work is not None:
+                most = self.config.trainer.max_bad_steps * len(self.learners)
                 batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, work.sequences)
-                path = save_bad_batch(self.directory, batch, keep=max(most * len(self.learners), KEPT_BAD_BATCHES))
+                path = save_bad_batch(self.directory, batch, keep=max(most, KEPT_BAD_BATCHES))
                 self.console.warning(f"step {self.step}: {batch.problem}; the step is skipped, its batch is {path}")
-            if len(bad) >= most:
+        if self.driver is not None:
+            prefix = "" if len(self.learners) == 1 else f"{policy}/"
+            named = step_metrics(stats, list(self.agents))
+            self.driver.row.update({prefix + name: value for name, value in named.items()})
+
+    def stop_if_diverged(self) -> None:
+        """Called when the step's metrics and samples are on disk.
+
+        Raises:
+            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
+        """
+        for policy, bad in self.bad_steps.items():
+            if len(bad) >= self.config.trainer.max_bad_steps:
                 files = ", ".join(str(bad_batch_file(self.directory, step, policy)) for step in bad)
                 raise RuntimeError(
                     f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
                     f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.bad_batches reads them); "
                     "lower the learning rate, or take out the samples that they have in common"
                 )
-        if self.driver is not None:
-            prefix = "" if len(self.learners) == 1 else f"{policy}/"
-            named = step_metrics(stats, list(self.agents))
-            self.driver.row.update({prefix + name: value for name, value in named.items()})
 
     def publish(self, policy: str) -> None:
         """One version more, in the engines too."""
@@ -339,7 +343,7 @@ class Run:
 
     def _evaluate_before(self, driver: Driver) -> None:
         """The probe and the first evaluation are made once: a resumed run reads them."""
-        probe_file, before_file = self.directory.path / "probe.msgpack", self.directory.path / "evaluation_before.json"
+        probe_file, before_file = self.directory.path / "probe.msgpack", self.directory.evaluation_before
         if before_file.exists():
             driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
             driver.before = Evaluation.model_validate_json(before_file.read_bytes())

@@ -1,6 +1,7 @@
 """Where a run leaves what it did, and how a directory is never overwritten.
 
 runs/<name>/
+    lock                      held by the run that writes here, names its process (run_lock.py)
     config.yaml               the resolved settings
     metrics.jsonl             one object a step            (metrics.py)
     tensorboard/              the same, as event files
@@ -81,7 +82,7 @@ class RunDirectory:
     """The folder of one run. Rank 0 makes it with `create`; everybody else looks at it with `RunDirectory(path)`."""
 
     path: Path
-    existed: bool = False  # the run goes on in a folder that was there (run.resume=auto)
+    existed: bool = False  # the folder was there: the run goes on in it, or a start before it failed
 
     @classmethod
     def create(
@@ -95,11 +96,12 @@ class RunDirectory:
         """Make directory/name, or for another resume than "off" find it.
 
         Without a name it is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... behind it where that is taken; the name is
-        claimed by mkdir, so that two runs started in the same second do not share it.
+        claimed by mkdir, so that two runs started in the same second do not share it. A folder whose run never began
+        (its start failed) is taken again.
 
         Raises:
-            ValueError: the name exists and resume is off; it is there but is no run directory; it is no plain file
-                name; it is to go on and has no name.
+            ValueError: the name exists, its run began, and resume is off; it is there but is no run directory; it is no
+                plain file name; it is to go on and has no name.
         """
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
@@ -116,18 +118,30 @@ class RunDirectory:
         try:
             path.mkdir()
         except FileExistsError:
-            if resume == "off":
+            run = cls(path, existed=True)
+            is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
+            if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
                 raise ValueError(
                     f"run.name={name}: {path} exists and is not overwritten; take another run.name, or set "
                     "run.resume=auto to go on from its last checkpoint"
                 ) from None
-            run = cls(path, existed=True)
-            if not path.is_dir() or (any(path.iterdir()) and not run.config.is_file()):
+            if is_foreign:
                 raise ValueError(
                     f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
                 ) from None
             return run
         return cls(path)
+
+    @property
+    def has_begun(self) -> bool:
+        """There is something of the run that a second one of its name would destroy."""
+        if any(path.exists() for path in (self.checkpoints, self.samples, self.evaluation_before)):
+            return True
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
 
     @property
     def config(self) -> Path:
@@ -136,6 +150,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluation_before(self) -> Path:
+        return self.path / "evaluation_before.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -176,13 +194,17 @@ class RunDirectory:
     def write_config(self, resolved: object, made_of: str = "") -> Path:
         """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
 
-        A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml.
+        A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml. The
+        file of a start that failed is replaced.
         made_of: the presets and files that the settings came from, a comment at the top.
         """
         settings = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False)
         comment = f"# settings: {made_of.encode('ascii', 'backslashreplace').decode()}\n" if made_of else ""
         content = f"{comment}{settings}".encode("ascii")
         path, resumes = self.config, 0
+        if not self.has_begun:
+            write_atomically(path, content)
+            return path
         while path.exists():
             if _COMMENT.sub(b"", path.read_bytes()) == settings.encode("ascii"):
                 return path
@@ -198,19 +220,33 @@ class RunDirectory:
             raise RuntimeError(f"{path} is not there, so it cannot become the latest checkpoint; save it first")
         write_atomically(self.checkpoints / "latest", f"{path.name}\n".encode("ascii"))
 
+    def steps_on_disk(self) -> list[int]:
+        """The steps of which there is a checkpoint folder, whole or not, in order."""
+        return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step_*") if p.name[5:].isdecimal())
+
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there."""
+        """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there.
+
+        Raises:
+            RuntimeError: `latest` is gone though there are checkpoints, or names something else than one of them.
+        """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():
+            if steps := self.steps_on_disk():
+                raise RuntimeError(f"{pointer} is missing, and there is {_named(steps)}")
             return None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         found = _STEP.fullmatch(content)
         if not found:
-            raise RuntimeError(f"{pointer} holds {content!r}; expected step_N; write the folder to resume from into it")
+            raise RuntimeError(f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}")
         path = self.checkpoints / content
         if not path.is_dir():
-            raise RuntimeError(f"{pointer} names {content}, and {path} is not there; write a folder that is into it")
+            raise RuntimeError(f"{pointer} names {content}, which is gone; there is {_named(self.steps_on_disk())}")
         return Checkpoint(path, int(found[1]))
+
+
+def _named(steps: list[int]) -> str:
+    return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
 
 
 def _claim(root: Path, name: str) -> Path:

@@ -7,9 +7,7 @@ settle      the version is proven: what was kept for its sake may go
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from torch import Tensor
 from marsrl.rollout.engines.fused_layout import by_layer, untied_checksums, with_tied_head
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer.weight_files import SHARD_BYTES, check_room, write_shards
+from marsrl.trainer.weight_files import SHARD_BYTES, PrivateFolder, check_room, write_shards
 from marsrl.trainer.weight_wire import HeldWeights, WireSender
 
 _T = TypeVar("_T")
@@ -83,8 +81,8 @@ class FileCarrier:
             shard_bytes: of one file, about.
         """
         self._dtype = dtype
-        parent = directory or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-        self._directory = Path(tempfile.mkdtemp(prefix="marsrl-weights-", dir=parent))
+        self._folder = PrivateFolder(directory)
+        self._directory = self._folder.path
         self._num_bytes = (num_elements or 0) * dtype.itemsize
         self._shard_bytes = shard_bytes
         self._path = self._directory
@@ -131,7 +129,7 @@ class FileCarrier:
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
     def _as_sent(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:

@@ -7,9 +7,13 @@ A tensor's bytes go from its memory to the file without a copy in between, and n
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,9 +22,66 @@ from torch import Tensor
 
 from marsrl.rollout.engines.fused_layout import INDEX_FILE
 
+logger = logging.getLogger(__name__)
+
 SHARD_BYTES = 1 << 30
+_PREFIX = "marsrl-weights-"
+_YOUNG_S = 60.0  # between a folder and its lock lies a moment
 _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _MOST_A_CALL = 1 << 30  # Linux writes 2 GiB - 4 KiB a call at most
+
+
+class PrivateFolder:
+    """A new folder of this process for weights. What a killed process leaves there is found by its lock, which ended with it.
+
+    path: parent/marsrl-weights-<process>-<random>.
+    """
+
+    def __init__(self, parent: str | Path | None) -> None:
+        """parent None: /dev/shm where there is one, else the temporary directory. Folders of dead processes are removed."""
+        where = Path(parent) if parent is not None else default_parent()
+        for folder in left_behind(where):
+            logger.warning("%s is of a process that has died: removed", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another run may be at it, too
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        _take(self._lock)
+
+    def close(self) -> None:
+        """Remove it; may be called twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def default_parent() -> Path:
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
+def left_behind(parent: Path) -> list[Path]:
+    """Folders of weights under `parent` whose process is gone. A lock, not a process id: hosts and containers share folders."""
+    found = []
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # removed meanwhile, or somebody else's
+            continue
+        try:
+            if time.time() - os.fstat(lock).st_mtime > _YOUNG_S and _take(lock):
+                found.append(folder)
+        finally:
+            os.close(lock)
+    return found
+
+
+def _take(lock: int) -> bool:
+    """Whether nobody else holds it, as far as the file system can tell."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks: then nothing is known to be left
+        return False
+    return True
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:

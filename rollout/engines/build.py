@@ -177,7 +177,7 @@ def _ray_pool(
     except BaseException:
         cluster.close()
         raise
-    return EnginePool(
+    pool = EnginePool(
         RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s),
         policy,
         slots=config.vllm.max_num_seqs,
@@ -186,6 +186,12 @@ def _ray_pool(
         most_restarts=config.max_engine_restarts,
         sleeps=config.placement == "colocated",
     )
+    try:
+        pool.start()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
 
 
 def make_openai_pool(

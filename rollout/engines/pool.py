@@ -111,6 +111,14 @@ class EnginePool:
     def num_engines(self) -> int:
         return len(self._replicas)
 
+    def start(self) -> None:
+        """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
+
+        Raises:
+            Exception: what an engine raised that could not be made.
+        """
+        self._call("start", [()] * len(self._replicas))
+
     def infos(self) -> list[EngineInfo]:
         return self._call("info", [()] * len(self._replicas))
 

@@ -131,6 +131,7 @@ class VllmEngine:
                 device="cpu" if current_platform.is_cpu() else "cuda",
             )
         )
+        self._llm.collective_rpc("marsrl_forget_rendezvous")
         self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -11,6 +11,7 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,12 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    distributed_init_method: str
+
+    def marsrl_forget_rendezvous(self) -> None:
+        """Remove the file through which the worker's process group, which is complete, has found itself."""
+        if self.distributed_init_method.startswith("file://"):  # one worker; several meet over TCP
+            Path(self.distributed_init_method.removeprefix("file://")).unlink(missing_ok=True)
 
     def marsrl_load(self, path: str) -> None:
         """Load the safetensors file layer by layer into the tensors that are in use."""

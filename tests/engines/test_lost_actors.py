@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +26,44 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
     config = RolloutConfig(
         engine="local", threads=1, object_store_mib=80, deadline_s=12.0, vllm=VllmOptions(max_num_seqs=16)
     )
-    with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
+    with disturbed_starts(signal.SIGKILL, signal.SIGSTOP) as disturber:
+        pool = make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128)
+    with pool:
+        assert disturber.sent == [signal.SIGKILL, signal.SIGSTOP]
+        assert pool.take_faults().engine_restarts >= 2  # a loaded machine may take longer than the deadline once more
         yield pool
+
+
+class disturbed_starts(threading.Thread):
+    """Sends one signal after the other, each to the next engine that starts."""
+
+    def __init__(self, *signals: int) -> None:
+        super().__init__(daemon=True)
+        self.signals, self.sent, self._left = signals, list[int](), threading.Event()
+
+    def __enter__(self) -> disturbed_starts:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._left.set()
+        self.join()
+
+    def run(self) -> None:
+        met: set[int] = set()
+        for each in self.signals:
+            while not (new := [actor for actor in actors() if actor.pid not in met]):
+                if self._left.wait(0.05):
+                    return
+            new[0].send_signal(each)
+            met.add(new[0].pid)
+            self.sent.append(each)
+
+
+def test_an_engine_that_cannot_be_made_says_why_at_once(tmp_path: Path) -> None:
+    config = RolloutConfig(engine="local", threads=1, object_store_mib=80)
+    with pytest.raises(ValueError, match="has no config.json"):
+        make_pool("main", str(tmp_path), config, dtype="float32", max_model_len=128)
 
 
 def asks(count: int, length: int = 90) -> list:

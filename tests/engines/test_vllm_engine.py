@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
@@ -54,6 +56,15 @@ def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint,
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
         assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
         np.testing.assert_allclose(result.logprobs, right[len(ask.token_ids) - 1 :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_an_engine_leaves_nothing_in_the_temporary_directory(kind, vllm_engine):
+    def rendezvous(worker):
+        return worker.distributed_init_method
+
+    method = vllm_engine(kind)._llm.collective_rpc(rendezvous)[0]
+    assert method.startswith("file://") and not Path(method.removeprefix("file://")).exists()
 
 
 @pytest.mark.parametrize(("kind", "part"), GROUPS)

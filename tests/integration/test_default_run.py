@@ -133,10 +133,12 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     assert any("raylet" in command for command in left_behind())  # it finds what there is to leave behind
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
-    process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     elapsed = time.monotonic() - started
     assert elapsed < 30, f"stopped after {elapsed:.0f} s"  # 10 s are promised; a loaded machine gets more
     assert process.returncode != 0
+    assert "is whole: go on with run.name=stopped run.resume=auto" in output, output[-4000:]  # Ray left us our SIGTERM
+    assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
     deadline = time.monotonic() + 10
     while left_behind() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 
 from marsrl.trainer.init_model import init_model
 from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.run_lock import RunLock
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +66,20 @@ def test_the_others_stop_and_the_next_start_goes_on_from_the_last_checkpoint(tmp
     assert alive(broken.pid) == []
     stopped_s = stopped - latest.stat().st_mtime
     assert stopped_s < 90, f"{stopped_s:.0f} s from the checkpoint before the step of its death, to the end"
-    resumed = start(tmp_path, "run.resume=auto")
+    orphaned = start(tmp_path, "run.resume=auto", "run.steps=400")
+    while latest.read_text().strip() == "step_2":
+        assert orphaned.poll() is None, orphaned.communicate()[0][-6000:]
+        time.sleep(0.1)
+    with pytest.raises(ValueError, match="killed is being written by process [0-9]+ on "):
+        RunLock(RunDirectory(tmp_path / "killed"))
+    os.kill(orphaned.pid, signal.SIGKILL)  # torchrun alone: nobody stops its ranks
+    output, _ = orphaned.communicate(timeout=300)  # ends when they have let go of its output
+    assert "marsrl: interrupted; checkpoint " in output and "run.name=killed run.resume=auto" in output, output[-6000:]
+    assert alive(orphaned.pid) == []
+    last = int(latest.read_text().strip().removeprefix("step_"))
+    resumed = start(tmp_path, "run.resume=auto", f"run.steps={last + 1}")
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output[-6000:]
-    assert latest.read_text().strip() == "step_4"
-    assert [row.step for row in read_metrics(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert latest.read_text().strip() == f"step_{last + 1}"
+    rows = read_metrics(tmp_path / "killed" / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, last + 2))

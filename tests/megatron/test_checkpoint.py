@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.ledger import RolloutState, SchedulerState
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint, steps_on_disk
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.export import export
 from marsrl.trainer.learner import Learner
@@ -123,6 +123,7 @@ def test_going_back_is_asked_for_and_said_aloud(trained: Trained) -> None:
     restored = load(run, learner, "previous", said)
     assert restored is not None and restored.step == 1 and restored.rollout == state_after(1)
     assert len(said) == 1 and "GOING BACK to step_1" in said[0] and "meta.json has" in said[0]
+    assert (run.checkpoints / "latest").read_text().strip() == "step_1"
     assert step(learner) == losses[1]
     writer(run).save(2, {"main": 2}, {"main": learner}, state_after(2))  # in place of the damaged one
     assert damage(run.checkpoint(2)) == []
@@ -130,6 +131,22 @@ def test_going_back_is_asked_for_and_said_aloud(trained: Trained) -> None:
         (run.checkpoint(number) / "meta.json").unlink()
     with pytest.raises(RuntimeError, match="no earlier checkpoint is whole"):
         load(run, learner, "previous")
+
+
+@pytest.mark.parametrize("pointer", [None, "step_9"], ids=["missing", "of a folder that is gone"])
+def test_without_a_pointer_the_run_never_begins_anew_but_goes_back_if_asked(
+    trained: Trained, pointer: str | None
+) -> None:
+    run, learner, losses = trained
+    latest = run.checkpoints / "latest"
+    latest.unlink() if pointer is None else latest.write_text(pointer)
+    with pytest.raises(RuntimeError, match="the newest whole one is step_2: .* with run.resume=previous"):
+        load(run, learner)
+    (run.checkpoint(2) / "meta.json").unlink()
+    restored = load(run, learner, "previous")
+    assert restored is not None and restored.step == 1
+    assert latest.read_text().strip() == "step_1"  # from now on: no folder that it names is ever replaced
+    assert step(learner) == losses[1]
 
 
 def test_a_pointer_to_an_older_checkpoint_is_followed_and_said(trained: Trained) -> None:
@@ -189,7 +206,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     assert load(run, learner) is not None
     assert [step(learner), step(learner)] == expected
     saves.finish()
-    assert steps_on_disk(run) == [1, 3] and damage(run.checkpoint(3)) == []
+    assert run.steps_on_disk() == [1, 3] and damage(run.checkpoint(3)) == []
 
 
 @contextmanager
@@ -213,7 +230,7 @@ def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: T
             attempt()
         found = run.latest_checkpoint()
         assert found is not None and found.step == 2 and damage(found.path) == []
-        assert steps_on_disk(run) == [1, 2] and not list(run.checkpoints.glob("*.part"))
+        assert run.steps_on_disk() == [1, 2] and not list(run.checkpoints.glob("*.part"))
         return str(error.value)
 
     def save() -> None:
@@ -231,7 +248,7 @@ def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: T
     run.checkpoints.unlink()
     (run.path / "elsewhere").rename(run.checkpoints)
     save()
-    assert steps_on_disk(run) == [3]
+    assert run.steps_on_disk() == [3]
 
 
 def test_the_last_ones_and_every_nth_stay(model: Path, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import socket
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from marsrl.trainer.run_directory import RunDirectory, write_json
+from marsrl.trainer.run_lock import RunLock
 
 
 def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -18,10 +24,57 @@ def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) ->
 def test_a_named_run_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     run.write_config({"x": 1})
+    run.metrics.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="run.resume=auto"):
         RunDirectory.create(tmp_path, "a", "p")
     again = RunDirectory.create(tmp_path, "a", "p", "auto")
     assert again.existed and again.config.read_text() == "x: 1\n"
+
+
+def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
+    failed = RunDirectory.create(tmp_path, "a", "p")
+    failed.write_config({"x": 1})
+    with pytest.raises(ValueError, match="exists and is not overwritten"):  # it may be somebody else's config.yaml
+        RunDirectory.create(tmp_path, "a", "p")
+    RunLock(failed).release()
+    again = RunDirectory.create(tmp_path, "a", "p")
+    again.metrics.touch()  # opened, and nothing logged
+    assert again.write_config({"x": 2}).read_text() == "x: 2\n"
+    for made in (again.checkpoints, again.samples):
+        made.mkdir()
+        with pytest.raises(ValueError, match="exists and is not overwritten"):
+            RunDirectory.create(tmp_path, "a", "p")
+        made.rmdir()
+    again.evaluation_before.write_text("{}")
+    with pytest.raises(ValueError, match="exists and is not overwritten"):
+        RunDirectory.create(tmp_path, "a", "p")
+
+
+def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    code = "import sys; from pathlib import Path; from marsrl.trainer.run_lock import RunLock; "
+    code += "from marsrl.trainer.run_directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
+    code += "print('held', flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=f"being written by process {first.pid} on {socket.gethostname()}; wait"):
+            RunLock(run)
+    finally:
+        first.kill()  # -9: nobody cleans up
+        first.wait()
+    RunLock(run).release()
+
+
+def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    warning = RunLock(RunDirectory.create(tmp_path, "a", "p")).warning
+    assert warning is not None and "no file locks (Operation not supported)" in warning
 
 
 def test_resuming_in_a_foreign_folder_or_without_a_name_is_refused(tmp_path: Path) -> None:
@@ -41,6 +94,7 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> 
 
 def test_a_resumed_run_keeps_its_first_settings_beside_the_new_ones(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
+    run.samples.mkdir()
     assert run.write_config({"steps": 1}) == run.write_config({"steps": 1}) == run.config
     assert run.write_config({"steps": 2}).name == "config.resumed_1.yaml"
     assert run.config.read_text() == "steps: 1\n"
@@ -57,7 +111,10 @@ def test_the_latest_checkpoint_is_the_one_declared_whole(tmp_path: Path) -> None
     found = run.latest_checkpoint()
     assert found is not None and (found.step, found.path) == (4, run.checkpoint(4))
     (run.checkpoints / "latest").write_text("../../etc")
-    with pytest.raises(RuntimeError, match="expected step_N"):
+    with pytest.raises(RuntimeError, match="expected step_N; there is step_4, step_8"):
+        run.latest_checkpoint()
+    (run.checkpoints / "latest").unlink()
+    with pytest.raises(RuntimeError, match="latest is missing, and there is step_4, step_8"):
         run.latest_checkpoint()
 
 

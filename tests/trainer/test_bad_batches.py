@@ -40,9 +40,11 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, work)
         run.note_step("b", FINE, work)  # another policy's luck does not count for this one
+        run.stop_if_diverged()
     run.step = 6
+    run.note_step("a", BAD, work)
     with pytest.raises(RuntimeError, match="policy a was not finite in 3 steps in a row") as error:
-        run.note_step("a", BAD, work)
+        run.stop_if_diverged()
     for step in (4, 5, 6):
         path = bad_batch_file(directory, step, "a")
         assert str(path) in str(error.value)

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape, weight_files
-from marsrl.trainer.megatron.mapping import Unit, hf_shapes, hf_span, join
+from marsrl.trainer.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.run_directory import sync, sync_tree
 
 SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
@@ -36,12 +36,25 @@ class HfReader:
 
     def __enter__(self) -> HfReader:
         for path in weight_files(self._folder):
-            file = self._stack.enter_context(safe_open(path, "pt"))
+            try:
+                file = self._stack.enter_context(safe_open(path, "pt"))
+            except SafetensorError as error:
+                self._stack.close()
+                raise ValueError(f"model: {path} is no whole safetensors file ({error}); download it again") from error
             self._where.update(dict.fromkeys(file.keys(), file))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def check(self, shape: ModelShape) -> None:
+        """Every tensor that config.json asks for is there, in its shape. Reads headers alone.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; as `shard` does.
+        """
+        for unit in units(shape, 1):
+            self._check(shape, unit)
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
         """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
@@ -49,21 +62,25 @@ class HfReader:
         Raises:
             ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
+        self._check(shape, unit)
+        tensors = []
+        for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            index = [slice(None)] * len(wanted)
+            if unit.hf_cut is not None:
+                index[unit.hf_cut] = slice(*hf_span(unit, wanted[unit.hf_cut], part, parts))
+            tensors.append(self._read(name, tuple(index)))
+        return join(shape, unit, tensors, parts)
+
+    def _check(self, shape: ModelShape, unit: Unit) -> None:
         missing = [name for name in unit.hf if name not in self._where]
         if missing:
             raise ValueError(f"model: {self._folder} has no tensor {', '.join(missing)}, which config.json asks for")
-        tensors = []
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
             found = tuple(self._where[name].get_slice(name).get_shape())
             if found != wanted:
                 raise ValueError(
                     f"model: {self._folder}: {name} has shape {list(found)}, config.json gives {list(wanted)}"
                 )
-            index = [slice(None)] * len(wanted)
-            if unit.hf_cut is not None:
-                index[unit.hf_cut] = slice(*hf_span(unit, wanted[unit.hf_cut], part, parts))
-            tensors.append(self._read(name, tuple(index)))
-        return join(shape, unit, tensors, parts)
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """The one place that reads from the files."""
