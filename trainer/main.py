@@ -27,7 +27,8 @@ RANK_0_PRINTS_S = 30.0
 EXAMPLES = """examples:
   torchrun trainer/main.py
   torchrun trainer/main.py task=math policies.main.model=/models/Qwen3-0.6B data.train=problems.jsonl
-  torchrun --nproc-per-node 8 trainer/main.py --config configs/math_default.yaml policies.main.model=/models/Qwen3-8B
+  torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml policies.main.model=/models/Qwen3-8B \\
+    data.train=problems.jsonl
   python trainer/main.py --dry-run rollout.group_size=16
 """
 
