@@ -47,6 +47,7 @@ def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path)
         raise SystemExit(f"--base: {root} has no benchmarks/run.py; choose a revision that has it")
     command = [sys.executable, str(script), *cases, "--device", device, "--only", "ours", "--no-memory"]
     command += ["--json", str(file), *(["--quick"] if quick else [])]
+    command += ["--all"] if '"--all"' in script.read_text() else []  # an older revision measures every shape anyway
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     tables = json.loads(file.read_text())["tables"]
     return {

@@ -1,6 +1,6 @@
 """The default run on several seeds: does RL make better agents? All seeds are reported, none is chosen.
 
-    python benchmarks/learning.py [--seeds 0 1 2] [--json FILE] [key.sub=value ...]
+    python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
 for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over

@@ -1,6 +1,9 @@
 """Every kernel beside what a user would take else: time, share of the roofline, peak memory, error.
 
-    python benchmarks/run.py [case ...] [--device cpu|cuda] [--json FILE] [--base REV] [--quick]
+    python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick]
+
+The case with the `ratio:` is measured at that shape first, on a CPU at that shape alone unless --all or --shape asks for
+more.
 
 Each table is one case at one shape. Ours is judged against float64 first: where it is wrong, no number is printed and
 the exit code is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time,
@@ -232,9 +235,22 @@ def headline(tables: list[Table]) -> float | None:
     return None
 
 
+def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
+    """The shapes to measure, the headline's first. texts: of --shape, all of which a shape's title must hold.
+
+    Where the headline is among the case's shapes it is measured alone, unless has_all or texts ask for others.
+    """
+    leading = [shape for shape in shapes if (case.name, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE]
+    if leading and not has_all and not texts:
+        return leading
+    ordered = leading + [shape for shape in shapes if shape not in leading]
+    return [shape for shape in ordered if all(text in shape.title() for text in texts)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all; {', '.join(ORDER)}")
+    parser.add_argument("--all", action="store_true", help="every shape, also of the case whose first is the headline")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     parser.add_argument(
@@ -263,8 +279,8 @@ def main() -> int:
     print("; ".join(f"{library} {version}" for library, version in where.versions.items()), flush=True)
     tables = []
     for case in cases:
-        shapes = case.shapes(words.device, words.quick)
-        shapes = [shape for shape in shapes if all(word in shape.title() for word in words.shape)]
+        every = case.shapes(words.device, words.quick)
+        shapes = chosen(case, every, words.shape, words.all)
         if not shapes:
             print(f"{case.name}: nothing to measure on {words.device}")
         for shape in shapes:
@@ -275,6 +291,10 @@ def main() -> int:
             if words.json:  # after every table: a run that is cut off keeps what it has
                 record = {"surroundings": dataclasses.asdict(where), "tables": [dataclasses.asdict(t) for t in tables]}
                 words.json.write_text(json.dumps(record, indent=1) + "\n")
+            if shape is not shapes[-1] and (early := headline([table])) is not None:
+                print(f"\nratio: {early:.3f}  (again at the end)", flush=True)
+        if shapes and len(shapes) < len(every) and not words.shape:
+            print(f"\n{case.name}: {len(every) - len(shapes)} more shapes with --all", flush=True)
     if words.base:
         base_revision.compare(words.base, [case.name for case in cases], words.device, words.quick)
     ratio = headline(tables)

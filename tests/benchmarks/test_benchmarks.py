@@ -90,6 +90,30 @@ print(run.text(table))
     assert "WRONG, so nothing is measured" in done.stdout, done.stderr
 
 
+def test_the_headline_is_measured_first_and_alone_unless_all_are_asked_for() -> None:
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+sys.path.insert(0, sys.argv[1])
+import run
+from marsrl.benchmarks.cases import load
+def dtypes(case, device, texts, has_all):
+    found = run.chosen(load(case), load(case).shapes(device, False), texts, has_all)
+    return " ".join(f"{shape.dtype}/{shape.vocab}/{shape.mask_share:g}" for shape in found)
+print(dtypes("linear_policy_loss", "cpu", [], False))
+print(dtypes("linear_policy_loss", "cpu", [], True))
+print(dtypes("linear_policy_loss", "cpu", ["V=32,000", "bfloat16"], False))
+print(len(dtypes("linear_policy_loss", "cuda", [], False).split()), len(dtypes("mpt_gate", "cpu", [], False).split()))
+"""
+    alone, every, asked, counts = call(str(BENCHMARKS), code=code).stdout.splitlines()
+    assert alone == "float32/151936/0.5"
+    assert every.split()[0] == alone and len(set(every.split())) == len(every.split()) == 8
+    assert asked.split() == ["bfloat16/32000/1", "bfloat16/32000/0.5"]
+    assert counts == "8 2"  # what has no headline among its shapes is measured at all of them
+
+
 def git(repository: Path, *words: str) -> str:
     author = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
     command = ["git", "-C", str(repository), *author, *words]

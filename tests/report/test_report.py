@@ -1,4 +1,4 @@
-"""The page, also in a real Chromium where there is one."""
+"""The page, also in a real Chromium, which `make test` finds or installs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from marsrl.trainer.report_trees import trajectories_around
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.samples_log import sample_files, write_samples
 from marsrl.trainer.summary import save_summary
+
+CHROMIUM = Path(__file__).with_name("chromium.sh")
 
 ATTACK = (
     "</pre></script></title></style><script>document.title='PWNED'</script>"
@@ -100,10 +102,33 @@ def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip(found.stdout.strip())
+    return found.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("apt", "reason"),
+    [
+        (None, "no apt-get here; put chromium on PATH"),
+        ("echo 'E: Failed to fetch, no route' >&2; exit 100", "apt-get could not install it: E: Failed to fetch, no route"),
+    ],
+)
+def test_where_no_chromium_can_be_had_installing_says_why_and_fails_nothing(
+    apt: str | None, reason: str, tmp_path: Path
+) -> None:
+    for tool in ("bash", "ls", "tail", "mktemp", "timeout", "grep", "head", "rm"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    for tool, script in {"id": "echo 0", "apt-get": apt}.items():  # as root
+        if script is not None:
+            (tmp_path / tool).write_text(f"#!{tmp_path / 'bash'}\n{script}\n")
+            (tmp_path / tool).chmod(0o755)
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run([tmp_path / "bash", CHROMIUM, "install"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and not done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last == f"chromium: none, so the test that opens a report in it is skipped: {reason}"
 
 
 def browse(chromium: str, profile: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,142 @@
+"""Which test runs which command of the documents, and how. `python tests/docs/commands.py` prints it as Markdown.
+
+A command that is in no row of WAYS fails test_documents.py, and so does a row whose command is in no document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from documents import commands
+
+
+@dataclass(frozen=True)
+class Way:
+    """test: that takes the command from here, fills in paths and runs it. how: what it does with it.
+
+    rest: where that is less than the whole command, what stands for the rest.
+    """
+
+    test: str
+    how: str
+    rest: str = ""
+
+
+AS_IT_IS = "as it is, to its end"
+FIRST_VERSION = "as it is, stopped by Ctrl-C when version 1 is published"
+DRY = "with --dry-run added, as one of its ranks"
+PARSED = "its words are taken by its parser"
+
+HERE = "tests/docs/test_commands.py"
+RUNS = "tests/docs/test_whole_runs.py"
+PRINTS = Way(f"{HERE}::test_a_command_does_what_it_says", AS_IT_IS)
+ON_A_RUN = Way("tests/integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written", AS_IT_IS)
+OWN_MODEL = Way(
+    f"{RUNS}::test_a_model_of_ones_own_is_trained", FIRST_VERSION, "to the end: tests/integration/test_bring_your_own.py"
+)
+DEFAULT_RUN = Way(
+    "tests/integration/test_default_run.py::test_the_default_run_starts_as_it_is_written",
+    FIRST_VERSION + ", from a policy that is in the cache",
+    "the warm start and the end, smaller: the other tests of this file",
+)
+OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
+GPUS = Way(f"{HERE}::test_a_run_on_gpus_passes_its_checks", DRY, "nothing: it needs GPUs")
+NEVER = "nothing: measured by hand"
+
+
+def bench(rest: str) -> Way:
+    return Way(f"{HERE}::test_a_benchmark_takes_its_words", PARSED, rest)
+
+
+def make(rest: str) -> Way:
+    return Way(f"{HERE}::test_make_runs_commands_that_are_tested", "make -n: the commands that it runs", rest)
+
+
+RUN_PY = bench("with --quick: tests/benchmarks/test_benchmarks.py::test_a_quick_run_compares_judges_and_measures_memory")
+SUITE = bench("with --quick and --only: tests/benchmarks/test_benchmarks.py::test_the_suite_goes_its_way_on_a_cpu")
+STEP = bench("a tiny model: tests/benchmarks/test_benchmarks.py::test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference")
+SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
+PLAYED = bench(NEVER)
+SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
+OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
+ON_GPUS = "policies.main.model=/models/%s data.train=problems.jsonl"
+
+WAYS = {
+    "make train": make("its torchrun line: the row of `torchrun trainer/main.py`"),
+    "make test": make("it is what runs these tests"),
+    "make bench": make("rows of the benchmarks"),
+    "make parity": make("four layouts: tests/megatron/test_parity.py::test_four_ranks_train_as_one_and_as_transformers"),
+    OWN % "/path/to/Qwen3-0.6B": OWN_MODEL,
+    OWN % "/models/Qwen3-0.6B": OWN_MODEL,
+    OWN % "/path/to/model": OWN_MODEL,
+    "torchrun trainer/main.py": DEFAULT_RUN,
+    "python trainer/main.py --dry-run task=math ...": PRINTS,
+    "python trainer/main.py --dry-run rollout.group_size=16": PRINTS,
+    "marsrl doctor": PRINTS,
+    "marsrl init --shape tiny --tokenizer bytes /tmp/tiny": PRINTS,
+    "marsrl evaluate task=math policies.main.model=/path/to/Qwen3-0.6B data.eval=problems.jsonl": OUR_MODEL,
+    "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl": OUR_MODEL,
+    "marsrl report runs/NAME": ON_A_RUN,
+    "marsrl report runs/cpu_default-20260101-120000": ON_A_RUN,
+    "marsrl export runs/NAME /models/trained": ON_A_RUN,
+    "marsrl export runs/cpu_default-20260101-120000 /models/trained": ON_A_RUN,
+    "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64": PRINTS,
+    "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/qwen3_30b_a3b_8xh100.yaml --gpus 8 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu a100-80g --response 8192 --json plan.json": PRINTS,
+    "marsrl plan --config configs/single_gpu.yaml --gpus 1 --gpu h100-80g": PRINTS,
+    "torchrun --nnodes 3 --nproc-per-node 8 ... trainer/main.py --config configs/qwen3_30b_a3b.yaml "
+    f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'} rollout.ray_address=HOST:6379": GPUS,
+    "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "
+    f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
+    f"torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
+    f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
+    "python benchmarks/learning.py": PLAYED,
+    "python benchmarks/learning.py --seeds 0 1 2": PLAYED,
+    "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
+    "python benchmarks/run.py linear_policy_loss": RUN_PY,
+    "python benchmarks/run.py linear_policy_loss --all": RUN_PY,
+    "python benchmarks/run.py --all --json out.json": RUN_PY,
+    "python benchmarks/run.py group_advantage mpt_gate --quick": RUN_PY,
+    "python benchmarks/run.py linear_policy_loss --base HEAD~3": bench(
+        "a made-up repository: tests/benchmarks/test_benchmarks.py::"
+        "test_ours_of_another_revision_is_built_and_timed_in_turns_with_this_one"
+    ),
+    "python benchmarks/gpu_suite.py": SUITE,
+    "python benchmarks/gpu_suite.py --out results --wheels wheels": SUITE,
+    "python benchmarks/gpu_suite.py --device cpu --quick --out dry_run": SUITE,
+    "python benchmarks/train_step.py": STEP,
+    "python benchmarks/train_step.py --layout tensor=2 expert=2 --repeats 2 --no-dmmpt": STEP,
+    "python benchmarks/rollout.py": PLAYED,
+    "python benchmarks/pipeline.py": PLAYED,
+    "python benchmarks/pipeline.py --simulate": SIMULATED,
+    "python benchmarks/pipeline.py --simulate --plots docs": SIMULATED,
+    "python benchmarks/pipeline.py --simulate --scale 8 --no-sensitivity": SIMULATED,
+    "python benchmarks/scheduler.py": bench(
+        "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
+    ),
+    "python benchmarks/weight_sync.py": SYNC,
+    "python benchmarks/weight_sync.py --mib 256 --repeats 5": SYNC,
+}
+
+
+def run_by(test: str) -> list[str]:
+    """The commands that this test function runs."""
+    return [command for command, way in WAYS.items() if way.test.rpartition("::")[2] == test]
+
+
+def table() -> str:
+    """Markdown: a row a command, in the order of the documents."""
+    places: dict[str, list[str]] = {}
+    for found in commands():
+        places.setdefault(found.text, []).append(found.where)
+    lines = ["| command | where | how it is run | by | what stands for the rest |", "|---|---|---|---|---|"]
+    for command, where in places.items():
+        way = WAYS[command]
+        lines.append(f"| `{command}` | {', '.join(where)} | {way.how} | `{way.test}` | {way.rest} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

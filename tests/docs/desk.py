@@ -1,0 +1,107 @@
+"""A folder in which a user could type the documents' commands: the checkout, problems, and models under their names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from documents import ROOT
+from safetensors.torch import load_file, save_file
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.trainer.init_model import init_model
+
+MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
+ANSWER = "\\boxed{%s}"
+
+
+class Desk:
+    """folder: of its own; what commands write with a relative path lands there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("trainer", "configs", "benchmarks", "Makefile"):
+            (folder / name).symlink_to(ROOT / name)
+        lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
+
+    def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
+        """The command's words with paths filled in: model(name) for a model's directory, `rest` for three dots."""
+        command = command.replace(" ...", f" {rest}".rstrip())
+        command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
+        return shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
+
+    def start(self, words: list[str]) -> subprocess.Popen[str]:
+        """In this folder, from the environment that the tests run in, with a cache of its own."""
+        environment = {**os.environ, "MARSRL_CACHE": str(self.folder / "cache")}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        return subprocess.Popen(
+            words, cwd=self.folder, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def until_version_1(self, words: list[str]) -> tuple[Path, str]:
+        """Started, and stopped by Ctrl-C when the first step is logged: the run's directory, and what was on the console."""
+        process = self.start(words)
+        deadline = time.monotonic() + 400
+        try:
+            while not (rows := list(self.folder.glob("runs/*/metrics.jsonl"))) or not rows[0].read_text().endswith("\n"):
+                assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=10)[0][-6000:]
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            return rows[0].parent, process.communicate(timeout=100)[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def boxing_model(folder: Path) -> Path:
+    r"""A random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8}, by a coin.
+
+    Short completions are all that makes it quick: the head knows which byte follows which, and the embedding is large,
+    so that the layers, which are random as always, do not drown it.
+    """
+    init_model("tiny", "bytes", folder)
+    weights = load_file(folder / "model.safetensors")
+    encode = lambda text: ChatRenderer(folder).encode_trusted(text).tolist()  # noqa: E731
+    after: dict[int, set[int]] = {}  # which tokens may follow a token
+    for answer in "78":
+        chain = encode("\n" + ANSWER % answer + "<|im_end|>")
+        for token, follower in zip(chain, chain[1:], strict=False):
+            after.setdefault(token, set()).add(follower)
+    embedding = weights["model.embed_tokens.weight"] * 20  # standard deviation 1
+    head = torch.zeros_like(embedding)
+    for token, followers in after.items():
+        for follower in followers:
+            head[follower] += 2 * embedding[token] / embedding[token].norm()  # a logit of about 16
+    save_file(weights | {"model.embed_tokens.weight": embedding, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def published_shape(folder: Path, name: str) -> Path:
+    """A directory that has the config.json of the published model `name` and an empty file of weights."""
+    from marsrl.trainer.plan.models import KNOWN
+
+    shape = KNOWN.get(name, KNOWN["Qwen3-8B"])  # of a server's model only the tokenizer is read
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [shape.architecture], "num_hidden_layers": shape.num_layers, "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_size,
+        "intermediate_size": shape.ffn_size, "moe_intermediate_size": shape.ffn_size, "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions, "rope_theta": shape.rope_theta, "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.is_tied, "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({}, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,160 @@
+"""Commands that print something, config blocks, and those that need GPUs as far as they go without: paths filled in."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import WAYS, run_by
+from desk import MODEL, Desk, boxing_model, published_shape
+from documents import ROOT, config_blocks
+
+from marsrl.trainer import cli
+from marsrl.trainer.main import main
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.chdir(tmp_path)
+    return Desk(tmp_path)
+
+
+def call(words: list[str]) -> int:
+    """In this process: a start of Python for each would take minutes."""
+    while words[0] != "marsrl" and not words[0].endswith("main.py"):
+        words = words[1:]
+    return cli.main(words[1:]) if words[0] == "marsrl" else main(words[1:])
+
+
+def holds(part: Any, whole: Any) -> bool:
+    """Every leaf of `part` is in `whole`."""
+    if isinstance(part, dict):
+        return all(name in whole and holds(below, whole[name]) for name, below in part.items())
+    return bool(part == whole)
+
+
+@pytest.mark.parametrize("command", run_by("test_a_command_does_what_it_says"))
+def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    own = "policies.main.model=/path/to/Qwen3-0.6B data.train=problems.jsonl"
+    words = desk.words(command, lambda name: boxing_model(desk.folder / name), rest=own)
+    before = {path.name for path in desk.folder.iterdir()}
+    assert call(words) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    left = {path.name for path in desk.folder.iterdir()} - before
+    match words[:2]:
+        case ["marsrl", "doctor"]:
+            assert "linear_policy_loss" in shown and "megatron-core" in shown and not left
+        case ["marsrl", "init"]:
+            assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
+        case ["marsrl", "plan"]:
+            gpus, kind = words[words.index("--gpus") + 1], "a100-80g" if "a100-80g" in words else "h100-80g"
+            assert f"{gpus} x {kind}" in shown and "a step:" in shown
+            assert left == ({"plan.json"} if "--json" in words else set())
+            if left:
+                assert json.loads((desk.folder / "plan.json").read_text())["fits"] is True
+        case ["python", "trainer/main.py"]:
+            given = dict(word.split("=", 1) for word in words if "=" in word)
+            found = yaml.safe_load(shown[: shown.index("batch arithmetic:")])
+            for key, value in given.items():
+                section: Any = found
+                for part in key.split("."):
+                    section = section[part]
+                assert str(section) == value
+            assert "samples a step" in shown and not left
+
+
+@pytest.mark.parametrize("block", config_blocks(), ids=lambda block: block.where)
+def test_a_config_block_passes_its_checks(block: Any, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    text = MODEL.sub(lambda match: str(published_shape(desk.folder / match[2], match[2])), block.text)
+    Path("block.yaml").write_text(text)
+    assert main(["--dry-run", "--config", "block.yaml"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert holds(yaml.safe_load(text), yaml.safe_load(shown[: shown.index("batch arithmetic:")]))
+
+
+@pytest.mark.parametrize("command", run_by("test_a_run_on_gpus_passes_its_checks"))
+def test_a_run_on_gpus_passes_its_checks(
+    command: str, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = desk.words(command, lambda name: published_shape(desk.folder / name, name))
+    size = 1
+    for word in ("--nnodes", "--nproc-per-node"):
+        size *= int(words[words.index(word) + 1]) if word in words else 1
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "samples a step" in shown
+    preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
+    del preset["policies"]["main"]["model"]
+    assert holds(preset["policies"], yaml.safe_load(shown[: shown.index("batch arithmetic:")])["policies"])
+
+
+PARSE = """
+import argparse, importlib.util, shlex, sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+sys.path.insert(0, sys.argv[1])
+class Taken(BaseException): pass
+def stopping(parse):
+    def parse_and_stop(self, *words):
+        parse(self, *words)
+        raise Taken
+    return parse_and_stop
+for name in ("parse_args", "parse_intermixed_args"):
+    setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
+for number, line in enumerate(sys.stdin):
+    sys.argv = shlex.split(line)[1:]
+    spec = importlib.util.spec_from_file_location(f"script_{number}", sys.argv[0])
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    try:
+        script.main()
+        print(line, "main() came to its end before it read its words")
+    except Taken:
+        print("taken")
+    except SystemExit:
+        print("refused", line)
+"""
+
+
+def test_a_benchmark_takes_its_words() -> None:
+    """All in one process, which reads the words and goes no further."""
+    commands = run_by("test_a_benchmark_takes_its_words")
+    wrong = "python benchmarks/run.py --no-such-option"
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
+
+
+MAKES = {
+    "make train": ["torchrun --nproc-per-node 1 trainer/main.py"],  # torchrun's default is one process, too
+    "make test": ["tests/report/chromium.sh install", "tests/all.sh"],
+    "make parity": ["python benchmarks/parity.py"],
+    "make bench": [
+        "python benchmarks/train_step.py", "python benchmarks/rollout.py", "python benchmarks/learning.py --seeds 0 1 2",
+        "python benchmarks/run.py linear_policy_loss",
+    ],
+}  # fmt: skip
+
+
+def test_make_runs_commands_that_are_tested() -> None:
+    commands = run_by("test_make_runs_commands_that_are_tested")
+    assert set(commands) == set(MAKES)
+    for command in commands:
+        installed = ["--dry-run", "--assume-old", ".venv/.installed"]
+        done = subprocess.run([*shlex.split(command), *installed], cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.splitlines() == MAKES[command], done.stderr
+    for line in MAKES["make bench"]:
+        assert line in WAYS

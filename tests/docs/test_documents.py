@@ -1,0 +1,113 @@
+"""The documents and the table of commands speak of the same things, and of things that are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from commands import WAYS, table
+from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks, prose, spans, typed
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.read_config import _all_keys
+
+TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
+PICTURES = {"README.md": "kernels/   fast tensor", "docs/weight_sync.md": "who holds which box"}
+
+
+def test_every_command_of_the_documents_is_in_the_table() -> None:
+    missing = {found.text: found.where for found in commands() if found.text not in WAYS}
+    assert not missing, "give each a row of WAYS in tests/docs/commands.py, and a test"
+
+
+def test_every_row_of_the_table_is_a_command_of_the_documents() -> None:
+    assert not set(WAYS) - {found.text for found in commands()}
+
+
+def test_every_test_of_the_table_exists_and_takes_its_commands_from_it() -> None:
+    for command, way in WAYS.items():
+        for file, name in TEST.findall(f"{way.test} {way.rest}"):
+            text = (ROOT / file).read_text("utf-8")
+            assert f"def {name}(" in text, (command, file, name)
+            if f"{file}::{name}" == way.test:
+                assert f'run_by("{name}")' in text, (command, file, name)
+
+
+def test_the_table_prints_a_row_a_command() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tests/docs/commands.py"], capture_output=True, text=True)
+    assert done.stdout.strip() == table()
+    assert done.stdout.count("\n") == 2 + len(WAYS)
+
+
+def test_a_command_is_found_wherever_a_document_can_hold_one(tmp_path, monkeypatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Say `make it` or `marsrl` or\n`python\n  x.py -v`, or\n\n"
+        "    marsrl one  # why\n    torchrun \\\n      two.py  a#b\n\n    pip three\n\n- list\n    make no\n\n"
+        "```bash\nmake four\n```\n    make no\n\n    task: math\n"
+    )
+    monkeypatch.setattr("documents.ROOT", tmp_path)
+    assert [line for block in blocks(page) for line in typed(block.text)] == [
+        "marsrl one", "torchrun two.py a#b", "pip three", "make four",
+    ]  # fmt: skip
+    assert [block.where for block in blocks(page)] == ["page.md:5", "page.md:15", "page.md:19"]
+    assert [(span.where, span.text) for span in spans(page)] == [
+        ("page.md:1", "make it"), ("page.md:1", "marsrl"), ("page.md:2", "python x.py -v"),
+    ]  # fmt: skip
+
+
+def test_a_block_that_nobody_types_is_a_known_picture() -> None:
+    found = {block.where.partition(":")[0]: block.text for block in other_blocks()}
+    assert found.keys() == PICTURES.keys()
+    assert all(found[page].startswith(beginning) for page, beginning in PICTURES.items())
+
+
+def files_named() -> Iterator[Found]:
+    """Paths with a slash and a suffix, or a slash at the end, in backticks or in a picture."""
+    path = re.compile(r"[\w.-]+(/[\w.-]+)*/([\w-]+\.(py|json|txt|md|yaml|svg|sh))?")
+    for page in PAGES:
+        yield from (span for span in spans(page) if path.fullmatch(span.text))
+    for block in other_blocks():
+        yield from (Found(block.where, match[0]) for match in path.finditer(block.text))
+
+
+def test_every_file_that_is_linked_or_named_exists() -> None:
+    assert len(links()) > 10
+    gone = [found for found in links() if not (ROOT / found.text).exists()]
+    made_by_a_run = {"hf/"}
+    for found in files_named():
+        page = (ROOT / found.where.partition(":")[0]).parent
+        if not any((folder / found.text).exists() for folder in (ROOT, page)) and found.text not in made_by_a_run:
+            gone.append(found)
+    assert not gone
+
+
+def settings_named() -> Iterator[Found]:
+    """`section.key`, with or without a value, in backticks or in a command."""
+    setting = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w<>]+)+")
+    pieces = [span for page in PAGES for span in spans(page)] + list(commands())
+    for piece in pieces:
+        for word in piece.text.split():
+            key = re.split(r"=|:$", word)[0]
+            if setting.fullmatch(key) and not key.endswith(".py"):
+                yield Found(piece.where, key)
+
+
+def test_every_setting_that_is_named_is_one() -> None:
+    keys = set(_all_keys(RunConfig))
+    sections = {key.rpartition(".")[0] for key in keys}
+    named = list(settings_named())
+    assert len({found.text for found in named}) > 25
+    free = re.compile(r"^(policies|agents)\.[\w]+(?=\.|$)")
+    wrong = [found for found in named if free.sub(r"\1.<name>", found.text) not in keys | sections]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_backticks_of_running_text_are_closed(page) -> None:
+    """Else the spans that the other tests look at are the text between them."""
+    for paragraph in prose(page).split("\n\n"):
+        assert paragraph.count("`") % 2 == 0, paragraph
