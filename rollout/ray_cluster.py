@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -39,6 +40,8 @@ from marsrl.rollout.ray_faults import check_ray, judged
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
+# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
+_AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
 _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
@@ -70,6 +73,7 @@ class RayCluster:
         """
         with RayCluster._lock:
             if not ray.is_initialized():
+                _AUTHENTICATION_LOG.setLevel(logging.ERROR)
                 with _own_sigterm():
                     _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
                 RayCluster._started_here = True
