@@ -44,7 +44,7 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["runner"] == "V1" and engine["processors"] == ["DrawTokens"]
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
     assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
-    assert engine["executor"] == "uni" and engine["gpus"] == 1
+    assert engine["executor"] == "uni" and engine["gpus"] == 1 and not engine["async"]
     assert engine["moe"] == "triton"  # whose layout the checksums know
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
 
