@@ -421,6 +421,7 @@ def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": bool(options.enforce_eager),
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        "async_scheduling": False,  # as on a CPU, where it is tested; V1 waits for a logits processor's tokens anyway
         "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
     }
     if options.kv_cache_mib is not None:

@@ -233,7 +233,7 @@ def test_what_does_not_fit_says_why() -> None:
     assert not plan.fits and plan.step_s is None
     assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
     config, _ = read_config(
-        CONFIGS / "qwen3_30b_a3b.yaml", ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
+        CONFIGS / "qwen3_30b_a3b.yaml", ["policies.main.layout.tensor=8"]
     )
     notes = " ".join(make_plan(config, 64, "a100-40g").notes)
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
@@ -267,7 +267,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], t
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
-        (["--gpus", "8"], "20 engines x 2 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
+        (["--gpus", "8"], "40 engines x 1 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],
             "Llama-7B is none of the models whose shape is known: Qwen3-30B",

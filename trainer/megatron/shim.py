@@ -110,12 +110,17 @@ def _after_import() -> None:
 
 def _mend_without_transformer_engine() -> None:
     """What megatron-core 0.16.1 leaves undefined without TransformerEngine, on GPUs too."""
+    import megatron.core.optimizer.optimizer_config as optimizer_config
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.utils as utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # else every MoE forward raises NameError
+    if utils.get_te_version() is None:
+        # The precision-aware optimizer, which offloading wants, compares no version with one: TypeError.
+        optimizer_config.is_te_min_version = lambda version, check_equality=True: False
     if not hasattr(random, "FP8GlobalStateManager"):
         # It takes its default fp8=False for yes, and recomputing norms raises NameError.
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)

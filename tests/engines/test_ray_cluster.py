@@ -1,0 +1,111 @@
+"""Joining a Ray cluster that demands a token, and what GPUs engines are given, by real Ray: it counts GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+JOIN = """
+import os, sys
+from marsrl.rollout.engines.refusals import TrainerHost
+from marsrl.rollout.ray_cluster import RayCluster
+try:
+    cluster = RayCluster(address=sys.argv[1], timeout_s=float(sys.argv[2]), object_store_mib=80)
+except RuntimeError as error:
+    print(error)
+    os._exit(0)  # ray.init still tries, in its thread
+for num_gpus, host in ((2, TrainerHost(8, 6, False)), (3, TrainerHost(8, 6, False)), (2, TrainerHost(8, 7, False))):
+    try:
+        cluster.check_gpus("main", num_gpus, host)
+        print("enough")
+    except RuntimeError as error:
+        print(error)
+"""
+START = """
+import os, ray
+from marsrl.rollout.ray_cluster import RayCluster
+cluster = RayCluster(address=None, timeout_s=60, object_store_mib=80, gpus=[2, 1])
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6,7"
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class Engine:
+    def gpu(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+engines = [Engine.remote(), Engine.remote()]
+print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
+cluster.close()
+"""
+
+
+def told(program: str, *words: str, **variables: str) -> list[str]:
+    """Lines that a program prints; variables: beside this process's."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A cluster with a token, as `ray start --head` makes it, that counts two GPUs: its address, and its user's home."""
+    folder = tmp_path_factory.mktemp("r")
+    (folder / "home" / ".ray").mkdir(parents=True)
+    (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2", f"--temp-dir={folder}/t"]
+    # the ports of workers must not be the head's
+    words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+    starts = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
+    environment = {**os.environ, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "6,7"}
+    ray = subprocess.Popen(starts, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ray.stdout is not None
+    for line in ray.stdout:
+        if "Ray runtime started" in line:
+            break
+    try:
+        assert ray.poll() is None
+        yield f"127.0.0.1:{port}", folder / "home"
+    finally:
+        processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
+        ray.send_signal(signal.SIGTERM)
+        _, left = psutil.wait_procs(processes, timeout=15)
+        for process in left:
+            process.kill()
+
+
+def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[str, Path], tmp_path: Path) -> None:
+    address, home = head
+    without = told(JOIN, address, "4", HOME=str(tmp_path))
+    assert f"rollout.ray_address is {address}, but no Ray cluster could be joined there" in without[0]
+    assert f"its token: this host has none ({tmp_path}/.ray/auth_token), and a cluster may demand it: copy" in without[0]
+    off = told(JOIN, address, "4", HOME=str(home), RAY_AUTH_MODE="disabled")
+    assert off[0].endswith("RAY_AUTH_MODE=disabled shows none, and a cluster may demand it: set RAY_AUTH_MODE=token")
+
+    fits, many, twice = told(JOIN, address, "60", HOME=str(home))  # found in ~/.ray without a word from the user
+    assert fits == "enough"
+    assert f"need 3 GPU(s), and the Ray cluster at rollout.ray_address={address} has 2 free: lower rollout.engines" in many
+    assert "counts 2 GPU(s) of this host, where 7 trainer rank(s) hold the first of 8" in twice
+    assert twice.endswith("start Ray here with `CUDA_VISIBLE_DEVICES=7 ray start ...`")
+
+
+def test_engines_of_a_cluster_started_here_see_the_gpus_that_they_are_given(tmp_path: Path) -> None:
+    assert told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7"]

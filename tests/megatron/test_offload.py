@@ -1,0 +1,101 @@
+"""optimizer.offload: Megatron's hybrid optimizer on a machine without a GPU, whose tensors pass for a GPU's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_models import micro_batches, num_trained, save_model, sequences
+from torch.overrides import TorchFunctionMode
+
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.megatron import shim
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=0.01, weight_decay=0.1)
+
+
+class TwoMemories(TorchFunctionMode):
+    """Tells Megatron's hybrid optimizer that a tensor is on a GPU, unless it came of .cpu()."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return "cpu_offloading" in caller and not hasattr(args[0], "in_host_memory")
+        if func is torch.Tensor.type and len(args) == 1 and "megatron/core/optimizer" in caller:
+            return func(*args).replace("torch.", "torch.cuda.")  # as the shim, which would see this frame as the caller
+        out = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        copies = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory)
+        if func is torch.Tensor.cpu or (func in copies and hasattr(args[0], "in_host_memory")):
+            out = out.clone() if out is args[0] and func is torch.Tensor.cpu else out
+            out.in_host_memory = True
+        return out
+
+
+def learner(folder: Path) -> Learner:
+    policy = PolicyConfig(dtype="bfloat16", optimizer=OPTIMIZER)
+    objective, mpt = PolicyObjective(), MptConfig(scope="off")
+    return Learner(policy, folder, objective=objective, mpt=mpt, num_agents=2, total_steps=9, seed=0)
+
+
+def stepped(learner: Learner, num_steps: int) -> list[float]:
+    samples = sequences(6)
+    stats = [learner.step(micro_batches(samples, 2), normaliser=num_trained(samples)) for _ in range(num_steps)]
+    return [each.grad_norm for each in stats]
+
+
+def moments(learner: Learner) -> float:
+    """The norm of all first moments, which clipping scales (AdamW's step hides it)."""
+    states = [state["exp_avg"] for part in learner._optimizer._parts() for state in part.optimizer.state.values()]
+    return float(torch.cat([each.flatten() for each in states]).norm())
+
+
+def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim.install()
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    from marsrl.trainer.megatron import optimizer
+
+    folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
+    here = learner(folder)
+    norms = stepped(here, 3)
+    assert min(norms) > 3 * OPTIMIZER.grad_clip  # so that every step is clipped
+
+    ours = optimizer.optimizer_options
+    offloaded = {"offload": True}
+    monkeypatch.setattr(optimizer, "optimizer_options", lambda c, dtype: ours(c.model_copy(update=offloaded), dtype))
+    with TwoMemories():
+        away = learner(folder)
+        hybrids = [part.optimizer for part in away._optimizer._parts()]
+        assert hybrids and all(isinstance(each, HybridDeviceOptimizer) for each in hybrids)
+        of_cpu = [group for each in hybrids for group in each.cpu_param_groups]
+        assert not any(each.gpu_optimizer for each in hybrids)  # nothing of the state is left on the GPU
+        assert all(p.dtype == torch.float32 and p.in_host_memory for group in of_cpu for p in group["params"])
+        away.save(tmp_path / "before")
+        assert stepped(away, 2) == pytest.approx(norms[:2], rel=1e-3)
+        away.save(tmp_path / "after")
+        stepped(away, 1)
+        assert moments(away) == pytest.approx(moments(here), rel=1e-2)
+        expected = dict(here.export())
+        for name, weight in away.export():
+            torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=1e-2, msg=name)
+
+        back = learner(folder)
+        back.load(tmp_path / "after")
+        stepped(back, 1)
+        unbroken = dict(away.export())
+        assert all(torch.equal(weight, unbroken[name]) for name, weight in back.export())
+        back.load(tmp_path / "before")
+        start = dict(learner(folder).export())
+        assert all(torch.equal(weight, start[name]) for name, weight in back.export())
+
+
+def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.offload needs optimizer.distributed .*; set distributed=true"):
+        OptimizerConfig(offload=True, distributed=False)

@@ -1,0 +1,220 @@
+"""Takes every file of configs/ as far as a machine without a GPU can: `python preset_worker.py FOLDER`, JSON to stdout.
+
+PyTorch and vLLM are told of eight H100s, for good: hence a process of its own. Nothing is started, no weights are read.
+What is asked is real: our command line, preflight and planner, Megatron's configs, vLLM's EngineArgs.create_engine_config().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+num_gpus = 8
+
+
+@dataclass(frozen=True)
+class _H100:
+    name: str = "NVIDIA H100 80GB HBM3"
+    total_memory: int = 80 << 30
+    multi_processor_count: int = 132
+    major: int = 9
+    minor: int = 0
+
+
+def pretend_cuda() -> None:
+    """torch.cuda as of a node of H100s."""
+    cuda: Any = torch.cuda
+    accelerator: Any = torch.accelerator
+    cuda.is_available = lambda: True
+    cuda.device_count = cuda._device_count_nvml = accelerator.device_count = lambda: num_gpus
+    cuda.get_device_capability = lambda *words, **options: (9, 0)
+    cuda.get_device_name = lambda *words, **options: _H100.name
+    cuda.get_device_properties = lambda *words, **options: _H100()
+
+
+def pretend_vllm_on_cuda() -> None:
+    """vLLM's CUDA platform in the CPU's place; the compiled parts that the CPU wheel lacks are empty modules."""
+    for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._C", "vllm._moe_C"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    import vllm.platforms as platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    NonNvmlCudaPlatform.device_count = classmethod(lambda cls: num_gpus)  # type: ignore[method-assign, assignment]
+    platforms._current_platform = NonNvmlCudaPlatform()
+    import vllm.config.vllm as config_module
+
+    config_module.HAS_TRITON = True  # it is there on a GPU machine
+
+
+def save_frame(name: str, folder: Path) -> Path:
+    """A model directory with a config.json of the published shape, and a file of next to no weights."""
+    from marsrl.trainer.plan.models import find_shape, warm_start_shape
+
+    shape = warm_start_shape() if name == "warm start" else find_shape(name)
+    is_moe = shape.num_experts > 0
+    config = {
+        "architectures": [shape.architecture],
+        "model_type": "qwen3_moe" if is_moe else "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "moe_intermediate_size" if is_moe else "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.is_tied,
+        "torch_dtype": "bfloat16",
+    }
+    if is_moe:
+        config |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True}
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")
+    return folder / name
+
+
+def commands(preset: Path) -> dict[str, list[str]]:
+    """{plan, train: words} of the header's two commands; math_default and cpu_default have no plan."""
+    header = [line for line in preset.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
+    text = "\n".join(line.removeprefix("#   ").strip() for line in header).replace("\\\n", " ")
+    lines = [shlex.split(line) for line in text.splitlines()]
+    found = {"plan": line for line in lines if line[:2] == ["marsrl", "plan"]}
+    return found | {"train": line for line in lines if "trainer/main.py" in line}
+
+
+def planned(words: list[str], folder: Path) -> dict[str, Any]:
+    """What the plan command says, run as it is written."""
+    from marsrl.trainer import cli
+
+    with contextlib.redirect_stdout(io.StringIO()) as tables:
+        assert cli.main([*words[1:], "--json", str(folder / "plan.json")]) == 0
+    assert "refused" not in tables.getvalue()
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    kept = ("fits", "refused", "num_trainers", "num_engine_gpus", "step_s")
+    return {name: plan[name] for name in kept} | {"notes": plan["notes"]}
+
+
+def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
+    """Preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+    from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.read_config import read_config
+
+    words = says.get("train", [])
+    options = dict(zip(words, words[1:], strict=False))
+    local = int(options.get("--nproc-per-node", "1"))
+    world = local * int(options.get("--nnodes", "1"))
+    model = next((word.partition("=")[2] for word in words if word.startswith("policies.main.model=")), None)
+    settings = []
+    if model is not None:
+        name = "Qwen3-0.6B" if model == "/path/to/model" else Path(model).name
+        (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
+        settings = [f"policies.main.model={save_frame(name, folder)}", f"data.train={folder}/problems.jsonl"]
+    config = read_config(preset, settings)[0]
+    if config.sync.directory is not None:
+        config = read_config(preset, [*settings, f"sync.directory={folder}"])[0]
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    return preflight(config, world), world
+
+
+def megatron_configs(config: Any) -> dict[str, Any]:
+    """Megatron's own validation of the trainer's part."""
+    from marsrl.rollout.model_shape import read_shape
+    from marsrl.trainer.megatron import shim
+    from marsrl.trainer.megatron.layout import resolve
+
+    shim.install()
+    from marsrl.trainer.megatron.model import transformer_config
+    from marsrl.trainer.megatron.optimizer import optimizer_options
+
+    policy = config.policies["main"]
+    if policy.model is None:
+        return {}
+    model = transformer_config(read_shape(policy.model), resolve(policy.layout), policy)
+    optimizer = optimizer_options(policy.optimizer, model.params_dtype)
+    return {
+        "tensor": model.tensor_model_parallel_size,
+        "recompute": model.recompute_granularity,
+        "offloaded": optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+        "state_on_gpu": not optimizer.use_precision_aware_optimizer,
+    }
+
+
+def engine_config(config: Any, folder: Path) -> dict[str, Any]:
+    """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from marsrl.rollout.engines.build import _specs
+    from marsrl.rollout.engines.vllm_engine import engine_arguments
+    from marsrl.trainer.batch_plan import longest_sequence
+
+    policy = config.policies["main"]
+    model = policy.model or str(save_frame("warm start", folder))
+    longest = longest_sequence(config, "main")
+    specs = _specs(model, config.rollout, dtype=policy.dtype, max_model_len=longest, seed=0, version=0)
+    assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
+    os.environ.update(specs[0].environment())
+    words = engine_arguments(
+        model,
+        specs[0].vllm,
+        dtype=specs[0].dtype,
+        max_model_len=longest,
+        seed=0,
+        sleeps=specs[0].sleeps,
+        device=specs[0].device,
+    )
+    made = EngineArgs(**words).create_engine_config()
+    from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
+
+    processors = _load_custom_logitsprocs(made.model_config.logits_processors)
+    return {
+        "runner": "V2" if made.use_v2_model_runner else "V1",
+        "compile": made.compilation_config.mode.name,
+        "graphs": made.compilation_config.cudagraph_mode.name,
+        "executor": made.parallel_config.distributed_executor_backend,
+        "gpus": made.parallel_config.world_size,
+        "dtype": str(made.model_config.dtype),
+        "max_model_len": made.model_config.max_model_len,
+        "async": made.scheduler_config.async_scheduling,
+        "moe": str(made.kernel_config.moe_backend),
+        "processors": [each.__name__ for each in processors],
+        "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),
+    }
+
+
+def main(folder: Path) -> None:
+    global num_gpus
+    pretend_cuda()
+    pretend_vllm_on_cuda()
+    told = {}
+    for preset in sorted(Path("configs").glob("*.yaml")):
+        says = commands(preset)
+        num_gpus = min(8, int(re.search(r"--gpus (\d+)", preset.read_text()).group(1))) if "plan" in says else 8  # type: ignore[union-attr]
+        check, world = checked(preset, folder, says)
+        told[preset.stem] = {
+            "commands": sorted(says),
+            "world": world,
+            "engine_gpus": list(check.host.gpus_for(check.config.rollout, 1)),
+            "plan": planned(says["plan"], folder) if "plan" in says else None,
+            "megatron": megatron_configs(check.config),
+            "engine": engine_config(check.config, folder),
+        }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

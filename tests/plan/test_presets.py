@@ -1,0 +1,118 @@
+"""Every file of configs/ asks for nothing that is refused: as far as a machine without a GPU can follow it, by real code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, refusals
+from marsrl.trainer.read_config import CONFIGS
+
+PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+WITHOUT_A_PLAN = {"cpu_default", "math_default"}  # their headers name no GPUs
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What preset_worker.py found, by preset: 20 s of one process, which believes in CUDA."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [*command, str(tmp_path_factory.mktemp("presets"))],
+        cwd=CONFIGS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(found) == PRESETS
+    return found
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told: dict[str, Any]) -> None:
+    engine = told[preset]["engine"]
+    assert engine["runner"] == "V1" and engine["processors"] == ["DrawTokens"]
+    assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
+    assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
+    assert engine["executor"] == "uni" and engine["gpus"] == 1 and not engine["async"]
+    assert engine["moe"] == "triton"  # whose layout the checksums know
+    assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_A_PLAN))
+def test_the_commands_of_the_header_agree_with_each_other(preset: str, told: dict[str, Any]) -> None:
+    found = told[preset]
+    assert found["commands"] == ["plan", "train"]
+    assert found["plan"]["fits"] and not found["plan"]["refused"]
+    assert found["world"] == found["plan"]["num_trainers"]  # torchrun starts a rank for every GPU that engines leave
+    on_one_host = found["plan"]["num_trainers"] + found["plan"]["num_engine_gpus"] <= 8
+    if on_one_host and found["plan"]["num_engine_gpus"]:
+        assert found["engine_gpus"] == list(range(found["world"], 8))
+    assert found["megatron"]["offloaded"] == (preset == "qwen3_30b_a3b_8xh100")
+    assert found["megatron"]["state_on_gpu"] != (preset == "qwen3_30b_a3b_8xh100")
+
+
+HEAD = "10.11.12.13:6379"
+NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "says"),
+    [
+        ({"vllm": {"tensor_parallel": 2}, "engines": 2}, NODE, "set rollout.vllm.tensor_parallel=1, and rollout.engines=4"),
+        ({"engines": 5}, NODE, r"needs 5 GPU.s. without a trainer rank; .* has 8, and 4 rank.* set rollout.engines=4, or"),
+        ({"engines": 2}, TrainerHost(8, 8, False), r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
+        ({"engines": 1}, TrainerHost(1, 1, False), "set rollout.placement=local, or rollout.ray_address"),
+        ({"engines": 8, "placement": "colocated"}, NODE, "set rollout.engines=4"),
+        ({"ray_address": HEAD}, TrainerHost(8, 8, True), r"writes weights to /dev/shm of .* set sync.directory to a folder"),
+    ],
+)
+def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any], host: TrainerHost, says: str) -> None:
+    config = RolloutConfig.model_validate(settings)
+    (sentence,) = refusals(config, host, num_policies=1, weight_files="/dev/shm")
+    assert re.search(says, sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "files"),
+    [
+        ({"engines": 4}, NODE, "/dev/shm"),
+        ({"engines": 4, "placement": "colocated"}, NODE, "/dev/shm"),
+        ({"placement": "local"}, TrainerHost(1, 1, False), "/dev/shm"),
+        ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm"),  # on CPUs
+        ({"vllm": VllmOptions(kv_cache_mib=256)}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
+        ({"ray_address": HEAD}, TrainerHost(8, 8, True), "/shared"),
+        ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # wires
+        ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm"),
+    ],
+)
+def test_what_works_is_not_refused(settings: dict[str, Any], host: TrainerHost, files: str | None) -> None:
+    assert refusals(RolloutConfig.model_validate(settings), host, num_policies=1, weight_files=files) == ()
+
+
+def test_engines_get_the_gpus_that_no_rank_holds() -> None:
+    def given(host: TrainerHost, **settings: Any) -> list[int]:
+        return list(host.gpus_for(RolloutConfig.model_validate(settings), 1))
+
+    assert given(NODE, engines=2) == [4, 5, 6, 7]
+    assert given(NODE, engines=4, placement="colocated") == [0, 1, 2, 3]
+    assert given(TrainerHost(8, 0, False), engines=2, placement="colocated") == list(range(8))  # marsrl evaluate
+    small = {"vllm": VllmOptions(kv_cache_mib=256)}
+    assert given(TrainerHost(1, 1, False), **small) == [0]  # shared knowingly
+    assert given(TrainerHost(2, 1, False), **small) == [1]  # and not without need
+    assert given(TrainerHost(2, 1, False), engines=2, **small) == [1, 0]
+
+
+def test_an_address_of_this_machine_is_known_as_such() -> None:
+    assert is_this_host("127.0.0.1:6379") and is_this_host("ray://localhost:10001") and is_this_host("auto")
+    assert not is_this_host("192.0.2.200:6379") and not is_this_host("no-such-host.invalid:6379")
