@@ -33,7 +33,7 @@ MODULES = {
     "mini_batches": Judged("trainer/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
     "scheduler": Judged("rollout/scheduler.py", ("tests/rollout/test_scheduler.py",)),
     "event_scheduler": Judged("rollout/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
-    "ledger": Judged("rollout/ledger.py", ("tests/rollout/test_scheduler.py", "tests/rollout/test_event_scheduler.py")),
+    "ledger": Judged("rollout/ledger.py", ("tests/rollout/test_ledger.py",)),
     "weight_sync": Judged("trainer/weight_sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
     "checkpoint": Judged("trainer/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
     "manifest": Judged("trainer/manifest.py", ("tests/trainer/test_manifest.py",)),
