@@ -31,7 +31,7 @@ MODULES = {
     "inference": Judged("rollout/agents/inference.py", _AGENTS),
     "packing": Judged("trainer/packing.py", ("tests/trainer/test_packing.py",)),
     "mini_batches": Judged("trainer/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
-    "scheduler": Judged("rollout/scheduler.py", ("tests/rollout/test_scheduler.py",)),
+    "scheduler": Judged("rollout/scheduler.py", ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py")),
     "event_scheduler": Judged("rollout/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
     "ledger": Judged("rollout/ledger.py", ("tests/rollout/test_ledger.py",)),
     "weight_sync": Judged("trainer/weight_sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
