@@ -129,7 +129,9 @@ def run_tests(judged: Judged, folder: Path, code: CodeType | None = None) -> dic
     if code is not None:
         sys.meta_path.insert(0, Replaced(judged.module, code))
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # that a test fails is enough: no smaller example
-    hypothesis.settings.register_profile("mutations", database=None, derandomize=True, deadline=None, phases=phases)
+    hypothesis.settings.register_profile(
+        "mutations", database=None, derandomize=True, deadline=None, phases=phases, max_examples=40
+    )
     hypothesis.settings.load_profile("mutations")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from letters import END, letter_config, letter_problems, letter_team
+from letters import END, letter_config, letter_problems, letter_team, with_two_policies
 
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.recovery import Faults
-from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.ledger import Batch, RolloutState
 from marsrl.rollout.scheduler import Scheduler, _behind
@@ -63,15 +60,7 @@ def test_each_policy_decodes_its_agents_under_its_own_version_and_progress_is_to
     team, (engine,) = letter_team(config)
     engine._version = 3
     second = ScriptedEngine(engine._script, version=5, tokens_per_step=9)
-    agents = {
-        name: each.model_copy(update={"policy": "other"} if name.startswith("v") else {})
-        for name, each in team.agents.items()
-    }
-    renderers = {**team.renderers, "other": team.renderers["main"]}
-    pools = {**team.pools, "other": EnginePool(LocalReplicas([second]))}
-    scheduler = Scheduler(
-        config, replace(team, agents=agents, renderers=renderers, pools=pools), letter_problems(9), seed=0
-    )
+    scheduler = Scheduler(config, with_two_policies(team, second), letter_problems(9), seed=0)
     told: list[int] = []
     batch = scheduler.next_batch({"main": 3, "other": 5}, told.append)
     versions = {(s.agent[0], segment.version) for g in batch.groups for s in g.samples for segment in s.segments}
@@ -192,7 +181,7 @@ def test_a_stage_ends_when_just_the_share_has_finished() -> None:
 
     # of six samples three are short, and the others get as far as those
     options: dict[str, Any] = {"finish_share": 0.5, "group_size": 6, "prompts_per_step": 1}
-    scheduler, engine = player(team={"script": script(lambda i: 1 if i < 3 else 40), "tokens_per_step": 2}, **options)
+    scheduler, _ = player(team={"script": script(lambda i: 1 if i < 3 else 40), "tokens_per_step": 2}, **options)
     told: list[int] = []
     batch = scheduler.next_batch({"main": 0}, told.append)
     assert batch.groups == () and scheduler.num_unfinished == 3
