@@ -201,6 +201,6 @@ class Ledger:
         if not played.is_complete:
             return []
         rng = random.Random(derive_seed(self.seed, "pick", rollout_id, agent))
-        pairs = [(played.asks[group_id], played.groups[group_id]) for group_id in sorted(played.asks)]
+        pairs = [(played.asks[group_id], played.groups[group_id]) for group_id in played.asks]
         del self.state.rounds[rollout_id, agent]
         return self.team.orchestration.next_asks(pairs, rng)

@@ -70,8 +70,7 @@ class Scheduler(Ledger):
     def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> Batch:
         self.note_stage()
         self.counts: Counter[str] = Counter()
-        asks = sorted(self.state.pending, key=lambda ask: ask.group_id)
-        self.state.pending = []
+        asks, self.state.pending = self.state.pending, []
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
             asks += self.draw()
         self.open_groups(asks, versions)
@@ -79,7 +78,7 @@ class Scheduler(Ledger):
         self.note_faults()
         self._judge(finished)
         groups = self._close_groups(versions)
-        for rollout_id, agent in sorted(self.state.rounds):
+        for rollout_id, agent in list(self.state.rounds):
             self.state.pending += self.pick(rollout_id, agent)
         return Batch(tuple(groups), self.counts)
 
@@ -91,7 +90,7 @@ class Scheduler(Ledger):
                 (group, index)
                 for _, group in sorted(self.state.open.items())
                 if self.policy_of(group.ask.agent) == policy
-                for index in sorted(group.partial)
+                for index in group.partial
             ]
             requests = [self.request(group, index) for group, index in work]
             behind = _behind(self.counts["rollout/tokens"], progress)

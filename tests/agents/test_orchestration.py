@@ -114,7 +114,9 @@ def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
     about = TEAM.ask_about("verifier1", solution, first)
     assert about == Ask("r", PROBLEM, "verifier1", parent=solution, solution=solution)
     (_, question) = TEAM.messages(about)
-    assert PROBLEM.question in question.content and r"\boxed{4}" in question.content and "secret" not in question.content
+    assert (
+        PROBLEM.question in question.content and r"\boxed{4}" in question.content and "secret" not in question.content
+    )
     correction = TEAM.ask_about("corrector1", report, about)
     assert correction == Ask("r", PROBLEM, "corrector1", parent=report, solution=solution, report=report)
     problem, said, told = TEAM.messages(correction)
@@ -345,7 +347,7 @@ def test_a_thread_says_what_is_wrong_with_its_rules_and_answers() -> None:
 def test_by_default_four_acceptances_in_a_row_end_a_thread_and_ten_calls_do() -> None:
     thread, _ = play([("solver", "s", OK)] + [("verifier1", RIGHT, OK)] * 4)
     assert (thread.outcome.reason, thread.outcome.num_iterations) == ("accepted", 4)
-    script = [("solver", "s", OK), ("verifier1", WRONG, OK)] + [("corrector1", "c", OK), ("verifier2", WRONG, OK)]
+    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
     script += [("corrector2", "c", OK), ("verifier2", WRONG, OK)] * 8
     thread, _ = play(script)
     assert (thread.outcome.reason, thread.outcome.num_iterations) == ("max_iterations", 10)

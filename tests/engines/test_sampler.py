@@ -37,7 +37,9 @@ def test_a_row_is_drawn_as_its_request_says():
     assert made.top_p.tolist() == pytest.approx([1.0, 0.9] * 2)
     assert made.seeds.tolist() == [-(2**63), -1, 5, 3]  # the low 64 bits
     assert made.truncates and not RowSampling.of(samplings[:1], [0], CPU).truncates
-    assert [t.dtype for t in (made.temperature, made.top_p, made.top_k, made.seeds)] == [torch.float32] * 2 + [torch.int64] * 2
+    assert [t.dtype for t in (made.temperature, made.top_p, made.top_k, made.seeds)] == [torch.float32] * 2 + [
+        torch.int64
+    ] * 2
 
 
 def test_rows_are_selected_and_put():

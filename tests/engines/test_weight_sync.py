@@ -177,7 +177,10 @@ def test_a_tensor_that_nobody_sent_is_named(sync, engine, tensors, monkeypatch):
         ({"a": 1, "b": 3}, r"1 of 2 tensors differ, first b \(checksum 0x3, expected 0x2\)$"),
         ({"a": 1}, r"1 of 2 tensors differ, first b \(not in the engine\)$"),
         ({"a": 1, "b": 2, "c": 0}, r"1 of 2 tensors differ, first c \(not sent\)$"),
-        ({"a": 0, "c": 0, "d": 0}, r"4 of 2 .* first a \(checksum 0x0, expected 0x1\); b \(not in the engine\); c \(not sent\)$"),
+        (
+            {"a": 0, "c": 0, "d": 0},
+            r"4 of 2 .* first a \(checksum 0x0, expected 0x1\); b \(not in the engine\); c \(not sent\)$",
+        ),
     ],
 )
 def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(held, said):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -37,8 +38,8 @@ class Mutant:
     text: str
     before: str
     after: str
-    _place: tuple[ast.AST, str, int | None]  # parent, field, index in the field's list
-    _new: ast.AST
+    _place: tuple[ast.AST, str, int | None] = field(repr=False)  # parent, field, index in the field's list
+    _new: ast.AST = field(repr=False)
 
     def code(self, tree: ast.Module, file: str) -> CodeType:
         """The module with this mistake; `tree` is what `mutants` was given and is the same again afterwards."""
@@ -69,7 +70,7 @@ def sample(found: Sequence[Mutant], limit: int, seed: int) -> list[Mutant]:
         return list(found)
     rng = random.Random(seed)
     bounds = [len(found) * i // limit for i in range(limit + 1)]
-    return [found[rng.randrange(start, end)] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [found[rng.randrange(start, end)] for start, end in itertools.pairwise(bounds)]
 
 
 def _put(place: tuple[ast.AST, str, int | None], new: ast.AST) -> ast.AST:
@@ -87,14 +88,14 @@ def _put(place: tuple[ast.AST, str, int | None], new: ast.AST) -> ast.AST:
 def _walk(parent: ast.AST, function: str = "") -> Iterator[tuple[tuple[ast.AST, str, int | None], ast.AST, ast.AST]]:
     """(place, node, what takes its place) of every mistake below a node."""
     function = parent.name if isinstance(parent, ast.FunctionDef) else function
-    for field, value in ast.iter_fields(parent):
-        if field in _SKIPPED_FIELDS:
+    for name, value in ast.iter_fields(parent):
+        if name in _SKIPPED_FIELDS:
             continue
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(node, ast.AST) or isinstance(node, _SKIPPED) or _is_unjudged(node):
                 continue
-            for new in _variants(node, parent, field, function):
-                yield (parent, field, index), node, new
+            for new in _variants(node, parent, name, function):
+                yield (parent, name, index), node, new
             yield from _walk(node, function)
 
 
@@ -149,15 +150,23 @@ def _variants(node: ast.AST, parent: ast.AST, field: str, function: str) -> Iter
         yield ast.Return(ast.Constant(None))
     elif isinstance(node, ast.Break | ast.Continue):
         yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
-    elif isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+    elif _can_be_left_out(node, function):
         yield ast.Pass()
-    elif isinstance(node, ast.Assign) and function != "__init__" and not isinstance(node.targets[0], ast.Name):
-        if not isinstance(node.targets[0], ast.Tuple) or _sets_no_name(node.targets[0]):
-            yield ast.Pass()
 
 
-def _sets_no_name(target: ast.Tuple) -> bool:
-    return all(isinstance(each, ast.Attribute | ast.Subscript) for each in target.elts)
+def _can_be_left_out(node: ast.AST, function: str) -> bool:
+    """A statement that does something, and without which what follows can still run."""
+    if isinstance(node, ast.Assign):
+        return function != "__init__" and not _sets_a_name(node.targets[0])
+    return isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+
+
+def _sets_a_name(target: ast.expr) -> bool:
+    return (
+        any(_sets_a_name(each) for each in target.elts)
+        if isinstance(target, ast.Tuple)
+        else isinstance(target, ast.Name)
+    )
 
 
 def _other_constants(value: object) -> Iterator[ast.AST]:

@@ -129,7 +129,9 @@ def run_tests(judged: Judged, folder: Path, code: CodeType | None = None) -> dic
     if code is not None:
         sys.meta_path.insert(0, Replaced(judged.module, code))
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # that a test fails is enough: no smaller example
-    hypothesis.settings.register_profile("mutations", database=None, derandomize=True, deadline=None, phases=phases)
+    hypothesis.settings.register_profile(
+        "mutations", database=None, derandomize=True, deadline=None, phases=phases, max_examples=40
+    )
     hypothesis.settings.load_profile("mutations")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -176,9 +178,11 @@ def judge(name: str, judged: Judged, limit: int | None, seed: int) -> dict[str, 
             how, told = in_fork(
                 lambda code=code: run_tests(judged, folder / "tmp", code),  # type: ignore[misc]
                 limit_s=60 + 10 * first["seconds"],  # of a machine that may be busy
-                cpu_s=5 + 3 * first["cpu_s"],
+                cpu_s=5 + 2 * first["cpu_s"],
             )
-            fates.append("survived" if how == "ended" and told["passed"] else "timeout" if how == "timeout" else "killed")
+            fates.append(
+                "survived" if how == "ended" and told["passed"] else "timeout" if how == "timeout" else "killed"
+            )
             shutil.rmtree(folder / "tmp", ignore_errors=True)
             if sys.stderr.isatty():
                 print(f"\r{name} {number + 1}/{len(chosen)} ", end="", file=sys.stderr, flush=True)
@@ -212,7 +216,9 @@ def score(name: str, judged: Judged, limit: int | None, seed: int) -> tuple[Scor
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--module", action="append", choices=MODULES, help="may be given several times; default: every one")
+    parser.add_argument(
+        "--module", action="append", choices=MODULES, help="may be given several times; default: every one"
+    )
     parser.add_argument("--limit", type=int, default=60, help="mutants of a module, spread evenly over it (60)")
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--seed", type=int, default=0, help="which ones are taken")
@@ -222,7 +228,9 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was forked ends too
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", HF_HUB_OFFLINE="1")
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(Path(tempfile.gettempdir()) / "marsrl-mutations")  # compiled once, and not among the sources
+    sys.pycache_prefix = str(
+        Path(tempfile.gettempdir()) / "marsrl-mutations"
+    )  # compiled once, and not among the sources
     sys.path[:] = [str(ROOT / "typed"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
     for library in _LIBRARIES:
         importlib.import_module(library)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,6 +66,18 @@ def letter_team(
     pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
     orchestration = build_orchestration("verifier_corrector", agents, "math", config.picks)
     return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
+
+
+def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:
+    """The same team, but that a policy "other", on this engine, answers as the Verifiers."""
+    agents = {
+        name: each.model_copy(update={"policy": "other"}) if name.startswith("verifier") else each
+        for name, each in team.agents.items()
+    }
+    renderers = {**team.renderers, "other": team.renderers["main"]}
+    return replace(
+        team, agents=agents, renderers=renderers, pools={**team.pools, "other": EnginePool(LocalReplicas([engine]))}
+    )
 
 
 def letter_problems(count: int, seed: int = 0) -> DataCursor:

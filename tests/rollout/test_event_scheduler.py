@@ -5,13 +5,26 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
-from letters import END, PROMPT_ENDS, completion, judge, letter_config, letter_problems, letter_team
+from letters import (
+    END,
+    PROMPT_ENDS,
+    completion,
+    judge,
+    letter_config,
+    letter_problems,
+    letter_team,
+    with_two_policies,
+)
 
 from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.engines.recovery import Faults
+from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.event_scheduler import EventScheduler
 from marsrl.rollout.ledger import Batch, RolloutState
 from marsrl.rollout.scheduler import Scheduler
@@ -172,6 +185,66 @@ def test_a_listener_is_told_of_every_stage_when_it_begins() -> None:
     play.scheduler.on_stage = lambda: told.append(play.scheduler.state.num_stages)
     play.train(4)
     assert told == list(range(first, play.scheduler.state.num_stages + 1)) and len(told) >= 4
+
+
+def test_each_policy_decodes_its_agents_under_its_own_version_and_rests() -> None:
+    config = letter_config(prompts_per_step=4)
+    team, (engine,) = letter_team(config)
+    engine._version = 3
+    second = ScriptedEngine(engine._script, version=5, tokens_per_step=9)
+    scheduler = EventScheduler(config, with_two_policies(team, second), letter_problems(40), seed=0)
+    versions = {"main": 3, "other": 5}
+    scheduler.resume(versions)
+    versions["main"] = 4  # the scheduler has its own
+    samples = []
+    for _ in range(3):
+        scheduler.ask()
+        while (batch := scheduler.take()) is None:
+            scheduler.advance(0.0)
+        samples += [s for group in batch.groups for s in group.samples]
+    assert {(s.agent[0], segment.version) for s in samples for segment in s.segments} == {("s", 3), ("v", 5), ("c", 3)}
+    scheduler.submit()
+    assert scheduler.is_decoding
+    scheduler.rest()
+    assert not any(pool.num_under_way for pool in scheduler.team.pools.values()) and not scheduler.is_decoding
+
+
+def test_pools_share_the_waiting_and_what_is_being_judged_is_looked_at_often() -> None:
+    waited: list[float] = []
+    play = Play(letter_config())
+    team = with_two_policies(play.scheduler.team, ScriptedEngine(lambda request: [END]))
+    for pool in team.pools.values():
+        pool.collect = lambda timeout_s: waited.append(timeout_s) or []  # type: ignore[assignment, func-returns-value, misc]
+    play.scheduler.team = team
+    assert play.scheduler.collect(0.2) == [] and waited == []  # nobody has anything
+    play.scheduler.ask()
+    play.scheduler.submit()
+    team.pools["other"].submit(asks(1), version=0)
+    play.scheduler.collect(0.2)
+    play.scheduler._judging[Future()] = []
+    play.scheduler.collect(0.2)
+    play.scheduler.collect(0.002)
+    assert waited == [0.1, 0.1, 0.005, 0.005, 0.001, 0.001]
+
+
+def asks(count: int) -> list[DecodeRequest]:
+    prompt = np.asarray([5, PROMPT_ENDS], np.int32)
+    return [DecodeRequest(f"a/solver:{i}", prompt, 8, Sampling(stop_token_ids=(END,)), i, "a") for i in range(count)]
+
+
+def test_a_batch_says_what_its_stage_did() -> None:
+    play = Play(letter_config(segments=4))
+    play.scheduler.team.pools["main"]._faults = Faults(resubmitted=7)
+    first, second = play.batch(), play.batch()
+    assert (first.metrics["rollout/stages"], first.metrics["rollout/resubmitted"]) == (1, 7)
+    assert second.metrics["rollout/resubmitted"] == 0 and play.scheduler.state.num_taken == 2
+    play = Play(letter_config(segments=4))
+    play.scheduler.ask()
+    while play.scheduler.state.num_batches < 1:
+        unfinished = play.scheduler.num_unfinished
+        play.scheduler.advance(0.0)
+    batch = play.scheduler.take()
+    assert batch is not None and 0 < batch.metrics["rollout/unfinished"] <= unfinished + 2 * 2 * 3
 
 
 def test_nothing_begins_at_rest() -> None:

@@ -83,7 +83,9 @@ def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
     """(step, the weights, what was said)."""
     learner, said = WordLearner(), list[str]()
     restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
-    assert restored == Restored(restored.step, {"main": restored.step}, state_after(restored.step)) if restored else True
+    assert (
+        restored == Restored(restored.step, {"main": restored.step}, state_after(restored.step)) if restored else True
+    )
     return restored.step if restored else 0, learner.word, said
 
 
@@ -134,18 +136,24 @@ def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(ru
             save(saves, 1, word="unwritable")
             saves.finish()
         part = run.checkpoints / "step_1.part"
-        assert str(caught.value).startswith(f"the checkpoint of step 1 was not written ({part}); rank 0: OSError: no room")
+        assert str(caught.value).startswith(
+            f"the checkpoint of step 1 was not written ({part}); rank 0: OSError: no room"
+        )
         assert " MiB are free there; make room" in str(caught.value)
         assert str(caught.value).endswith("there is no earlier checkpoint with run.resume=auto")
         assert list(run.checkpoints.iterdir()) == []
         saves.finish()  # nothing is left to be ended
     save(writer(run), 2)
-    with pytest.raises(RuntimeError, match="the last whole checkpoint is untouched, go on from it with run.resume=auto$"):
+    with pytest.raises(
+        RuntimeError, match="the last whole checkpoint is untouched, go on from it with run.resume=auto$"
+    ):
         save(writer(run), 3, word="unwritable")
     assert load(run)[0] == 2
 
 
-def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(writer(run), 1)
 
     def refuse(*words: object) -> None:
@@ -154,14 +162,20 @@ def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(run: RunDirectory,
     for name in ("write_json", "write_manifest"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, name, refuse)
-            with pytest.raises(RuntimeError, match=r"the checkpoint of step 2 was not written .*rank 0: OSError: read-only"):
+            with pytest.raises(
+                RuntimeError, match=r"the checkpoint of step 2 was not written .*rank 0: OSError: read-only"
+            ):
                 save(writer(run), 2)
         assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1"]
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
-    monkeypatch.setattr(checkpoint, "sync_tree", lambda folder: synced.append((folder.name, (folder / "manifest.json").exists())))
+    monkeypatch.setattr(
+        checkpoint, "sync_tree", lambda folder: synced.append((folder.name, (folder / "manifest.json").exists()))
+    )
     save(writer(run), 1)
     assert synced == [("step_1.part", True)]
 
@@ -218,7 +232,9 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
     for left in (1, 2):
         (run.checkpoint(left) / "manifest.json").unlink()
-    with pytest.raises(RuntimeError, match="no earlier checkpoint is whole: restore the files, or start a run of another name"):
+    with pytest.raises(
+        RuntimeError, match="no earlier checkpoint is whole: restore the files, or start a run of another name"
+    ):
         load(run, "previous")
 
 

@@ -187,7 +187,9 @@ def test_a_sequence_is_its_sample() -> None:
     recorded = np.zeros((4, 1, 2), np.uint8)
     made = sample("0/solver:0", 0.5, rollout_logprobs=np.array([-1, -2, -3], np.float32), routed_experts=recorded)
     agents = {"solver": AgentConfig(temperature=0.7)}
-    first, _ = credit([Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))], CreditConfig(), agents).sequences
+    first, _ = credit(
+        [Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))], CreditConfig(), agents
+    ).sequences
     assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
     assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
     assert first.routed_experts is recorded and first.token_weights is None

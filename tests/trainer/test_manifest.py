@@ -71,7 +71,9 @@ def test_without_a_manifest_a_checkpoint_was_not_written_to_its_end(folder: Path
     assert "manifest.json is missing" in said
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b'{"files": {"a": [1, "x"]}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b'{"files": {"a": [1, "x"]}}']
+)
 def test_a_manifest_of_another_form_is_damaged(folder: Path, content: bytes) -> None:
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(DamagedError, match="manifest.json is damaged: "):
