@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engine_cases import perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, perturbed, prompt, request, tensors_of
 from safetensors.torch import save_file
 
 from marsrl.rollout.engines.fused_layout import fused_checksums
@@ -44,7 +44,7 @@ def test_what_is_drawn_depends_on_seed_and_position_alone(kind, checkpoint):
         alone = engine.generate([ask], version=0)[0]
         np.testing.assert_array_equal(alone.token_ids, result.token_ids)
         np.testing.assert_array_equal(other.token_ids, result.token_ids)
-        np.testing.assert_allclose(alone.logprobs, result.logprobs, atol=1e-5)
+        np.testing.assert_allclose(alone.logprobs, result.logprobs, atol=ROUNDING)
         assert (result.finish is Finish.STOP) == (int(result.token_ids[-1]) in (3, 9))
 
 

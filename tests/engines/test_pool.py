@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_cases import actors, after, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines import replicas
@@ -113,7 +113,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         results = pool.generate(asks, version=0, on_progress=progress.append)
         for one, other in zip(alone, results, strict=True):
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=ROUNDING)
             assert (one.uid, one.finish, one.version) == (other.uid, other.finish, other.version)
         assert sum(pool.num_decoded()) == 24 * 30 == progress[-1] and all(pool.num_decoded())
         pool.submit(asks[:10], version=0)
@@ -199,6 +199,6 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
         for result, expected in zip(results, right, strict=True):
             assert (result.uid, result.version) == (expected.uid, 2)
             np.testing.assert_array_equal(result.token_ids, expected.token_ids)
-            np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-5)
+            np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=ROUNDING)
         sync.close()
     assert "RAY_ADDRESS" not in os.environ

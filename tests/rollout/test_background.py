@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ def background(**options: Any) -> tuple[BackgroundScheduler, Any]:
     config = letter_config(**{key: options.pop(key) for key in list(options) if key not in ("script", "judge")})
     team, engines = letter_team(config, **options)
     return BackgroundScheduler(config, team, letter_problems(40), seed=0), engines[0]
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Waits for it: a minute, for machines that are busy."""
+    for _ in range(6000):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def rollout_threads() -> list[str]:
@@ -50,11 +59,7 @@ def test_batches_come_while_versions_change() -> None:
 def test_decoding_goes_on_while_the_trainer_does_something_else() -> None:
     scheduler, _ = background()
     scheduler.next_batch({"main": 0})
-    for _ in range(500):
-        if scheduler.snapshot().scheduler.ready:
-            break
-        time.sleep(0.01)
-    assert scheduler.snapshot().scheduler.ready
+    assert comes_true(lambda: bool(scheduler.snapshot().scheduler.ready))
     scheduler.close()
 
 
@@ -94,21 +99,21 @@ def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
     let_go = threading.Event()
 
     def slow(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        let_go.wait(20)
+        let_go.wait(120)
         return judge(answers)
 
     scheduler, engine = background(judge=slow, overlap=1)
     trainer = threading.Thread(target=lambda: scheduler.next_batch({"main": 0}))
     trainer.start()
-    for _ in range(500):
-        books = scheduler.snapshot().scheduler
-        if books.open and not scheduler._team.pools["main"].num_under_way and engine.num_decoded() > 50:
-            break
-        time.sleep(0.01)
-    assert engine.num_decoded() > 50 and not books.closed  # all solvers are decoded, none is judged
+    pool = scheduler._team.pools["main"]
+    assert comes_true(
+        lambda: bool(scheduler.snapshot().scheduler.open) and not pool.num_under_way and engine.num_decoded() > 50
+    )
+    books = scheduler.snapshot().scheduler
+    assert not books.closed  # all solvers are decoded, none is judged
     assert all(len(group.partial) == 3 for group in books.open.values())  # a checkpoint now would decode them again
     let_go.set()
-    trainer.join(20)
+    trainer.join(120)
     assert not trainer.is_alive()
     scheduler.close()
 
