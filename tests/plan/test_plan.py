@@ -268,6 +268,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], t
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
         (["--gpus", "8"], "40 engines x 1 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
+        (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line; rollout.vllm.tensor_parallel: "),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],
             "Llama-7B is none of the models whose shape is known: Qwen3-30B",

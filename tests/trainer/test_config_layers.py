@@ -141,6 +141,15 @@ def test_the_example_of_frozen_policies_is_accepted_as_it_stands(
     assert read_config(written(tmp_path, yaml.safe_dump(settings)))[0].model_dump(mode="json") == settings
 
 
+def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path: Path) -> None:
+    text = "preset: none\nagents: {verifier1: {pick: random}}\ncredit: {train_agents: [solver]}"
+    config, _ = read_config(written(tmp_path, text))
+    assert list(config.agents) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
+    assert config.agents["verifier1"].pick == "random" and config.agents["solver"].pick == "adaptive"
+    message = refusal(written(tmp_path, text), "credit.train_agents=[prover]")
+    assert message.startswith("credit.train_agents names 'prover'; the agents are solver, verifier1, ")
+
+
 def refusal(path: Path | None, *words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read_config(path, words)
@@ -171,6 +180,11 @@ def test_settings_that_contradict_each_other_name_where_each_was_given(tmp_path:
 def test_a_key_that_an_error_writes_from_its_policy_on_is_found(tmp_path: Path) -> None:
     path = written(tmp_path, "policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n")
     assert refusal(path).endswith(f"(policies.main.optimizer.overlap_param_gather: {path}:4)")
+
+
+def test_an_error_that_names_no_whole_key_has_the_line_of_what_it_is_about(tmp_path: Path) -> None:
+    text = "policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n"
+    assert refusal(written(tmp_path, text)).endswith(f"the config is saved ({tmp_path / 'my.yaml'}:5)")
 
 
 def test_keys_of_an_anchor_have_their_own_line(tmp_path: Path) -> None:
