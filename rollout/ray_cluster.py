@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine

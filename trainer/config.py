@@ -362,17 +362,17 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         raise ValueError(
             f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc or shm"
         )
-    if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
-        raise ValueError(
-            f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
-            "set sync.backend=nccl or shm, or rollout.placement=colocated"
-        )
     if rollout.engine == "scripted":
         raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; set shm")
     if rollout.placement == "local":
         raise ValueError(
             f"{key} is between processes, and with rollout.placement=local the engines live in the trainer's: set "
             "sync.backend=shm, or another placement"
+        )
+    if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
+        raise ValueError(
+            f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
+            "set sync.backend=nccl or shm, or rollout.placement=colocated"
         )
 
 

@@ -96,13 +96,17 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
     address, home = head
     without = told(JOIN, address, "4", HOME=str(tmp_path))
     assert f"rollout.ray_address is {address}, but no Ray cluster could be joined there" in without[0]
-    assert f"its token: this host has none ({tmp_path}/.ray/auth_token), and a cluster may demand it: copy" in without[0]
+    assert (
+        f"its token: this host has none ({tmp_path}/.ray/auth_token), and a cluster may demand it: copy" in without[0]
+    )
     off = told(JOIN, address, "4", HOME=str(home), RAY_AUTH_MODE="disabled")
     assert off[0].endswith("RAY_AUTH_MODE=disabled shows none, and a cluster may demand it: set RAY_AUTH_MODE=token")
 
     fits, many, twice = told(JOIN, address, "60", HOME=str(home))  # found in ~/.ray without a word from the user
     assert fits == "enough"
-    assert f"need 3 GPU(s), and the Ray cluster at rollout.ray_address={address} has 2 free: lower rollout.engines" in many
+    assert (
+        f"need 3 GPU(s), and the Ray cluster at rollout.ray_address={address} has 2 free: lower rollout.engines" in many
+    )
     assert "counts 2 GPU(s) of this host, where 7 trainer rank(s) hold the first of 8" in twice
     assert twice.endswith("start Ray here with `CUDA_VISIBLE_DEVICES=7 ray start ...`")
 

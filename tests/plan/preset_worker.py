@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -81,7 +82,11 @@ def save_frame(name: str, folder: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     if is_moe:
-        config |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True}
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "norm_topk_prob": True,
+        }
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")
@@ -93,8 +98,8 @@ def commands(preset: Path) -> dict[str, list[str]]:
     header = [line for line in preset.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
     text = "\n".join(line.removeprefix("#   ").strip() for line in header).replace("\\\n", " ")
     lines = [shlex.split(line) for line in text.splitlines()]
-    found = {"plan": line for line in lines if line[:2] == ["marsrl", "plan"]}
-    return found | {"train": line for line in lines if "trainer/main.py" in line}
+    kinds = [("plan" if line[:2] == ["marsrl", "plan"] else "train", line) for line in lines]
+    return {kind: line for kind, line in kinds if kind == "plan" or "trainer/main.py" in line}
 
 
 def planned(words: list[str], folder: Path) -> dict[str, Any]:
@@ -110,12 +115,13 @@ def planned(words: list[str], folder: Path) -> dict[str, Any]:
 
 
 def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
-    """Preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+    """Dry run and preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+    from marsrl.trainer.main import main as train
     from marsrl.trainer.preflight import preflight
     from marsrl.trainer.read_config import read_config
 
     words = says.get("train", [])
-    options = dict(zip(words, words[1:], strict=False))
+    options = dict(itertools.pairwise(words))
     local = int(options.get("--nproc-per-node", "1"))
     world = local * int(options.get("--nnodes", "1"))
     model = next((word.partition("=")[2] for word in words if word.startswith("policies.main.model=")), None)
@@ -124,11 +130,13 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
         name = "Qwen3-0.6B" if model == "/path/to/model" else Path(model).name
         (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
         settings = [f"policies.main.model={save_frame(name, folder)}", f"data.train={folder}/problems.jsonl"]
-    config = read_config(preset, settings)[0]
-    if config.sync.directory is not None:
-        config = read_config(preset, [*settings, f"sync.directory={folder}"])[0]
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    return preflight(config, world), world
+    if read_config(preset, settings)[0].sync.directory is not None:
+        settings.append(f"sync.directory={folder}")
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world)}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert train(["--dry-run", "--config", str(preset), *settings]) == 0
+    assert "batch arithmetic" in said.getvalue()
+    return preflight(read_config(preset, settings)[0], world), world
 
 
 def megatron_configs(config: Any) -> dict[str, Any]:

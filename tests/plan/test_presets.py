@@ -69,12 +69,24 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 @pytest.mark.parametrize(
     ("settings", "host", "says"),
     [
-        ({"vllm": {"tensor_parallel": 2}, "engines": 2}, NODE, "set rollout.vllm.tensor_parallel=1, and rollout.engines=4"),
-        ({"engines": 5}, NODE, r"needs 5 GPU.s. without a trainer rank; .* has 8, and 4 rank.* set rollout.engines=4, or"),
+        (
+            {"vllm": {"tensor_parallel": 2}, "engines": 2},
+            NODE,
+            "set rollout.vllm.tensor_parallel=1, and rollout.engines=4",
+        ),
+        (
+            {"engines": 5},
+            NODE,
+            r"needs 5 GPU.s. without a trainer rank; .* has 8, and 4 rank.* set rollout.engines=4, or",
+        ),
         ({"engines": 2}, TrainerHost(8, 8, False), r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
         ({"engines": 1}, TrainerHost(1, 1, False), "set rollout.placement=local, or rollout.ray_address"),
         ({"engines": 8, "placement": "colocated"}, NODE, "set rollout.engines=4"),
-        ({"ray_address": HEAD}, TrainerHost(8, 8, True), r"writes weights to /dev/shm of .* set sync.directory to a folder"),
+        (
+            {"ray_address": HEAD},
+            TrainerHost(8, 8, True),
+            r"writes weights to /dev/shm of .* set sync.directory to a folder",
+        ),
     ],
 )
 def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any], host: TrainerHost, says: str) -> None:

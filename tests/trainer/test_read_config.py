@@ -93,6 +93,7 @@ def test_later_words_win() -> None:
         (("sync.backend=nccl", "rollout.placement=local"), "rollout.placement=local the engines live in the trainer's"),
         (("sync.backend=nccl", "rollout.placement=colocated"), "NCCL refuses two processes on one GPU"),
         (("sync.backend=ipc", "rollout.engine=scripted"), "rollout.engine=scripted has none"),
+        (("sync.backend=ipc",), "gives engines GPUs of their own: set sync.backend=nccl"),
         (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
         (("sync.backend=nccl", "rollout.ray_address=head:6379"), "set sync.host to the address"),
         (("sync.cpu_twin=true",), "sync.backend=shm runs on a CPU as it is"),
@@ -102,10 +103,13 @@ def test_a_weight_sync_that_cannot_be_is_refused_with_the_reason(words: tuple[st
     assert reason in refusal(*words)
 
 
+PLACEMENT_OF = {"nccl": "disaggregated", "ipc": "colocated"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
 def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
-    words = [f"sync.backend={backend}", "rollout.engine=local"]
+    words = [f"sync.backend={backend}", "rollout.engine=local", "rollout.placement=" + PLACEMENT_OF[backend]]
     with pytest.raises(ConfigError, match=rf"sync\.backend={backend} needs CUDA, .* or sync\.cpu_twin=true"):
         preflight(read_config(None, words)[0], world_size=1)
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
