@@ -4,10 +4,10 @@
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
-Random Qwen3 and Qwen3-MoE models of 64 x layers, whose weights have a standard deviation of 0.02 to 0.2. An engine is
-started for each shape and dtype; other weights reach it as an update does. `notices`: the probe's statistic that is too large
-(at the first comparison, or with the narrower bound of a later one), `settings` where the engine's own account of what it
-computes with differs, `checksums` where the mutation is in the weights, `engine` where vLLM's cached prefixes are counted.
+Random Qwen3 and Qwen3-MoE models of width 64, whose weights have a standard deviation of 0.02 to 0.2. An engine is started for
+each shape and dtype; other weights reach it as an update does. The last column says who notices: the probe's statistic that is
+too large (at the first comparison, or by the narrower bound of a later one), `settings` where the engine's own account of what
+it computes with differs, `checksums` where the weights' do, `engine` where vLLM counts cached prefixes right after an update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
             first = refusal(ProbeComparison(), trainer, scores)
             probe = first or (f"{then} (later)" if (then := refusal(later, trainer, scores)) else "")
             r = report_of(trainer, scores)
-            who = ", ".join(each for each in (probe, others) if each) or "nobody"
+            who = ", ".join(filter(None, (probe, others)))
             return Row(
                 pair.kind, pair.layers, pair.dtype, std, what, r.ratio, r.share, r.num_last, r.largest, r.noise, who
             )
@@ -207,7 +207,9 @@ def mutated(pair: Pair) -> Iterator[Row]:
             pair.score()
             pair.process.call("spoil", [("stale prefix cache",)])
             pair.send(weights)
-            yield row(f"stale prefix cache, update {size:g}", "engine")
+            found = row(f"stale prefix cache, update {size:g}")
+            is_seen = pair.process.call("take_refusals", [()])[0].value
+            yield replace(found, notices=", ".join(filter(None, (found.notices, "engine" if is_seen else ""))))
             pair.process.call("mend", [()])
             pair.send(weights)
 
@@ -230,6 +232,11 @@ def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
             )
 
 
+def _line(row: Row) -> str:
+    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in asdict(row).items()}
+    return json.dumps(rounded)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--honest", type=int, default=0, help="syncs of random models, over all shapes")
@@ -250,7 +257,7 @@ def main() -> int:
                 if not args.honest or row.notices:
                     print(
                         f"{row.kind:5} {row.layers} {row.dtype:8} std {row.std:.2g}  {row.what:34} median/noise {row.ratio:10.3g}"
-                        f"  share {row.share:.3f}  last {row.num_last:2}/16  {row.notices}",
+                        f"  share {row.share:.3f}  last {row.num_last:2}/16  {row.notices or '-'}",
                         flush=True,
                     )
             pair.close()
@@ -266,7 +273,7 @@ def main() -> int:
     if args.honest:
         print(f"false alarms: {sum(bool(row.notices) for row in rows)} of {len(rows)} honest syncs of random models")
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=0) + "\n", encoding="utf-8")
+        Path(args.json).write_text("[\n" + ",\n".join(map(_line, rows)) + "\n]\n", encoding="utf-8")
     return 0
 
 

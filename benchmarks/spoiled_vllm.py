@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ class SpoiledVllm(VllmEngine):
         )
         self._model: Any = self._core.model_executor.driver_worker.worker.model_runner.get_model()
         self._undo: list[Callable[[], None]] = []
+        self._refusals: list[str] = []
 
     def spoil(self, what: str) -> int:
         """How many places were changed."""
@@ -65,6 +66,17 @@ class SpoiledVllm(VllmEngine):
                     self._set(getattr(module, name), "forward", lambda x, *_: x)
 
     def _stale_cache(self) -> None:
-        """Neither emptied, nor refused by the engine itself: what the probe alone sees of it."""
+        """Not emptied; what the engine itself says of that is kept back, so that the probe is asked alone."""
         self._set(self, "_reset_prefix_cache", lambda: None)
-        self._set(self, "_refuse_old_prefixes", lambda outputs: None)
+        self._set(self, "_refuse_old_prefixes", self._keep_refusal)
+
+    def _keep_refusal(self, outputs: Sequence[Any]) -> None:
+        try:
+            VllmEngine._refuse_old_prefixes(self, outputs)
+        except RuntimeError as refusal:
+            self._refusals.append(str(refusal))
+
+    def take_refusals(self) -> list[str]:
+        """What the engine would have stopped with since the last call."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
