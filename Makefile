@@ -12,7 +12,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
 
-.PHONY: help install train test parity check bench clean
+.PHONY: help install train test parity mutations check bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with a
 
 parity: install  ## every parallel layout against one rank and against transformers
 	python benchmarks/parity.py
+
+mutations: install  ## mistakes put into the code, one at a time: which ones the tests beside it notice
+	python tests/mutations/run.py --show
 
 check: install  ## ruff, types, and the fast tests
 	ruff check .

@@ -49,7 +49,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """The sums by file name relative to `folder`.
+    """The sums by file name relative to `folder`, in the order of the names.
 
     Raises:
         DamagedError: there is no manifest, or it is not what write_manifest wrote, to the byte.
@@ -78,7 +78,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
         sums = read_manifest(folder)
     except DamagedError as error:
         return [str(error)]
-    found = [line for name in sorted(sums)[part::num_parts] if (line := _difference(folder / name, sums[name]))]
+    found = [line for name in list(sums)[part::num_parts] if (line := _difference(folder / name, sums[name]))]
     strangers = sorted(_names(folder) - sums.keys()) if part == 0 else []
     return found + [f"{folder / name} is not in {NAME}; remove it if it is yours" for name in strangers]
 

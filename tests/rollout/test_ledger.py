@@ -208,6 +208,12 @@ def test_a_listener_hears_of_a_stage() -> None:
     assert told == [1]
 
 
+def test_a_run_begins_with_empty_books() -> None:
+    state = SchedulerState()
+    assert [state.num_instances, state.num_stages, state.num_batches, state.num_taken] == [0, 0, 0, 0]
+    assert not (state.pending or state.open or state.rounds or state.closed or state.ready)
+
+
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     books = ledger()
     first, second = opened(books)

@@ -58,12 +58,22 @@ def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
 def test_the_cut_follows_seed_and_step_alone() -> None:
     credited = credit(GROUPS, CreditConfig(), AGENTS)
 
-    def cut(seed: int, step: int) -> list[list[str]]:
-        work = mini_batches(credited, GROUPS[::-1], 3, seed=seed, step=step)
-        return [[s.uid for s in update.sequences] for update in work.updates]
+    def cut(seed: int, step: int, groups: list[Group] = GROUPS) -> list[list[str]]:
+        work = mini_batches(credited, groups, 3, seed=seed, step=step)
+        return [sorted({s.uid[0] for s in update.sequences}) for update in work.updates]
 
-    assert cut(0, 1) == cut(0, 1)
+    # the group beside "2" has no spread; no other cut tomorrow, or a run that goes on would train otherwise
+    assert cut(0, 1) == cut(0, 1, GROUPS[::-1]) == [["0", "3", "4"], ["2"], ["1", "5"]]
     assert cut(0, 1) != cut(0, 2) and cut(0, 1) != cut(1, 1)
+
+
+def test_mini_batches_share_what_is_counted() -> None:
+    without_spread = [group(f"{i}/solver", [1, 1, 1, 1]) for i in range(6)]
+    groups = [*without_spread, group("6/solver", [1, 0]), group("7/solver", [1, 0]), group("8/solver", [1, 0])]
+    credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
+    for step in range(9):
+        updates = mini_batches(credited, groups, 3, seed=0, step=step).updates
+        assert [(len(update.sequences), update.num_tokens) for update in updates] == [(2, 6)] * 3
 
 
 def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
