@@ -73,7 +73,7 @@ class Pair:
             policy, self._model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0
         )
         self.process = EngineProcess(str(self._model), dtype, SpoiledVllm, "spawn")
-        self.pool = EnginePool(self.process)  # type: ignore[arg-type]
+        self.pool = EnginePool(self.process)
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
@@ -190,8 +190,8 @@ def mutated(pair: Pair) -> Iterator[Row]:
             if pair.kind == "moe" or not what.startswith("top-k"):
                 assert pair.process.call("spoil", [(what,)])[0].value
                 told = pair.pool.infos()[0].settings
-                wrong = [name for name, values in told.items() if set(values) != {float(pair.settings[name])}]
-                yield row(what, "settings" if wrong else "")
+                is_told = any(set(values) != {float(pair.settings[name])} for name, values in told.items())
+                yield row(what, "settings" if is_told else "")
                 pair.process.call("mend", [()])
         wrong = {"expert pair swapped": swapped(weights, last)} if pair.kind == "moe" else {}
         for layer in (0, last):

@@ -25,14 +25,15 @@ class SpoiledVllm(VllmEngine):
 
     def spoil(self, what: str) -> int:
         """How many places were changed."""
-        {
+        ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
             "norm eps x 100": self._eps,
             "top-k + 1": partial(self._top_k, 1),
             "top-k - 1": partial(self._top_k, -1),
             "no q/k norm": self._no_qk_norm,
             "stale prefix cache": self._stale_cache,
-        }[what]()
+        }
+        ways[what]()
         return len(self._undo)
 
     def mend(self) -> None:

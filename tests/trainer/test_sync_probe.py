@@ -29,6 +29,7 @@ def test_rounding_passes_and_is_reported_with_its_largest_difference() -> None:
     report = ProbeComparison().compare(TRAINER, [engine(0.5), theirs], 0)
     assert report.num_tokens == 640 and report.largest == pytest.approx(4, abs=0.1)
     assert report.median == pytest.approx(0.0067, rel=0.2) and report.noise == pytest.approx(0.0067, rel=0.1)
+    assert report.bound == pytest.approx(2 * 1.645 * 0.01, rel=0.1)  # 90 % of a normal lie within 1.645 deviations
     assert report.share == pytest.approx(17 / 640, abs=0.005) and 0.7 < report.ratio < 1.4
 
 
