@@ -247,6 +247,16 @@ def test_a_batch_says_what_its_stage_did() -> None:
     assert batch is not None and 0 < batch.metrics["rollout/unfinished"] <= unfinished + 2 * 2 * 3
 
 
+def test_nothing_begins_before_the_versions_are_told() -> None:
+    config = letter_config()
+    scheduler = EventScheduler(config, letter_team(config)[0], letter_problems(9), seed=0)
+    scheduler.ask()
+    scheduler.submit()
+    assert scheduler.state.num_stages == 0 and not scheduler.state.open
+    scheduler.resume({"main": 0})
+    assert scheduler.state.num_stages == 1
+
+
 def test_nothing_begins_at_rest() -> None:
     play = Play(letter_config(overlap=1))
     play.batch()
