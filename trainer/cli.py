@@ -90,7 +90,7 @@ def _evaluate(add: AddParser) -> None:
         "Evaluate a team without training it: each agent and the whole loop, with 95% intervals.",
         "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl",
     )
-    parser.add_argument("--config", help="YAML file (default: the task's preset)")
+    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
     parser.add_argument("--json", help="also write the numbers to this file")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
 
@@ -154,7 +154,7 @@ def _plan(add: AddParser) -> None:
         "Will a run fit on so many GPUs, in which layout, and how long is a step? By formula; no GPU is needed.",
         "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g",
     )
-    parser.add_argument("--config", help="YAML file (default: the task's preset)")
+    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs in all, those of the engines included")
     parser.add_argument(
         "--gpu", default="h100-80g", help="h100-80g, a100-80g, a100-40g, h200-141g (default: %(default)s)"
@@ -178,10 +178,13 @@ def _plan(add: AddParser) -> None:
         settings = list(words.settings)
         if words.response is not None:
             settings.append(f"rollout.max_response_tokens={words.response}")
-        plan = make_plan(read_config(words.config, settings)[0], words.gpus, words.gpu, words.mean_response)
+        config, origin = read_config(words.config, settings)
+        with origin.places_in_errors():
+            plan = make_plan(config, words.gpus, words.gpu, words.mean_response)
         if words.json == "-":
             print(as_json(plan))
             return 0
+        print(f"# settings: {origin}")
         if words.json:
             Path(words.json).write_text(as_json(plan) + "\n", encoding="utf-8")
         show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 120))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from marsrl.rollout.agents.orchestration import whole_team
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -229,6 +230,11 @@ class WarmStartConfig(Settings):
 
 
 class RunConfig(Settings):
+    preset: Literal["none"] = Field(
+        "none",
+        description="in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is "
+        "resolved: none",
+    )
     run: RunSection = RunSection()
     task: str = Field("arithmetic", description="arithmetic | math")
     task_options: dict[str, int | float | str | bool | None] = Field(
@@ -236,8 +242,12 @@ class RunConfig(Settings):
     )
     data: DataConfig = DataConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
-    agents: dict[str, AgentConfig] = Field(default_factory=dict, description="default: the orchestration's agents")
     orchestration: str = Field("verifier_corrector", description="verifier_corrector")
+    agents: dict[str, AgentConfig] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="the orchestration's agents; defaults for those not given",
+    )
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     credit: CreditConfig = CreditConfig()
@@ -251,6 +261,13 @@ class RunConfig(Settings):
     def trained_policies(self) -> dict[str, PolicyConfig]:
         """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+
+    @field_validator("agents")
+    @classmethod
+    def _are_the_whole_team(cls, agents: dict[str, AgentConfig], others: ValidationInfo) -> dict[str, AgentConfig]:
+        if "orchestration" not in others.data:  # it is wrong itself, which is said
+            return agents
+        return whole_team(others.data["orchestration"], agents)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -275,14 +292,14 @@ class RunConfig(Settings):
                 )
             if name in trained and (agent.top_p != 1 or agent.top_k != -1):
                 raise ValueError(
-                    f"agents.{name}: trained agents need top_p 1 and top_k -1 (found {agent.top_p}, {agent.top_k}): the "
-                    "trainer's log-probs are of the untruncated distribution; set them, or leave the agent out of "
-                    "credit.train_agents"
+                    f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "
+                    "needs 1 and -1: the trainer's log-probs are of the untruncated distribution; set them, or leave the "
+                    "agent out of credit.train_agents"
                 )
         _check_sync(self.sync, self.rollout)
         if self.credit.train_agents != "all":
             for name in self.credit.train_agents:
-                if self.agents and name not in self.agents:
+                if name not in self.agents:
                     raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(self.agents)}")
         if self.loss.kl == "none" and self.loss.kl_coef:
             raise ValueError(f"loss.kl_coef is {self.loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")

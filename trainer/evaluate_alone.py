@@ -20,14 +20,16 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], json_file: 
     Raises:
         ValueError: the settings, the data or the model cannot be used.
     """
-    config, _ = read_config(config_file, settings)
-    checked = preflight(config, world_size=1)
-    config = checked.config
-    models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
-    missing = [name for name in config.policies if name not in models]
-    if missing:
-        raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
+    config, origin = read_config(config_file, settings)
+    with origin.places_in_errors():
+        checked = preflight(config, world_size=1)
+        config = checked.config
+        models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
+        missing = [name for name in config.policies if name not in models]
+        if missing:
+            raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
     console = RunConsole()
+    console.message(f"# settings: {origin}")
     with open_team(checked, models) as team:
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed

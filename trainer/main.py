@@ -1,5 +1,7 @@
 """Train a team: `torchrun trainer/main.py [--config FILE] [key.sub=value ...]`, or `python trainer/main.py` alone.
 
+Installed, without a checkout: `torchrun -m marsrl.trainer.main ...` or `python -m marsrl.trainer.main ...`.
+
 With no words at all it runs configs/cpu_default.yaml: MarsRL from random weights on this machine's CPU.
 """
 
@@ -30,6 +32,7 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml policies.main.model=/models/Qwen3-8B \\
     data.train=problems.jsonl
   python trainer/main.py --dry-run rollout.group_size=16
+installed, without a checkout: python -m marsrl.trainer.main, torchrun -m marsrl.trainer.main
 """
 
 
@@ -41,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config", help="YAML file (default: the task's preset, configs/cpu_default.yaml for arithmetic)"
-    )
+    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, then exit"
     )
@@ -54,13 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
     from marsrl.trainer.run_directory import RunDirectory
 
     try:
-        config, preset = read_config(words.config, words.settings)
-        checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        run = checked.config.run
+        config, origin = read_config(words.config, words.settings)
         directory = None
-        if is_first and not words.dry_run:
-            directory = RunDirectory.create(run.dir, run.name, preset, run.resume)
-            directory.write_config(checked.config.model_dump(mode="json"))
+        with origin.places_in_errors():
+            checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+            run = checked.config.run
+            if is_first and not words.dry_run:
+                directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
+                directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
     except (ConfigError, ValueError, OSError) as error:
         if is_first:
             print(f"marsrl: {error}", file=sys.stderr, flush=True)
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             time.sleep(RANK_0_PRINTS_S)  # torchrun ends everybody when the first rank fails: that must not be this one
         return 2
     if is_first:
-        print(checked.text(with_config=words.dry_run), flush=True)
+        print(f"# settings: {origin}", checked.text(with_config=words.dry_run), sep="\n", flush=True)
     if words.dry_run:
         return 0
     signal.signal(signal.SIGTERM, _stop)

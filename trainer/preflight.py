@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import yaml
 
 from marsrl.rollout.agents.orchestration import build_orchestration
-from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.vllm_engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.tasks.data import read_problems
@@ -64,8 +63,7 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
         train, held_out = _hold_out(train, config.evaluate.num_problems)
         num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
-    orchestration = build_orchestration(config.orchestration, config.agents, task.prompts, config.rollout.picks)
-    config = with_agents(config, tuple(spec.name for spec in orchestration.agents))
+    build_orchestration(config.orchestration, config.agents, task.prompts)  # a prompt set that is not there
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
@@ -175,10 +173,3 @@ def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunC
         for name, agent in config.agents.items()
     }
     return config.model_copy(update={"agents": agents})
-
-
-def with_agents(config: RunConfig, names: tuple[str, ...]) -> RunConfig:
-    """`agents` in the orchestration's order, defaults where none is given."""
-    agents = {name: config.agents.get(name, AgentConfig()) for name in names}
-    # through validation again: the checks between sections see the agents that were filled in
-    return RunConfig.model_validate({**config.model_dump(), "agents": {n: a.model_dump() for n, a in agents.items()}})

@@ -1,4 +1,4 @@
-"""YAML file + `key.sub=value` words -> a checked RunConfig, or one message that a person can act on."""
+"""Preset < YAML file < `key.sub=value` words -> a checked RunConfig, or one message that a person can act on."""
 
 from __future__ import annotations
 
@@ -8,83 +8,141 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEFAULT_FOR_TASK = {"arithmetic": "cpu_default.yaml", "math": "math_default.yaml"}
-
-
-class ConfigError(ValueError):
-    """The config as a whole cannot be used; the text says which keys, what was found and what was expected."""
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"  # in a checkout, and in an installed package
+DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default"}
 
 
-def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[RunConfig, str]:
-    """The checked settings and the preset's name (the file's stem).
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[RunConfig, ConfigOrigin]:
+    """The checked settings, and what they were made of.
+
+    Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
+    by key, a list is replaced. `preset: none` inherits nothing. A policy that only a preset names is left out where no
+    agent has it: who gives policies of his own to all agents does not get the preset's beside them.
 
     Args:
-        path: a YAML file; None takes the default of the task that `overrides` name (arithmetic: configs/cpu_default.yaml).
+        path: a YAML file or the name of a shipped preset; None: no file.
         overrides: words `key.sub=value`, later ones win; values are YAML.
 
     Raises:
         ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
     """
+    given = [] if path is None else [_find(str(path))]
+    given += [_read_words(overrides)] if overrides else []
+    origin = ConfigOrigin(given)
     try:
-        words = OmegaConf.from_dotlist(list(_checked_words(overrides)))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"command line: {error}") from error
-    if path is None:
-        path = default_config(str(OmegaConf.select(words, "task", default="arithmetic")))
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"--config {path}: no such file; presets here: {', '.join(sorted(p.name for p in CONFIGS.glob('*.yaml')))}"
+        origin = ConfigOrigin([*_inherited(given), *given])
+        merged: Any = OmegaConf.to_container(
+            OmegaConf.merge(*(layer.settings for layer in origin.layers)), resolve=True
         )
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{origin}: {error}") from error
+    _leave_out_unused_policies(merged, given)
     try:
-        base = OmegaConf.load(path)
-        if not OmegaConf.is_dict(base):
-            raise ConfigError(f"{path}: expected a mapping of settings at the top")
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(base, words), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return RunConfig.model_validate(merged), path.stem
+        return RunConfig.model_validate({**merged, "preset": "none"}), origin
     except ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error, origin)) from error
 
 
-def default_config(task: str) -> Path:
-    """The preset that is meant when the user names a task but no file."""
-    if task not in DEFAULT_FOR_TASK:
-        raise ConfigError(f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}")
-    return CONFIGS / DEFAULT_FOR_TASK[task]
+def preset_names() -> list[str]:
+    """The shipped presets."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
-def _checked_words(overrides: Sequence[str]) -> Sequence[str]:
-    for word in overrides:
+def _find(name: str) -> Layer:
+    """What --config means: a file that is there, else a shipped preset by its name."""
+    if Path(name).is_file():
+        return _read_file(Path(name), name)
+    if Path(name).name == name and name.removesuffix(".yaml") in preset_names():
+        return _read_preset(name.removesuffix(".yaml"))
+    raise ConfigError(f"--config {name}: no such file; presets, to be given by name: {', '.join(preset_names())}")
+
+
+def _read_preset(name: str) -> Layer:
+    return _read_file(CONFIGS / f"{name}.yaml", f"preset {name}.yaml")
+
+
+def _read_file(path: Path, label: str) -> Layer:
+    try:
+        settings = OmegaConf.load(path)
+        places = places_in_yaml(path.read_text("utf-8"), label)
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{label}: {error}") from error
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"{label}: expected a mapping of settings at the top")
+    return Layer(label, path.resolve(), settings, places)
+
+
+def _read_words(words: Sequence[str]) -> Layer:
+    for word in words:
         key, equals, _ = word.partition("=")
         if not equals or not key or key.startswith("-"):
             raise ConfigError(
                 f"command line: {word!r} is not a setting; write key.sub=value (--help lists the options)"
             )
-    return overrides
+    try:
+        settings = OmegaConf.from_dotlist(list(words))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"command line: {error}") from error
+    return Layer("command line", None, settings, places_in_words(settings, "command line"))
 
 
-def explain(error: ValidationError) -> str:
-    """One line a problem: the key as written, what is wrong with it, the nearest right key for an unknown one."""
+def _inherited(given: Sequence[Layer]) -> list[Layer]:
+    """The presets below what the user gives, lowest first; one that he gives himself is not there twice."""
+    named, layers = _last(given, "preset"), list(given)
+    if named == "none":
+        return []
+    if named is not None:
+        if named not in preset_names():
+            message = f"preset: {named!r} is none of the shipped presets; they are {', '.join(preset_names())}, or none"
+            raise ConfigError(ConfigOrigin(given).with_places(message))
+        layers.insert(0, _read_preset(named))
+    task = _last(layers, "task") or "arithmetic"
+    if task not in DEFAULT_FOR_TASK:
+        message = f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}"
+        raise ConfigError(ConfigOrigin(given).with_places(message))
+    default = _read_preset(DEFAULT_FOR_TASK[task])
+    if all(layer.file != default.file for layer in layers):
+        layers.insert(0, default)
+    return layers[: len(layers) - len(given)]
+
+
+def _last(layers: Sequence[Layer], key: str) -> str | None:
+    """A value at the top as the last layer that gives one gives it."""
+    values = [layer.settings.get(key) for layer in layers]
+    return next((str(value) for value in reversed(values) if value is not None), None)
+
+
+def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
+    """Take the policies out that no layer of the user names and no agent has. What is malformed is left to the models."""
+    policies, agents = merged.get("policies"), merged.get("agents")
+    if isinstance(policies, dict) and isinstance(agents, dict):
+        used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
+        own = {name for name in policies if any(f"policies.{name}" in layer.places for layer in given)}
+        merged["policies"] = {name: policy for name, policy in policies.items() if name in used | own}
+
+
+def explain(error: ValidationError, origin: ConfigOrigin) -> str:
+    """One line a problem: the key, what is wrong with it, the nearest right key for an unknown one, where it was given."""
     lines = []
     for problem in error.errors(include_url=False):
         where = [str(part) for part in problem["loc"]]
-        key = ".".join(where)
+        key, place = ".".join(where), origin.place(where)
+        given = f" ({place})" if place else ""
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key; {_nearest(where)}")
+            lines.append(f"{key}: unknown key; {_nearest(where)}{given}")
         elif problem["type"] == "value_error":
-            lines.append(str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"])
+            reason = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
+            placed = origin.with_places(reason)
+            lines.append(placed if placed != reason else f"{reason}{given}")
         else:
-            lines.append(f"{key}: {problem['msg']} (found {problem['input']!r})")
+            lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}){given}")
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ import yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
 _STEP = re.compile(r"step_(\d+)")
+_COMMENT = re.compile(rb"\A#.*\n")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -172,15 +173,18 @@ class RunDirectory:
         """Where the checkpoint taken after `step` goes."""
         return self.checkpoints / f"step_{step}"
 
-    def write_config(self, resolved: object) -> Path:
+    def write_config(self, resolved: object, made_of: str = "") -> Path:
         """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
 
         A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml.
+        made_of: the presets and files that the settings came from, a comment at the top.
         """
-        content = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False).encode("ascii")
+        settings = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False)
+        comment = f"# settings: {made_of.encode('ascii', 'backslashreplace').decode()}\n" if made_of else ""
+        content = f"{comment}{settings}".encode("ascii")
         path, resumes = self.config, 0
         while path.exists():
-            if path.read_bytes() == content:
+            if _COMMENT.sub(b"", path.read_bytes()) == settings.encode("ascii"):
                 return path
             resumes += 1
             path = self.path / f"config.resumed_{resumes}.yaml"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,14 +68,20 @@ class VerifierCorrector:
 
     def __init__(self, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int = 2) -> None:
         self._specs = {spec.name: spec for spec in self.agents}
-        for name in agents:
-            if name not in self._specs:
-                raise ValueError(f"agents.{name}: {self.name} has no such agent; it has {', '.join(self._specs)}")
-        self.settings = {name: agents.get(name, AgentConfig()) for name in self._specs}
+        self.settings = self.whole_team(agents)
         self._prompts: dict[str, PromptSet] = {
             name: prompt_set(settings.prompt or default_prompts) for name, settings in self.settings.items()
         }
         self._num_picks = num_picks
+
+    @classmethod
+    def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
+        """Settings of every agent in the order of play, defaults for those not given; ValueError for one that is none."""
+        names = [spec.name for spec in cls.agents]
+        for name in agents:
+            if name not in names:
+                raise ValueError(f"agents.{name}: {cls.name} has no such agent; it has {', '.join(names)}")
+        return {name: agents.get(name, AgentConfig()) for name in names}
 
     def role(self, agent: str) -> Role:
         return self._spec(agent).role
@@ -201,15 +207,22 @@ def _starts_in_thought(sample: Sample) -> bool:
     return sample.prompt_text.rstrip().endswith(THINK_OPEN)
 
 
-_ORCHESTRATIONS: Mapping[str, Callable[[Mapping[str, AgentConfig], str, int], VerifierCorrector]] = {
-    VerifierCorrector.name: VerifierCorrector,
-}
+_ORCHESTRATIONS = {VerifierCorrector.name: VerifierCorrector}
+
+
+def whole_team(orchestration: str, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
+    """Settings of every agent of the orchestration of this name, defaults for those not given."""
+    return _find(orchestration).whole_team(agents)
 
 
 def build_orchestration(
     name: str, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int = 2
 ) -> VerifierCorrector:
     """The orchestration of this name; ValueError names the ones there are."""
+    return _find(name)(agents, default_prompts, num_picks)
+
+
+def _find(name: str) -> type[VerifierCorrector]:
     if name not in _ORCHESTRATIONS:
         raise ValueError(f"orchestration is {name!r}; there are {', '.join(sorted(_ORCHESTRATIONS))}")
-    return _ORCHESTRATIONS[name](agents, default_prompts, num_picks)
+    return _ORCHESTRATIONS[name]

@@ -48,8 +48,8 @@ def test_a_refused_run_exits_with_2_and_without_a_traceback() -> None:
 
 
 def test_an_unknown_key_names_the_nearest_right_one(refusal: Refusal) -> None:
-    assert (
-        refusal("rollout.group_sise=4") == "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size?"
+    assert refusal("rollout.group_sise=4") == (
+        "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
     )
 
 

@@ -24,15 +24,18 @@ from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.share import share
 from marsrl.trainer.updates import train_step
 
+AGENT_OF = {"a": "solver", "b": "verifier1"}  # that a batch has groups of
+
 
 def config(*policies: str) -> RunConfig:
-    """The Solver is policy `a`, the Verifier policy `b`, each with a reference of its own."""
+    """The Solver is policy `a`, the Verifier policy `b`, each with a reference of its own; one policy alone is all agents."""
     optimizer = {"a": {"lr": 1e-2}, "b": {"lr": 3e-3, "decay": "linear"}}
-    agents = {"solver": {"policy": "a"}, "verifier1": {"policy": "b"}}
+    names = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+    agents = {name: {"policy": policies[-1] if name.startswith("verifier") else policies[0]} for name in names}
     return RunConfig.model_validate(
         {
             "policies": {n: {"dtype": "float32", "optimizer": optimizer[n], "reference": "start"} for n in policies},
-            "agents": {name: agent for name, agent in agents.items() if agent["policy"] in policies},
+            "agents": agents,
             "loss": {"kl": "k3", "kl_coef": 0.1},
             "trainer": {"updates_per_step": 2, "router_replay": "recompute"},
         }
@@ -43,7 +46,7 @@ def stage(seed: int) -> Batch:
     """Four groups of each agent."""
     rng = np.random.default_rng(seed)
     groups = []
-    for agent in ("solver", "verifier1"):
+    for agent in AGENT_OF.values():
         for g in range(4):
             name = f"{seed}{g}/{agent}"
             samples = []
@@ -91,8 +94,8 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
         for name, learner in run.learners.items():
             groups = (
                 run.groups_of(name, batch)
-                if set(settings.agents) == {"solver", "verifier1"}
-                else [g for g in batch.groups if g.agent in settings.agents]
+                if len(learners) > 1
+                else [g for g in batch.groups if g.agent == AGENT_OF[name]]
             )
             credited = credit(groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
             work = mini_batches(credited, groups, settings.trainer.updates_per_step, seed=0, step=step)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from marsrl.rollout.agents.orchestration import whole_team
 from marsrl.trainer.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.console import RunConsole
@@ -29,7 +30,11 @@ def sample(uid: str, advantage: float) -> TrainSequence:
 
 def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
-    config = RunConfig(policies={"a": PolicyConfig(), "b": PolicyConfig()})
+    agents = whole_team("verifier_corrector", {})
+    config = RunConfig(
+        policies={"a": PolicyConfig(), "b": PolicyConfig()},
+        agents={name: agent.model_copy(update={"policy": "a"}) for name, agent in agents.items()},
+    )
     run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None, {})  # type: ignore[arg-type]
     work = Work((MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),))
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.config import PolicyConfig, RunConfig
@@ -23,7 +22,7 @@ from marsrl.trainer.plan.models import find_shape, warm_start_shape
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.ranking import Job, Option, option, options
 from marsrl.trainer.plan.speed import Work
-from marsrl.trainer.preflight import with_agents, within_positions
+from marsrl.trainer.preflight import within_positions
 from marsrl.trainer.read_config import ConfigError
 
 
@@ -92,9 +91,6 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         ValueError: no GPU of this name, a model of unknown shape, or fewer GPUs than the engines alone need.
     """
     gpu = hw.find_gpu(gpu_name)
-    # the prompts do not matter here, the names do
-    agents = build_orchestration(config.orchestration, config.agents, "math", config.rollout.picks).agents
-    config = with_agents(config, tuple(agent.name for agent in agents))
     is_apart = config.rollout.placement == "disaggregated"
     per_policy = config.rollout.engines * config.rollout.vllm.tensor_parallel
     served_here = [name for name, policy in config.policies.items() if policy.engine != "openai"]

@@ -1,0 +1,185 @@
+"""Preset, file and words: what a file inherits, what a saved config gives again, and that errors say where a key was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.main import main
+from marsrl.trainer.read_config import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
+from marsrl.trainer.run_directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "task"),
+    [
+        ("agents: {solver: {temperature: 0.5}}", [], "arithmetic"),
+        ("task: arithmetic\nagents: {solver: {temperature: 0.5}}", [], "arithmetic"),
+        ("task: math\nagents: {solver: {temperature: 0.5}}", [], "math"),
+        ("task: arithmetic\nagents: {solver: {temperature: 0.5}}", ["task=math"], "math"),
+    ],
+)
+def test_a_file_has_the_defaults_of_its_task_where_it_is_silent(
+    tmp_path: Path, text: str, words: list[str], task: str
+) -> None:
+    config, origin = read_config(written(tmp_path, text), words)
+    assert config == read_config(None, [f"task={task}", "agents.solver.temperature=0.5"])[0]
+    layers = [f"preset {DEFAULT_FOR_TASK[task]}.yaml", str(tmp_path / "my.yaml"), *(["command line"] if words else [])]
+    assert str(origin) == " < ".join(layers)
+    assert origin.name == "my"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_shipped_preset_says_itself_what_it_does_not_take_from_its_task(preset: str) -> None:
+    """By name and by file it is the same, stands on its task's preset, and on itself never."""
+    config, origin = read_config(preset)
+    assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
+    below = DEFAULT_FOR_TASK[config.task]
+    assert str(origin) == (
+        f"preset {preset}.yaml" if preset == below else f"preset {below}.yaml < preset {preset}.yaml"
+    )
+    assert origin.name == preset
+    own = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
+    resolved = config.model_dump(mode="json")
+    assert merged(resolved, own) == resolved
+
+
+def merged(base: object, over: object) -> object:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
+    return over
+
+
+def test_mappings_are_merged_and_lists_replaced(tmp_path: Path) -> None:
+    text = """
+policies:
+  main: {optimizer: {betas: [0.8, 0.9]}}
+  judge: {frozen: true, model: /models/judge}
+agents:
+  verifier1: {policy: judge}
+  verifier2: {policy: judge, pick: random}
+credit: {train_agents: [solver, corrector1]}
+"""
+    config, _ = read_config(written(tmp_path, text))
+    preset, _ = read_config(None)
+    optimizer = preset.policies["main"].optimizer
+    assert config.policies["main"].optimizer == optimizer.model_copy(update={"betas": (0.8, 0.9)})
+    assert list(config.policies) == ["main", "judge"] and config.policies["main"].dtype == "float32"
+    assert list(config.agents) == list(preset.agents)
+    assert config.agents["solver"] == preset.agents["solver"]
+    assert config.agents["verifier1"] == preset.agents["verifier1"].model_copy(update={"policy": "judge"})
+    assert config.agents["verifier2"].pick == "random"
+    assert config.credit.train_agents == ("solver", "corrector1")
+
+
+POLICIES_OF_HIS_OWN = """
+policies: {a: {model: /models/a}, b: {model: /models/b}}
+agents:
+  solver: {policy: a}
+  verifier1: {policy: b}
+  corrector1: {policy: a}
+  verifier2: {policy: b}
+  corrector2: {policy: a}
+"""
+
+
+def test_who_gives_policies_to_all_agents_does_not_train_the_presets_beside_them(tmp_path: Path) -> None:
+    path = written(tmp_path, POLICIES_OF_HIS_OWN)
+    assert list(read_config(path)[0].policies) == ["a", "b"]
+    assert list(read_config(path, ["agents.solver.policy=main"])[0].policies) == ["main", "a", "b"]
+    assert list(read_config(path, ["policies.main.model=/m"])[0].policies) == ["main", "a", "b"]
+
+
+def test_a_file_may_inherit_another_preset_or_none(tmp_path: Path) -> None:
+    config, origin = read_config(written(tmp_path, "preset: qwen3_8b\nrun: {steps: 7}"))
+    assert config == read_config("qwen3_8b", ["run.steps=7"])[0]
+    assert str(origin) == f"preset math_default.yaml < preset qwen3_8b.yaml < {tmp_path / 'my.yaml'}"
+    bare, origin = read_config(written(tmp_path, "preset: none\nrollout: {group_size: 3}"))
+    assert bare.rollout.max_response_tokens == 1024 and bare.rollout.group_size == 3
+    assert str(origin) == str(tmp_path / "my.yaml")
+    with pytest.raises(ConfigError, match=r"preset: 'qwen4' is none of .*qwen3_8b.* \(preset: .*my\.yaml:1\)"):
+        read_config(written(tmp_path, "preset: qwen4"))
+
+
+@pytest.mark.parametrize("text", ["", POLICIES_OF_HIS_OWN, "preset: qwen3_30b_a3b", "preset: none\ntask: math"])
+def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path, text: str) -> None:
+    config, origin = read_config(written(tmp_path, text), ["run.seed=5", "task_options={workers: 3}"])
+    run = RunDirectory.create(tmp_path, "a", "p")
+    saved = run.write_config(config.model_dump(mode="json"), made_of=str(origin))
+    assert saved.read_text().splitlines()[:2] == [f"# settings: {origin}", "preset: none"]
+    again, origin = read_config(saved)
+    assert again == config and str(origin) == str(saved)
+    # a run that is resumed with its own file leaves no second one
+    assert run.write_config(again.model_dump(mode="json"), made_of=str(origin)) == saved
+
+
+def test_the_example_of_frozen_policies_is_accepted_as_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (ROOT / "docs" / "frozen_policies.md").read_text().splitlines()
+    block = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    assert block.startswith("policies:") and "train_agents: [solver, corrector1, corrector2]" in block
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    for name in ("/models/Qwen3-8B", "/models/Qwen3-32B"):
+        block = block.replace(name, str(model))
+    assert main(["--dry-run", "--config", str(written(tmp_path, block))]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"# settings: preset cpu_default.yaml < {tmp_path / 'my.yaml'}\n")
+    settings = yaml.safe_load(shown.partition("batch arithmetic")[0])
+    assert settings["policies"]["judge"]["frozen"] and settings["agents"]["verifier2"]["policy"] == "judge"
+    assert read_config(written(tmp_path, yaml.safe_dump(settings)))[0].model_dump(mode="json") == settings
+
+
+def refusal(path: Path | None, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(path, words)
+    return str(caught.value)
+
+
+def test_an_unknown_key_and_a_wrong_type_name_the_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "run:\n  steps: many\nrollout:\n  group_sise: 4\nagents:\n  solver: {top_p: two}\n")
+    first, second, third = sorted(refusal(path).splitlines())
+    assert first.startswith("agents.solver.top_p: ") and first.endswith(f" ({path}:6)")
+    assert second.endswith(f"did you mean rollout.group_size? ({path}:4)")
+    assert third.endswith(f"(found 'many') ({path}:2)")
+    assert refusal(path, "run.steps=few").count("(command line)") == 1
+
+
+def test_settings_that_contradict_each_other_name_where_each_was_given(tmp_path: Path) -> None:
+    path = written(tmp_path, "task: math\n\nrollout:\n  segments: 2\n")
+    message = refusal(path, "rollout.segment_length=100")
+    line = 1 + [text.split(":")[0].strip() for text in (CONFIGS / "math_default.yaml").read_text().splitlines()].index(
+        "max_response_tokens"
+    )
+    assert message.endswith(
+        f" (rollout.segments: {path}:4; rollout.segment_length: command line; "
+        f"rollout.max_response_tokens: preset math_default.yaml:{line})"
+    )
+
+
+def test_a_key_that_an_error_writes_from_its_policy_on_is_found(tmp_path: Path) -> None:
+    path = written(tmp_path, "policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n")
+    assert refusal(path).endswith(f"(policies.main.optimizer.overlap_param_gather: {path}:4)")
+
+
+def test_keys_of_an_anchor_have_their_own_line(tmp_path: Path) -> None:
+    text = "agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n"
+    message = refusal(written(tmp_path, text), "credit.train_agents=[corrector1]")
+    assert f"agents.corrector1.top_p: {tmp_path}/my.yaml:6; agents.corrector1.top_k: {tmp_path}/my.yaml:3" in message
+
+
+def test_what_preflight_refuses_names_the_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "policies:\n  main:\n    layout:\n      tensor: 2\n")
+    assert main(["--dry-run", "--config", str(path)]) == 2
+    assert capsys.readouterr().err.endswith(f"torchrun started (policies.main.layout: {path}:3)\n")

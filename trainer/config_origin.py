@@ -1,0 +1,113 @@
+"""Where each setting was given, file and line, so that an error that names a setting can say it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+_KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; whether it is one of ours, the places say
+_FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
+
+
+class ConfigError(ValueError):
+    """The config as a whole cannot be used; the text says which keys, what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of settings: a preset, the user's file, or the command line.
+
+    label: in words; file: where it was read, None for the command line; settings: nested, as OmegaConf merges them;
+    places: dotted key -> "my.yaml:12", sections included.
+    """
+
+    label: str
+    file: Path | None
+    settings: DictConfig
+    places: Mapping[str, str]
+
+
+def places_in_yaml(text: str, label: str) -> dict[str, str]:
+    """Dotted key -> label:line for every key of a YAML mapping."""
+    return {key: f"{label}:{line}" for key, line in _keys(yaml.compose(text), "")}
+
+
+def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+        if key.value == "<<":  # the keys of an anchor; those written beside them count more, so they come later
+            yield from _keys(value, prefix)
+            continue
+        yield prefix + str(key.value), key.start_mark.line + 1
+        yield from _keys(value, f"{prefix}{key.value}.")
+
+
+def places_in_words(settings: Mapping[str, Any], label: str, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> label for every key of the nested settings that the command line gives."""
+    places = {}
+    for key, value in settings.items():
+        places[f"{prefix}{key}"] = label
+        if isinstance(value, Mapping):
+            places |= places_in_words(value, label, f"{prefix}{key}.")
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigOrigin:
+    """What a config was made of; as text "preset cpu_default.yaml < my.yaml < command line", later ones win."""
+
+    layers: Sequence[Layer]
+
+    def __str__(self) -> str:
+        return " < ".join(layer.label for layer in self.layers)
+
+    @property
+    def name(self) -> str:
+        """The stem of the last file, the user's or a preset: what a run without a name is called after."""
+        files = [layer.file for layer in self.layers if layer.file is not None]
+        return files[-1].stem if files else "run"
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Dotted key -> where it was given last."""
+        return {key: place for layer in self.layers for key, place in layer.places.items()}
+
+    def place(self, key: Sequence[str]) -> str:
+        """Where a key was given, or else the innermost section around it; "" where it is a default."""
+        places = self.places
+        return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
+
+    def with_places(self, message: str) -> str:
+        """The message, and behind it where each setting that it names was given. Defaults have no place.
+
+        A key may be written from its policy or agent on: layout.tensor is policies.<name>.layout.tensor.
+        """
+        places = self.places
+        mentioned = _KEY.findall(message)
+        first = _FIRST_WORD.match(message)
+        is_section = first and any(key.startswith(f"{first[0]}.") for key in places)  # `rollout`: its line says little
+        if first and not is_section:
+            mentioned.insert(0, first[0])
+        found = {
+            key: f"{key}: {place}"
+            for mention in mentioned
+            for key, place in places.items()
+            if key == mention or key.endswith(f".{mention}")
+        }
+        return f"{message} ({'; '.join(found.values())})" if found else message
+
+    @contextmanager
+    def places_in_errors(self) -> Iterator[None]:
+        """A ValueError of the body says where the settings that it names were given; it becomes a ConfigError."""
+        try:
+            yield
+        except ValueError as error:
+            raise ConfigError(self.with_places(str(error))) from error
