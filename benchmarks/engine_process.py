@@ -1,23 +1,31 @@
-"""Our local engine in a process of its own, without Ray: what benchmarks/weight_sync.py sends weights to."""
+"""An engine in a process of its own, without Ray: what benchmarks send weights to."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
+
+Make = Callable[[str, str], Any]
+"""(model_dir, dtype) -> an engine; called in its process."""
 
 
-def _serve(connection: Connection, model_dir: str, dtype: str) -> None:
-    """The child: calls the engine's methods until the other end closes."""
+def local_engine(model_dir: str, dtype: str) -> Any:
     import torch
 
     from marsrl.rollout.engines.local.engine import LocalEngine
-    from marsrl.rollout.engines.replicas import timed
 
     torch.set_num_threads(1)
-    engine = LocalEngine(model_dir, dtype=dtype, max_model_len=256)
+    return LocalEngine(model_dir, dtype=dtype, max_model_len=256)
+
+
+def _serve(connection: Connection, make: Make, model_dir: str, dtype: str) -> None:
+    """The child: calls the engine's methods until the other end closes."""
+    from marsrl.rollout.engines.replicas import timed
+
+    engine = make(model_dir, dtype)
     while True:
         try:
             method, args = connection.recv()
@@ -33,11 +41,13 @@ def _serve(connection: Connection, model_dir: str, dtype: str) -> None:
 class EngineProcess:
     """One engine, as the pool wants its replicas; only what a weight sync calls."""
 
-    def __init__(self, model_dir: str, dtype: str) -> None:
+    def __init__(
+        self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
+    ) -> None:
         # forked: the child has this checkout's modules, wherever they were imported from
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context(start)
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, model_dir, dtype), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, make, model_dir, dtype), daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()
 

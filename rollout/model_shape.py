@@ -32,6 +32,16 @@ class ModelShape:
     experts_per_token: int = 0
     normalises_top_k: bool = True  # router weights of the chosen experts sum to 1
 
+    def settings(self) -> dict[str, float]:
+        """What changes the numbers but no tensor's name or shape: no checksum tells two programs apart that differ in it."""
+        router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
+        return {
+            "rope_theta": self.rope_theta,
+            "norm_eps": self.norm_eps,
+            "has_qk_norm": self.has_qk_norm,
+            **(router if self.num_experts else {}),
+        }
+
 
 def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelShape:
     """The shape that model_dir/config.json describes; the weight files that it needs are there (needs_weights).

@@ -141,7 +141,7 @@ def _driver(
             sync = WeightSync(
                 pool,
                 vocab_size=shape.vocab_size,
-                tolerance=config.sync.tolerance,
+                settings=shape.settings(),
                 verify_every=config.sync.verify_every,
                 carrier=carrier,
             )

@@ -191,9 +191,6 @@ class SyncConfig(Settings):
     verify_every: int = Field(
         1, gt=0, description="versions between probe comparisons; checksums are compared every time"
     )
-    tolerance: float = Field(
-        1e-4, gt=0, description="largest log-prob difference on the probe, nats (float32); bfloat16 needs more"
-    )
 
 
 class WarmStartConfig(Settings):
@@ -261,6 +258,11 @@ class RunConfig(Settings):
     def trained_policies(self) -> dict[str, PolicyConfig]:
         """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+
+    def engine_dtype(self, policy: str) -> str:
+        """What the policy's engines compute in."""
+        asked = self.rollout.vllm.dtype if self.rollout.engine == "vllm" else None
+        return asked or self.policies[policy].dtype
 
     @field_validator("agents")
     @classmethod

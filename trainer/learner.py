@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ from marsrl.trainer.fixed import Fixed
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.hf_files import copy_frame
 from marsrl.trainer.megatron.layout import check, resolve
+from marsrl.trainer.other_roundings import other_roundings
 from marsrl.trainer.packing import PackedBatch
 from marsrl.trainer.run_directory import write_json
 from marsrl.trainer.step_stats import StepStats, StepSums, empty_step
@@ -201,29 +203,16 @@ class Learner:
         return self._fixed([each.batch for each in self._cut(batches)], is_first=is_first)
 
     @torch.no_grad()
-    def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask.
 
         The router chooses the experts, whatever trainer.router_replay says.
+        rounded_as: every result on the way is rounded otherwise, as in another program of that dtype (other_roundings.py).
         """
         self._agree(batches, trains=False)
         cuts = self._cut(batches)
-        return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
-
-    @torch.no_grad()
-    def score_with_margins(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-        """(log-probs as of `score`, router margins) of each batch, [T] float32 CPU.
-
-        The margin of a token is the smallest distance, over the MoE layers, between the router logits of the last
-        expert chosen and of the first one left out; infinite in a dense model.
-        """
-        from marsrl.trainer.megatron.router_margin import watch_router_margins
-
-        with watch_router_margins(self._model, sequence_parallel=self._layout.uses_sequence_parallel) as margins:
-            scores = self.score(batches)
-        cuts = self._cut(batches)
-        found = margins.of_batches([each.batch.num_tokens for each in cuts])
-        return list(zip(scores, self._whole(cuts, found), strict=True))
+        with other_roundings(self._model, rounded_as) if rounded_as is not None else nullcontext():
+            return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from marsrl.rollout.agents.roles import Role
@@ -16,7 +15,7 @@ from marsrl.rollout.ledger import Batch
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Group, IntArray
+from marsrl.rollout.types import Group
 from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
 from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.collective import barrier, rank
@@ -27,7 +26,6 @@ from marsrl.trainer.evaluate import Evaluator, Probe
 from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.metrics import MetricsLog
-from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.report import write_report
 from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.samples_log import write_samples
@@ -36,11 +34,12 @@ from marsrl.trainer.step_metrics import step_metrics
 from marsrl.trainer.step_stats import StepStats
 from marsrl.trainer.summarise_run import meets_gate, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
+from marsrl.trainer.sync_probe import score_probe
 from marsrl.trainer.trace import TraceLog
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.watch import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.weight_carriers import follow
-from marsrl.trainer.weight_sync import WeightSync, probe_score, probe_sequences
+from marsrl.trainer.weight_sync import WeightSync
 from marsrl.trainer.weight_wire import WireSender
 
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
@@ -237,10 +236,7 @@ class Run:
         learner, version = self.learners[policy], self.versions[policy]
         probe = None
         if version % self.config.sync.verify_every == 0:
-            sequences = probe_sequences(learner.vocab_size)
-            scores = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
-            tolerance = self.config.sync.tolerance
-            probe = [probe_score(*each, len(s), tolerance) for s, each in zip(sequences, scores, strict=True)]
+            probe = score_probe(learner, getattr(torch, self.config.engine_dtype(policy)))
         sender = self.senders.get(policy)
         weights = learner.export() if sender is None else learner.held()
         if self.driver is None:
@@ -259,9 +255,12 @@ class Run:
         self.driver.num_syncs += 1
         self.driver.row["sync/bytes"] = report.num_bytes
         self.driver.row["sync/seconds"] = report.seconds
-        if report.max_probe_difference is not None:
-            self.driver.row["sync/probe_diff_max"] = report.max_probe_difference
-            self.driver.row["sync/probe_tokens"] = report.num_probe_tokens
+        if report.probe is not None:
+            self.driver.row["sync/probe_diff_max"] = report.probe.largest
+            self.driver.row["sync/probe_diff_median"] = report.probe.median
+            self.driver.row["sync/probe_diff_share"] = report.probe.share
+            self.driver.row["sync/probe_noise"] = report.probe.noise
+            self.driver.row["sync/probe_tokens"] = report.probe.num_tokens
 
     def evaluate_if_due(self, step: int) -> None:
         """Rank 0: an evaluation on the way, into this step's metrics as eval/{solver, verifier, corrector, system}."""
@@ -360,19 +359,3 @@ class Run:
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
         with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)
-
-
-def packed_for_scoring(tokens: IntArray, align: int) -> PackedBatch:
-    """One sequence whose every token after the first is to be scored."""
-    length = len(tokens) - 1
-    sequence = TrainSequence(
-        uid="probe",
-        prompt_ids=tokens[:1],
-        token_ids=tokens[1:],
-        is_sampled=np.ones(length, bool),
-        rollout_logprobs=None,
-        advantage=0.0,
-        agent=0,
-        temperature=1.0,
-    )
-    return pack([sequence], align=align)

@@ -8,44 +8,29 @@ failure that costs people weeks, so nothing here is sampled or optional but the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from marsrl.rollout.engines.fused_layout import fused_checksums
-from marsrl.rollout.engines.protocol import WeightReceipt
-from marsrl.rollout.types import FloatArray, IntArray
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
+from marsrl.rollout.types import IntArray
+from marsrl.trainer.sync_probe import ProbeComparison, ProbeReport, ProbeScore, probe_sequences
 from marsrl.trainer.weight_carriers import Carrier, Clock, FileCarrier, SyncTarget
 
-_PROBE_SEQUENCES = 3
-_PROBE_TOKENS = 97  # three blocks of 32 of vLLM's prefix cache on a CPU lie before the last token
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeScore:
-    """What the trainer makes of one probe sequence of N tokens.
-
-    logprobs: [N-1] float32 of its tokens 1..N-1, nats.
-    num_certain: so many of them, from the front, are comparable: before the first token at which rounding could make
-        another program choose other experts. N-1 in a dense model.
-    """
-
-    logprobs: FloatArray
-    num_certain: int
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """A publish that was verified.
 
-    max_probe_difference: nats, over the tokens compared; None where the probe was not due (sync.verify_every).
-    num_probe_tokens: how many log-probs were compared, per engine.
+    probe: None where it was not due (sync.verify_every).
     seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's), probe. Wires: load (sending, receiving and the checksums of
         what was sent, side by side), engine_checksum, probe.
@@ -55,8 +40,7 @@ class SyncReport:
     seconds: float
     num_bytes: int
     num_tensors: int
-    max_probe_difference: float | None
-    num_probe_tokens: int
+    probe: ProbeReport | None
     seconds_of: Mapping[str, float]
 
 
@@ -70,26 +54,10 @@ def expected_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dic
     return fused_checksums(tensors, dtype)
 
 
-def probe_sequences(vocab_size: int) -> list[IntArray]:
-    """Fixed token sequences, [97] int32 each: long enough that a stale prefix cache shows."""
-    generator = np.random.default_rng(20240229)
-    return [generator.integers(0, vocab_size, _PROBE_TOKENS).astype(np.int32) for _ in range(_PROBE_SEQUENCES)]
-
-
-def probe_score(logprobs: Tensor, margins: Tensor, num_tokens: int, tolerance: float) -> ProbeScore:
-    """The probe score of a sequence of num_tokens from what Learner.score_with_margins says of its packed batch.
-
-    Programs whose log-probs agree to `tolerance` have router logits that agree to a tenth of it, or better.
-    """
-    count = num_tokens - 1  # the last position predicts nothing; padding stands behind it
-    undecided = (margins[:count] < tolerance / 10).nonzero()
-    return ProbeScore(logprobs[:count].numpy(), int(undecided[0]) if len(undecided) else count)
-
-
 class WeightSync:
     """Publishes one policy's weights to its engines and verifies every publish.
 
-    sync = WeightSync(pool, vocab_size=64, tolerance=1e-4)
+    sync = WeightSync(pool, vocab_size=64)
     report = sync.publish(hf_tensors(), version=1, probe=scores_of_the_trainer)
 
     probe: the sequences that trainer and engines are compared on.
@@ -100,18 +68,24 @@ class WeightSync:
         pool: SyncTarget,
         *,
         vocab_size: int,
-        tolerance: float = 1e-4,
+        settings: Mapping[str, float] | None = None,
         verify_every: int = 1,
         carrier: Carrier[Any] | None = None,
     ) -> None:
-        """carrier: how the weights travel; default: files in /dev/shm.
+        """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with; None: not.
+        carrier: how the weights travel; default: files in /dev/shm.
 
         The engines score the probe once now, so that its prefix is in their caches when the first update comes: a
         cache that is not dropped then would be seen.
+
+        Raises:
+            ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
         """
+        for engine, info in enumerate(pool.infos() if settings else ()):
+            _compare_settings(settings or {}, info, engine)
         self._pool = pool
-        self._tolerance = tolerance
         self._verify_every = verify_every
+        self._comparison = ProbeComparison()
         self.probe = probe_sequences(vocab_size)
         self._carrier = carrier or FileCarrier(engine_dtype(pool))
         try:
@@ -124,7 +98,7 @@ class WeightSync:
         self,
         weights: Any,
         version: int,
-        probe: Callable[[Sequence[IntArray]], Sequence[ProbeScore]] | None,
+        probe: Callable[[Sequence[IntArray]], ProbeScore] | None,
         engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> SyncReport:
         """Send the weights to every engine as `version` and verify what arrived.
@@ -137,7 +111,7 @@ class WeightSync:
 
         Raises:
             RuntimeError: the weights did not arrive, an engine holds other numbers than were sent (the tensors are
-                named), trainer and engine disagree on the probe by more than the tolerance, or nothing of it is comparable.
+                named), or trainer and engine disagree on the probe (sync_probe.py).
             ValueError: the tensors of a layer do not come one after the other, or some are missing.
         """
         clock = Clock()
@@ -147,54 +121,31 @@ class WeightSync:
             clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in delivered.receipts))
             for engine, (expected, receipt) in enumerate(zip(delivered.expected, delivered.receipts, strict=True)):
                 _compare(expected, receipt, version, engine)
-            difference, num_compared = None, 0
+            found: ProbeReport | None = None
             if probe is not None and version % self._verify_every == 0:
                 with clock.of("probe"):
-                    difference, num_compared = self._compare_probe(probe(self.probe), version)
+                    found = self._compare_probe(probe(self.probe), version)
         self._carrier.settle()
         num_tensors = len(delivered.expected[0])
-        return SyncReport(
-            version, clock.total, delivered.num_bytes, num_tensors, difference, num_compared, clock.seconds_of
-        )
+        return SyncReport(version, clock.total, delivered.num_bytes, num_tensors, found, clock.seconds_of)
 
     def close(self) -> None:
         """Remove files, leave wires; may be called twice."""
         self._carrier.close()
 
-    def _compare_probe(self, trainer: Sequence[ProbeScore], version: int) -> tuple[float, int]:
-        """(largest difference over all engines, number of log-probs compared in each)."""
-        num_compared = sum(score.num_certain for score in trainer)
-        if num_compared == 0:
-            raise RuntimeError(
-                f"weight sync: version {version}: nothing of the probe can be compared: in all {len(trainer)} sequences "
-                f"two experts are within {self._tolerance / 10:g} of each other at the first token; lower "
-                "sync.tolerance, or compare less often (sync.verify_every): the checksums of every tensor agreed"
+    def _compare_probe(self, trainer: ProbeScore, version: int) -> ProbeReport:
+        return self._comparison.compare(trainer, self._pool.score(self.probe), version)
+
+
+def _compare_settings(expected: Mapping[str, float], info: EngineInfo, engine: int) -> None:
+    """What the engine cannot tell is left to the probe."""
+    for name, values in info.settings.items():
+        wrong = [value for value in values if not math.isclose(value, expected.get(name, math.nan), rel_tol=1e-6)]
+        if wrong:
+            raise ValueError(
+                f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
+                f"{expected.get(name, math.nan):g}: the two read config.json differently, or an option of the engine overrides it"
             )
-        worst = 0.0
-        for engine, scores in enumerate(self._pool.score(self.probe)):
-            for sequence, (ours, theirs) in enumerate(zip(trainer, scores, strict=True)):
-                if ours.num_certain == 0:
-                    continue
-                value, at = _largest(ours.logprobs[: ours.num_certain], theirs[: ours.num_certain])
-                if value > self._tolerance:
-                    raise RuntimeError(
-                        f"weight sync: version {version}: trainer and engine disagree on the probe by up to "
-                        f"{value:.3g} nats at engine {engine}, sequence {sequence}, token {at + 1} of "
-                        f"{len(ours.logprobs)}: trainer {ours.logprobs[at]:.6f}, engine {theirs[at]:.6f}; expected "
-                        f"at most {self._tolerance:g} (sync.tolerance; bfloat16 needs more). Every tensor's checksum "
-                        "agreed, so look at stale prefix caches, at the two models' settings (rope, norm eps, "
-                        "routing), or at the dtype"
-                    )
-                worst = max(worst, value)
-        return worst, num_compared
-
-
-def _largest(ours: FloatArray, theirs: FloatArray) -> tuple[float, int]:
-    """(largest absolute difference, its place); what is not a number counts as infinite."""
-    difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
-    difference = np.where(np.isfinite(difference), difference, np.inf)
-    at = int(difference.argmax())
-    return float(difference[at]), at
 
 
 def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:

@@ -12,7 +12,7 @@ An engine holds one policy's weights at one version. It decodes, scores given to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from marsrl.rollout.routed_experts import ExpertArray
@@ -79,7 +79,11 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Who serves: class and version of the real library, for summary.json and `doctor`."""
+    """Who serves: class and version of the real library, for summary.json and `doctor`.
+
+    settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
+    among them.
+    """
 
     kind: str
     engine_class: str
@@ -87,6 +91,7 @@ class EngineInfo:
     library_version: str
     device: str
     dtype: str
+    settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ class VllmEngine:
         self._num_ended = 0  # tokens of requests that have ended
         self._num_seen = 0  # tokens at the last look, those under way among them
         self._next_look = 0.0
+        self._has_new_weights = False  # and nothing was computed with them yet
         self._device = str(current_platform.device_type)
         self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
@@ -150,6 +151,7 @@ class VllmEngine:
             library_version=self._library_version,
             device=self._device,
             dtype=self._dtype,
+            settings=self._llm.collective_rpc("marsrl_settings")[0],
         )
 
     def num_decoded(self) -> int:
@@ -168,6 +170,7 @@ class VllmEngine:
         """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
         if version != self._version:
             raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
+        self._has_new_weights = False
         self._inbox.extend(requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
@@ -193,6 +196,7 @@ class VllmEngine:
         blocks of older weights that survived an update show up here.
 
         Raises:
+            RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
             ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
                 more than max_model_len.
         """
@@ -211,6 +215,9 @@ class VllmEngine:
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         before = self._num_ended, self._num_seen
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
+        if self._has_new_weights and len({tuple(s[:8]) for s in sequences}) == len(sequences):  # none has another's prefix
+            self._refuse_old_prefixes(last)
+        self._has_new_weights = False
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
         self._num_ended, self._num_seen = before  # the tokens that vLLM made beside the scores are nobody's
         scores = []
@@ -233,6 +240,7 @@ class VllmEngine:
         method = "marsrl_received_checksums" if update.feed else "marsrl_checksums"
         checksums = self._llm.collective_rpc(method, args=(what,))[0]
         self._version = update.version
+        self._has_new_weights = True
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
@@ -253,6 +261,14 @@ class VllmEngine:
                 "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old "
                 "weights are "
                 "left; requests are still running"
+            )
+
+    def _refuse_old_prefixes(self, outputs: Sequence[Any]) -> None:
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        if any(cached):
+            raise RuntimeError(
+                f"VllmEngine.score: right after the update to version {self._version}, vLLM took up to {max(cached)} tokens of a "
+                "sequence from its prefix cache, which are of older weights: it was not emptied"
             )
 
     def _refusal(self, request: DecodeRequest) -> DecodeResult | None:

@@ -82,6 +82,22 @@ class WorkerExtension:
                 found[_our_name(name)] = checksum(parameter)
         return found
 
+    def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
+        """EngineInfo.settings, read from the layers that compute; a kind of layer that vLLM has renamed is left out."""
+        found: dict[str, set[float]] = {}
+        for module in self.model_runner.get_model().modules():
+            told = {
+                "norm_eps": getattr(module, "variance_epsilon", None),
+                "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
+                "has_qk_norm": hasattr(module, "q_norm") if hasattr(module, "rotary_emb") else None,
+                "experts_per_token": getattr(getattr(module, "router", None), "top_k", None),
+                "normalises_top_k": getattr(getattr(module, "router", None), "renormalize", None),
+            }
+            for name, value in told.items():
+                if value is not None:
+                    found.setdefault(name, set()).add(float(value))
+        return {name: tuple(sorted(values)) for name, values in found.items()}
+
     def marsrl_take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
         """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew."""
         return self._drawer().take(keys, lengths)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.trainer.weight_sync import ProbeScore, probe_score
+from marsrl.trainer.other_roundings import other_roundings
+from marsrl.trainer.sync_probe import ProbeScore
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
 
@@ -106,23 +107,12 @@ class Judge:
 
     def probe(
         self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]
-    ) -> list[ProbeScore]:
+    ) -> ProbeScore:
         """What a trainer would tell WeightSync.publish."""
-        model, scores = self._model(directory, tensors), []
-        for sequence in sequences:
-            margins = torch.full((len(sequence),), torch.inf)
-
-            def note(router: Any, _inputs: Any, output: Any, margins: torch.Tensor = margins) -> None:
-                best = output[0].topk(router.top_k + 1, dim=-1).values
-                torch.minimum(margins, best[:, -2] - best[:, -1], out=margins)
-
-            routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-            hooks = [router.register_forward_hook(note) for router in routers]
-            logprobs = self._logprobs(model, sequence, 1.0)
-            for hook in hooks:
-                hook.remove()
-            scores.append(probe_score(logprobs, margins, len(sequence), 1e-4))
-        return scores
+        model = self._model(directory, tensors)
+        with other_roundings(model, torch.float32):
+            rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
+        return ProbeScore([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
 
     @torch.no_grad()
     def _logprobs(self, model: Any, sequence: np.ndarray, temperature: float) -> torch.Tensor:

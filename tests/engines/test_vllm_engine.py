@@ -10,6 +10,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.engines.replicas import LocalReplicas
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weight_sync import WeightSync
 
@@ -34,8 +35,9 @@ GROUPS = [
 ]
 
 
-def publish(engine, tensors, judge, directory, version, tolerance=1e-4):
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, tolerance=tolerance)
+def publish(engine, tensors, judge, directory, version):
+    settings = read_shape(directory).settings()
+    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
     try:
         return sync.publish(tensors.items(), version, lambda seqs: judge.probe(directory, tensors, list(seqs)))
     finally:
@@ -67,7 +69,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, part, vllm_engi
     result = engine.generate([ask], version=1)[0]
     right = judge(checkpoint(kind), new, [np.concatenate([ask.token_ids, result.token_ids])])[0][39:]
     np.testing.assert_allclose(result.logprobs, right, atol=1e-4, rtol=0)
-    assert report.max_probe_difference is not None and report.max_probe_difference < 1e-4
+    assert report.probe is not None and report.probe.median < 1e-5
     publish(engine, old, judge, checkpoint(kind), 0)
 
 
@@ -133,9 +135,37 @@ def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
     new = perturbed(old, "self_attn")
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_reset_prefix_cache", lambda: None)
-        with pytest.raises(RuntimeError, match="disagree on the probe"):
+        with pytest.raises(RuntimeError, match="prefix cache, which are of older weights"):
             publish(engine, new, judge, checkpoint(kind), 1)
+        patch.setattr(engine, "_refuse_old_prefixes", lambda _: None)  # an engine that does not count them
+        with pytest.raises(RuntimeError, match="of the 16 last tokens, which an engine may compute through its prefix cache"):
+            publish(engine, old, judge, checkpoint(kind), 2)
     publish(engine, old, judge, checkpoint(kind), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "spoil"),
+    [
+        ("qwen3", "norm_eps", lambda module: setattr(module.q_norm, "variance_epsilon", 1e-4)),
+        ("qwen3", "rope_theta", lambda module: setattr(module.rotary_emb, "base", 5e4)),
+    ],
+)
+def test_a_layer_of_vllm_that_computes_with_another_setting_is_named(kind, setting, spoil, vllm_engine, checkpoint):
+    engine, settings = vllm_engine(kind), read_shape(checkpoint(kind)).settings()
+    assert engine.info().settings == {name: (float(value),) for name, value in settings.items()}
+    module = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model().model.layers[1].self_attn
+    before = module.q_norm.variance_epsilon, module.rotary_emb.base
+    spoil(module)
+    with pytest.raises(ValueError, match=rf"engine 0 \(vllm\..* computes with {setting}"):
+        WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
+    module.q_norm.variance_epsilon, module.rotary_emb.base = before
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_vllm_tells_all_settings_of_a_router_too(kind, vllm_engine, checkpoint):
+    settings = read_shape(checkpoint(kind)).settings()
+    assert settings["experts_per_token"] == 2
+    assert vllm_engine(kind).info().settings == {name: (float(value),) for name, value in settings.items()}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

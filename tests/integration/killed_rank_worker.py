@@ -15,6 +15,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.trainer import build, main
 from marsrl.trainer.learner import Learner
+from marsrl.trainer.sync_probe import ProbeReport
 from marsrl.trainer.weight_sync import WeightSync
 
 
@@ -42,7 +43,7 @@ def run(model: str, settings: list[str]) -> int:
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
     build.make_pool = functools.partial(make_pool, scripted=engine)  # type: ignore[assignment]
-    WeightSync._compare_probe = lambda *words: (0.0, 1)  # type: ignore[method-assign]  # a script has no log-probs
+    WeightSync._compare_probe = lambda *_: ProbeReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
     if "KILL_AT" in os.environ:
         kill_at(int(os.environ["KILL_AT"]))
     return main.main(settings)

@@ -22,12 +22,12 @@ GSM8K = [
 
 
 def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runner: object) -> None:
-    """Rewards are 0, so no group has spread: each step is counted as empty and passes, and nothing is NaN."""
+    """In the default dtype, bfloat16. Rewards are 0, so no group has spread: each step is counted as empty and passes, and nothing is NaN."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 2))
     model = init_model("tiny", "bytes", tmp_path / "model")
     directory = runner.run(  # type: ignore[attr-defined]
-        "own", "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
+        "own", "task=math", f"policies.main.model={model}", f"data.train={data}",
         "rollout.max_response_tokens=24", "run.steps=2", "evaluate.num_problems=2",
     )  # fmt: skip
     rows = read_metrics(directory / "metrics.jsonl")
@@ -39,6 +39,9 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runn
         assert None not in row.values.values()
     summary = load_summary(directory / "summary.json")
     assert summary.verified_syncs == 1  # no new version was made
+    assert summary.engine.dtype == "bfloat16"
+    first = rows[0].values
+    assert first["sync/probe_tokens"] == 640 and 0 < first["sync/probe_diff_median"] < 2 * first["sync/probe_noise"]  # type: ignore[operator]
     assert summary.after is not None and summary.after.solver.mean == 0
 
 

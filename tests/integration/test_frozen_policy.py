@@ -26,6 +26,7 @@ from marsrl.trainer.read_config import ConfigError, read_config
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.samples_log import read_samples, sample_files
 from marsrl.trainer.summary import load_summary
+from marsrl.trainer.sync_probe import ProbeReport
 from marsrl.trainer.weight_sync import WeightSync
 
 TRAINED = "[solver, corrector1, corrector2]"
@@ -65,7 +66,7 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
     monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
-    monkeypatch.setattr(WeightSync, "_compare_probe", lambda *_: (0.0, 1))  # a script has no log-probs to compare
+    monkeypatch.setattr(WeightSync, "_compare_probe", lambda *_: ProbeReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
     with completions_server(verify) as server:
         settings = [
             "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",

@@ -73,7 +73,7 @@ def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores, router margins, weights before and after; a checkpoint."""
+    """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
     read = reads_of_this_process()
     learner = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
@@ -85,8 +85,8 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
         stats.append(
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
         )
-    found = learner.score_with_margins(mine)
-    sums = [(logprobs.sum(), margins.clamp(max=9).sum(), margins.min()) for logprobs, margins in found]
+    found = zip(learner.score(mine), learner.score(mine, rounded_as=torch.bfloat16), strict=True)
+    sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
     is_split = len(mine) < 2  # over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()

@@ -26,9 +26,9 @@ from marsrl.trainer.collective import gather_bytes
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
-from marsrl.trainer.run import packed_for_scoring
+from marsrl.trainer.sync_probe import score_probe
 from marsrl.trainer.weight_carriers import FileCarrier, WireCarrier, follow
-from marsrl.trainer.weight_sync import ProbeScore, WeightSync, probe_score, probe_sequences
+from marsrl.trainer.weight_sync import WeightSync
 from marsrl.trainer.weight_wire import WireOptions, WireSender
 
 BUCKET = 4096  # bytes: most tensors take several
@@ -85,16 +85,9 @@ def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
     return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
 
 
-def scores(learner: Learner) -> list[ProbeScore]:
-    """Collective."""
-    sequences = probe_sequences(learner.vocab_size)
-    found = learner.score_with_margins([packed_for_scoring(s, learner.align) for s in sequences])
-    return [probe_score(*each, len(s), 1e-4) for s, each in zip(sequences, found, strict=True)]
-
-
 def publishes(learner: Learner, model: str, dtype: str, engines: Processes | None) -> dict[str, Any]:
     """The engines' weights after a publish through files, and over each wire; on rank 0."""
-    probe = scores(learner)
+    probe = score_probe(learner, getattr(torch, dtype))
     found: dict[str, Any] = {}
     pool = EnginePool(engines) if engines else None  # type: ignore[arg-type]
     if engines:
@@ -113,15 +106,13 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 follow(learner.held(), sender)
             continue
         carrier: Any = FileCarrier(getattr(torch, dtype)) if sender is None else WireCarrier(sender, pool.infos())
-        sync = WeightSync(
-            pool, vocab_size=learner.vocab_size, carrier=carrier, tolerance=1e-4 if dtype == "float32" else 9
-        )
+        sync = WeightSync(pool, vocab_size=learner.vocab_size, carrier=carrier)
         engines.ask("forget")
         report = sync.publish(weights, 1, lambda _: probe)
         if sender is not None:  # over the same wire again
             engines.ask("forget")
             report = sync.publish(learner.held(), 2, lambda _: probe)
-        found[kind] = {"held": engines.ask("held"), "bytes": report.num_bytes, "probe": report.max_probe_difference}
+        found[kind] = {"held": engines.ask("held"), "bytes": report.num_bytes, "probe": report.probe and report.probe.largest}
         found[kind]["peak"] = engines.ask("peak")
         if sender is not None:
             name = sorted(found[kind]["held"][0])[-2]

@@ -107,7 +107,6 @@ def test_numbers_that_differ_from_the_paper_say_so() -> None:
         "max_tokens_per_micro_batch:",
         "deadline_s:",
         "steps:",
-        "tolerance:",
     ):
         (line,) = [line for line in text.splitlines() if key in line.split("#")[0]]
         assert "not the paper's" in line, line

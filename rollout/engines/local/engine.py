@@ -78,7 +78,10 @@ class LocalEngine:
 
     def info(self) -> EngineInfo:
         name = str(self._dtype).removeprefix("torch.")
-        return EngineInfo("local", f"{__name__}.LocalEngine", "torch", torch.__version__, str(self._device), name)
+        settings = {key: (value,) for key, value in self._model.shape.settings().items()}
+        return EngineInfo(
+            "local", f"{__name__}.LocalEngine", "torch", torch.__version__, str(self._device), name, settings
+        )
 
     def num_decoded(self) -> int:
         return self._num_decoded

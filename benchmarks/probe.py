@@ -1,0 +1,277 @@
+"""What the probe of a weight sync notices, and that it lets honest syncs pass: Megatron beside the real vLLM.
+
+    python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
+    python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
+    [--json FILE] [--kinds dense moe] [--layers 2 4 6] [--dtypes float32 bfloat16]
+
+Random Qwen3 and Qwen3-MoE models of 64 x layers, whose weights have a standard deviation of 0.02 to 0.2. An engine is
+started for each shape and dtype; other weights reach it as an update does. `notices`: the probe's statistic that is too large
+(at the first comparison, or with the narrower bound of a later one), `settings` where the engine's own account of what it
+computes with differs, `checksums` where the mutation is in the weights, `engine` where vLLM's cached prefixes are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from marsrl.benchmarks.engine_process import EngineProcess
+from marsrl.benchmarks.spoiled_vllm import SpoiledVllm
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.learner import Learner
+from marsrl.trainer.sync_probe import ProbeComparison, ProbeReport, ProbeScore, measure, probe_sequences, score_probe
+
+_STDS = (0.02, 0.06, 0.2)
+_UPDATES = (
+    1e-6,
+    1e-5,
+    1e-4,
+    1e-3,
+    1e-2,
+)  # of each number, its sign by a coin: Adam's first step at such a learning rate
+_VOCABULARY = 160
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    kind: str
+    layers: int
+    dtype: str
+    std: float
+    what: str
+    ratio: float
+    share: float
+    num_last: int
+    largest: float
+    noise: float
+    notices: str
+
+
+class Pair:
+    """A learner and an engine of one shape and dtype."""
+
+    def __init__(self, kind: str, layers: int, dtype: str, folder: Path) -> None:
+        self.kind, self.layers, self.dtype, self._folder = kind, layers, dtype, folder
+        self._model = write_model(kind, layers, folder / "model")
+        self.settings = read_shape(self._model).settings()
+        self._write(self.weights(0.05, 0))
+        mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)  # type: ignore[arg-type]
+        self.learner = Learner(
+            policy, self._model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0
+        )
+        self.process = EngineProcess(str(self._model), dtype, SpoiledVllm, "spawn")
+        self.pool = EnginePool(self.process)  # type: ignore[arg-type]
+        self.version = 0
+
+    def weights(self, std: float, seed: int) -> Weights:
+        """Matrices of that standard deviation, norms of 0.9 to 1.1; every fourth head makes sharp distributions."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        made = {name: x * std if x.dim() > 1 else 1 + 0.1 * x for name, x in drawn.items()}
+        made["lm_head.weight"] *= 10 if seed % 4 == 3 else 1
+        return made
+
+    def train(self, weights: Weights) -> ProbeScore:
+        """The learner has these weights; its score."""
+        self._write(weights)
+        self.learner._converter.load(self._model)
+        self.learner._optimizer.reload_weights()
+        return score_probe(self.learner, getattr(torch, self.dtype))
+
+    def send(self, weights: Weights) -> None:
+        """The engine gets these weights."""
+        self._write(weights)
+        self.version += 1
+        self.pool.update_weights(WeightUpdate(str(self._model), self.version))
+
+    def score(self) -> list[Any]:
+        return self.pool.score(probe_sequences(_VOCABULARY))[0]
+
+    def close(self) -> None:
+        self.pool.close()
+        self.learner.close()
+
+    def _write(self, weights: Weights) -> None:
+        cast = {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in weights.items()}
+        save_file(cast, self._model / "model.safetensors", metadata={"format": "pt"})
+
+
+@cache
+def _tensors(folder: Path) -> Weights:
+    return load_file(folder / "model.safetensors")
+
+
+def write_model(kind: str, layers: int, folder: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": _VOCABULARY, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    if kind == "moe":
+        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = AutoConfig.for_model("qwen3_moe" if kind == "moe" else "qwen3", **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def moved(weights: Weights, size: float, part: str = "") -> Weights:
+    """Each number of the tensors whose name has `part`, up or down by `size`."""
+    generator = torch.Generator().manual_seed(5)
+    coins = {name: torch.randint(2, x.shape, generator=generator) * 2 - 1 for name, x in weights.items()}
+    return {name: x + size * coins[name] if part in name else x for name, x in weights.items()}
+
+
+def swapped(weights: Weights, layer: int) -> Weights:
+    """Experts 3 and 5 of the layer in each other's place."""
+    found = dict(weights)
+    for name in ("gate", "up", "down"):
+        first, second = (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for expert in (3, 5))
+        found[first], found[second] = weights[second], weights[first]
+    return found
+
+
+def report_of(trainer: ProbeScore, engine: list[Any]) -> ProbeReport:
+    ours, rounded, theirs = (np.concatenate(each).astype(float) for each in (trainer.logprobs, trainer.rounded, engine))
+    last = np.cumsum([len(each) for each in trainer.logprobs]) - 1
+    return measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
+
+
+def refusal(comparison: ProbeComparison, trainer: ProbeScore, engine: list[Any]) -> str:
+    """The statistic by which the probe refuses the engine; empty where it does not."""
+    try:
+        comparison.compare(trainer, [engine], 0)
+    except RuntimeError as error:
+        words = {"the median": "median", "the share": "share", "of the": "last tokens"}
+        problem = str(error).split("explains: ")[1]
+        return next(word for start, word in words.items() if problem.startswith(start))
+    return ""
+
+
+def mutated(pair: Pair) -> Iterator[Row]:
+    last = pair.layers - 1
+    for std in _STDS:
+        weights = pair.weights(std, seed=17)
+        trainer = pair.train(weights)
+        pair.send(weights)
+        honest = pair.score()
+
+        def row(
+            what: str, others: str = "", std: float = std, trainer: ProbeScore = trainer, honest: Any = honest
+        ) -> Row:
+            scores = pair.score()
+            later = ProbeComparison()
+            later.compare(trainer, [honest], 0)
+            first = refusal(ProbeComparison(), trainer, scores)
+            probe = first or (f"{then} (later)" if (then := refusal(later, trainer, scores)) else "")
+            r = report_of(trainer, scores)
+            who = ", ".join(each for each in (probe, others) if each) or "nobody"
+            return Row(
+                pair.kind, pair.layers, pair.dtype, std, what, r.ratio, r.share, r.num_last, r.largest, r.noise, who
+            )
+
+        yield row("honest")
+        for what in ("rope theta x 5", "norm eps x 100", "no q/k norm", "top-k + 1", "top-k - 1"):
+            if pair.kind == "moe" or not what.startswith("top-k"):
+                assert pair.process.call("spoil", [(what,)])[0].value
+                told = pair.pool.infos()[0].settings
+                wrong = [name for name, values in told.items() if set(values) != {float(pair.settings[name])}]
+                yield row(what, "settings" if wrong else "")
+                pair.process.call("mend", [()])
+        if pair.kind == "moe":
+            pair.send(swapped(weights, last))
+            yield row("expert pair swapped", "checksums")
+        for layer in (0, last):
+            for size in _UPDATES:
+                pair.send(moved(weights, size, f"layers.{layer}."))
+                yield row(f"layer {layer} older by {size:g}", "checksums")
+        for size in _UPDATES:
+            pair.send(moved(weights, size))
+            pair.score()
+            pair.process.call("spoil", [("stale prefix cache",)])
+            pair.send(weights)
+            yield row(f"stale prefix cache, update {size:g}", "engine")
+            pair.process.call("mend", [()])
+            pair.send(weights)
+
+
+def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
+    """Random models as version 0, each after an update as version 1 too."""
+    for i in range(num):
+        std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
+        weights = pair.weights(std, first + i)
+        comparison = ProbeComparison()
+        for version, new in enumerate((weights, moved(weights, std * 0.1))):
+            trainer = pair.train(new)
+            pair.send(new)
+            scores = pair.score()
+            r = report_of(trainer, scores)
+            problem = refusal(comparison, trainer, scores)
+            what = f"honest, version {version}"
+            yield Row(
+                pair.kind, pair.layers, pair.dtype, std, what, r.ratio, r.share, r.num_last, r.largest, r.noise, problem
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--honest", type=int, default=0, help="syncs of random models, over all shapes")
+    parser.add_argument("--kinds", nargs="+", default=["dense", "moe"])
+    parser.add_argument("--layers", type=int, nargs="+", default=None)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--json", help="write every number to this file")
+    args = parser.parse_args()
+    layers = args.layers or ([2, 4, 6] if args.honest else [2])
+    pairs = [(kind, n, dtype) for kind in args.kinds for n in layers for dtype in args.dtypes]
+    rows: list[Row] = []
+    for place, (kind, n, dtype) in enumerate(pairs):
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+            pair = Pair(kind, n, dtype, Path(folder))
+            num = -(-args.honest // len(pairs))
+            for row in honest(pair, num, 1000 * (place + 1)) if args.honest else mutated(pair):
+                rows.append(row)
+                if not args.honest or row.notices:
+                    print(
+                        f"{row.kind:5} {row.layers} {row.dtype:8} std {row.std:.2g}  {row.what:34} median/noise {row.ratio:10.3g}"
+                        f"  share {row.share:.3f}  last {row.num_last:2}/16  {row.notices}",
+                        flush=True,
+                    )
+            pair.close()
+        if args.honest:
+            mine = rows[-2 * num :]
+            print(
+                f"{kind:5} {n} {dtype:8} {num} models, {len(mine)} syncs: median/noise {min(r.ratio for r in mine):.2f} to "
+                f"{max(r.ratio for r in mine):.2f}, share up to {max(r.share for r in mine):.3f}, last tokens up to "
+                f"{max(r.num_last for r in mine)}/16, largest difference {max(r.largest for r in mine):.2g} nats; "
+                f"refused: {sum(bool(r.notices) for r in mine)}",
+                flush=True,
+            )
+    if args.honest:
+        print(f"false alarms: {sum(bool(row.notices) for row in rows)} of {len(rows)} honest syncs of random models")
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=0) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

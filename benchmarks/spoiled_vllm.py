@@ -1,0 +1,70 @@
+"""A vLLM engine that can be made to compute wrongly, for benchmarks/probe.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.vllm_engine import VllmEngine, vllm_environment
+
+
+class SpoiledVllm(VllmEngine):
+    """spoil("norm eps x 100") ... mend(). Changes what the layers compute, in place; their weights stay."""
+
+    def __init__(self, model_dir: str, dtype: str) -> None:
+        os.environ.update(vllm_environment(threads=1))
+        super().__init__(
+            model_dir, VllmOptions(max_num_seqs=16, kv_cache_mib=32), dtype=dtype, max_model_len=256, threads=1
+        )
+        self._model: Any = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        self._undo: list[Callable[[], None]] = []
+
+    def spoil(self, what: str) -> int:
+        """How many places were changed."""
+        {
+            "rope theta x 5": self._theta,
+            "norm eps x 100": self._eps,
+            "top-k + 1": partial(self._top_k, 1),
+            "top-k - 1": partial(self._top_k, -1),
+            "no q/k norm": self._no_qk_norm,
+            "stale prefix cache": self._stale_cache,
+        }[what]()
+        return len(self._undo)
+
+    def mend(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _theta(self) -> None:
+        for module in self._model.modules():
+            if hasattr(module, "cos_sin_cache"):
+                self._set(module, "base", module.base * 5)
+                self._set(module, "cos_sin_cache", module._compute_cos_sin_cache().to(module.cos_sin_cache.dtype))
+
+    def _eps(self) -> None:
+        for module in self._model.modules():
+            if hasattr(module, "variance_epsilon"):
+                self._set(module, "variance_epsilon", module.variance_epsilon * 100)
+
+    def _top_k(self, more: int) -> None:
+        for module in self._model.modules():
+            if hasattr(getattr(module, "router", None), "top_k"):
+                self._set(module.router, "top_k", module.router.top_k + more)
+
+    def _no_qk_norm(self) -> None:
+        for module in self._model.modules():
+            for name in ("q_norm", "k_norm"):
+                if hasattr(module, name):
+                    self._set(getattr(module, name), "forward", lambda x, *_: x)
+
+    def _stale_cache(self) -> None:
+        """Neither emptied, nor refused by the engine itself: what the probe alone sees of it."""
+        self._set(self, "_reset_prefix_cache", lambda: None)
+        self._set(self, "_refuse_old_prefixes", lambda outputs: None)

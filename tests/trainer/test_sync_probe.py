@@ -1,0 +1,129 @@
+"""What the probe of a weight sync lets pass and what it names, on made-up log-probs; and the roundings that it compares with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from marsrl.trainer.other_roundings import other_roundings
+from marsrl.trainer.sync_probe import ProbeComparison, ProbeScore
+
+SHAPE = (16, 40)  # sequences, log-probs
+DRAW = np.random.default_rng(3)
+OURS = DRAW.normal(-5, 1, SHAPE).astype(np.float32)
+NOISE = DRAW.normal(0, 0.01, SHAPE).astype(np.float32)
+TRAINER = ProbeScore(list(OURS), list(OURS + NOISE))
+
+
+def engine(scale: float, seed: int = 0) -> np.ndarray:
+    """Another program, `scale` times as far away as the trainer's own roundings."""
+    return OURS + np.random.default_rng(seed).normal(0, 0.01 * scale, SHAPE).astype(np.float32)
+
+
+def test_rounding_passes_and_is_reported_with_its_largest_difference() -> None:
+    theirs = engine(1)
+    theirs[3, 7] += 4  # a token whose experts were chosen otherwise
+    theirs[:, 11] += 0.5
+    report = ProbeComparison().compare(TRAINER, [engine(0.5), theirs], 0)
+    assert report.num_tokens == 640 and report.largest == pytest.approx(4, abs=0.1)
+    assert report.median == pytest.approx(0.0067, rel=0.2) and report.noise == pytest.approx(0.0067, rel=0.1)
+    assert report.share == pytest.approx(17 / 640, abs=0.005) and 0.7 < report.ratio < 1.4
+
+
+def test_a_median_beyond_rounding_is_named_with_its_bound_the_engine_and_the_token() -> None:
+    theirs = engine(4)
+    theirs[5, 20] += 3
+    expected = (
+        r"version 2: trainer and engine 1 disagree on the probe .* the median of \|difference\| over 640 tokens is "
+        r"0\.02\d+ nats, expected at most 0\.0(19|20|21)\d* \(3 x .* largest difference is [23]\S* nats at sequence 5, "
+        r"token 21 of 40: trainer -\d"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        ProbeComparison().compare(TRAINER, [engine(1), theirs], 2)
+
+
+def test_a_part_of_the_tokens_that_is_off_is_named() -> None:
+    theirs = engine(1)
+    theirs[:, :5] += 0.1  # an eighth: within what routers do
+    ProbeComparison().compare(TRAINER, [theirs], 0)
+    theirs[:, :8] += 0.1
+    with pytest.raises(RuntimeError, match=r"the share of the 640 tokens .* is 0\.2\d*, expected at most 0\.15"):
+        ProbeComparison().compare(TRAINER, [theirs], 0)
+
+
+def test_last_tokens_that_are_off_are_named() -> None:
+    theirs = engine(1)
+    theirs[:8, -1] += 0.1
+    ProbeComparison().compare(TRAINER, [theirs], 0)
+    theirs[8, -1] += 0.1
+    with pytest.raises(RuntimeError, match="of the 16 last tokens, .* prefix cache, 9 differ by more than"):
+        ProbeComparison().compare(TRAINER, [theirs], 0)
+
+
+def test_later_versions_are_judged_by_what_the_first_comparison_measured() -> None:
+    comparison = ProbeComparison()
+    comparison.compare(TRAINER, [engine(2.2)], 0)
+    with pytest.raises(RuntimeError, match=r"expected at most 0\.0\d+ \(3 x"):
+        comparison.compare(TRAINER, [engine(3.6)], 1)  # never more than the first may have
+    near = ProbeComparison()
+    near.compare(TRAINER, [engine(0.2)], 0)
+    near.compare(TRAINER, [engine(1.4)], 1)  # and not closer than rounding is
+    with pytest.raises(RuntimeError, match=r"\(1\.75 x"):
+        near.compare(TRAINER, [engine(2.2)], 2)
+    ProbeComparison().compare(TRAINER, [engine(2.2)], 2)
+
+
+def test_programs_of_no_noise_may_differ_by_what_float32_resolves() -> None:
+    exact = ProbeScore(list(OURS), list(OURS))
+    ProbeComparison().compare(exact, [OURS + np.float32(1e-6)], 0)
+    with pytest.raises(RuntimeError, match="median"):
+        ProbeComparison().compare(exact, [OURS + np.float32(1e-5)], 0)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
+    bad = OURS.copy()
+    bad[2, 4:] = value
+    with pytest.raises(
+        RuntimeError, match=r"the trainer's log-probs of the probe are not finite: 36 of 40 in sequence 2"
+    ):
+        ProbeComparison().compare(ProbeScore(list(bad), TRAINER.rounded), [engine(1)], 1)
+    with pytest.raises(
+        RuntimeError, match=r"engine 1's log-probs of the probe are not finite: .* at token 5"
+    ) as raised:
+        ProbeComparison().compare(TRAINER, [engine(1), bad], 1)
+    assert "cache" not in str(raised.value)
+
+
+def test_a_probe_of_which_nothing_can_be_compared_fails() -> None:
+    with pytest.raises(RuntimeError, match="nothing to compare: 0 tokens, 1 engines"):
+        ProbeComparison().compare(ProbeScore([], []), [[]], 0)
+    with pytest.raises(RuntimeError, match="nothing to compare: 640 tokens, 0 engines"):
+        ProbeComparison().compare(TRAINER, [], 0)
+    with pytest.raises(RuntimeError, match=r"engine 0 returned \[39, 40.*expected \[40, 40"):
+        ProbeComparison().compare(TRAINER, [[OURS[0, 1:], *OURS[1:]]], 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_other_roundings_are_within_the_coarser_dtype_the_same_for_a_seed_and_gone_afterwards(
+    dtype: str, other: str
+) -> None:
+    layer = nn.Linear(64, 64, bias=False, dtype=getattr(torch, dtype))
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).to(layer.weight.dtype)
+    with torch.no_grad():
+        right = layer(x)
+        with other_roundings(layer, getattr(torch, other)):
+            found = layer(x)
+        with other_roundings(layer, getattr(torch, other)):
+            again = layer(x)
+        with other_roundings(layer, getattr(torch, other), seed=1):
+            different = layer(x)
+        after = layer(x)
+    assert torch.equal(found, again) and torch.equal(after, right) and not torch.equal(found, different)
+    off = ((found - right).double() / right.double()).abs()
+    eps = torch.finfo(getattr(torch, other)).eps
+    assert off.max() <= eps and eps / 100 < off.mean() < eps / 2

@@ -1,0 +1,58 @@
+"""The same model with every intermediate result rounded otherwise: what another correct program may find.
+
+Two programs that compute one model in one dtype differ by their roundings alone. How far that carries their log-probs
+apart depends on the weights, the depth, and how close a router's experts lie: from 1e-7 to whole nats. No constant can
+say it, but one program can measure it by itself (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def other_roundings(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
+    """In the body, each number that a module with parameters returns is off by up to a unit roundoff of `dtype`.
+
+    Half of it is each number's own, half its row's (as where a norm's or a router's scale was rounded). `dtype` is what the
+    other program computes in; where a module returns a coarser one, it is that. The same seed gives the same numbers.
+    """
+    hooks = [
+        module.register_forward_hook(_Rounding(dtype, seed * 1_000_003 + place))
+        for place, module in enumerate(model.modules())
+        if any(True for _ in module.parameters())
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Rounding:
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self._dtype, self._seed = dtype, seed
+        self._generator: torch.Generator | None = None
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._rounded(output[0]), *output[1:])
+        return self._rounded(output)
+
+    def _rounded(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if self._generator is None:
+            self._generator = torch.Generator(x.device).manual_seed(self._seed)
+        off = torch.rand(x.shape, generator=self._generator, device=x.device) - 0.5
+        roundoff = torch.finfo(x.dtype).eps / 2
+        if x.dim() > 1:  # log-probs of tokens are float32 in any program
+            off += torch.rand((*x.shape[:-1], 1), generator=self._generator, device=x.device) - 0.5
+            roundoff = max(roundoff, torch.finfo(self._dtype).eps / 2)
+        wide = x.float()
+        return torch.addcmul(wide, wide, off, value=roundoff).to(x.dtype)
