@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,28 +78,37 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
         raise ValueError(
             f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model"
         )
-    recipe = {
-        "recipe": RECIPE,
-        "shape": SHAPE,
-        "seed": config.run.seed,
-        "settings": config.warm_start.model_dump(mode="json"),
-        "task": task.options.model_dump(mode="json"),
-    }
-    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    final = cache_directory() / name
+    recipe = recipe_of(config, task)
+    final = cache_directory() / name_of(recipe)
     is_cached = (final / "recipe.json").is_file()
     barrier()  # every rank has looked before one of them writes
     if is_cached:
         console.message(f"warm start: cached, {final}")
         return WarmStart(final, True, 0.0)
     start = time.monotonic()
-    part = final.with_name(f"{name}.{os.getpid()}.part")
+    part = final.with_name(f"{final.name}.{os.getpid()}.part")
     _make(config, task.options, part, console)
     if rank() == 0:
         (part / "recipe.json").write_text(json.dumps(recipe, indent=1))
         _move_into_place(part, final)
     barrier()
     return WarmStart(final, False, time.monotonic() - start)
+
+
+def recipe_of(config: RunConfig, task: ArithmeticTask) -> dict[str, Any]:
+    """All that the warm-started policy depends on."""
+    return {
+        "recipe": RECIPE,
+        "shape": SHAPE,
+        "seed": config.run.seed,
+        "settings": config.warm_start.model_dump(mode="json"),
+        "task": task.options.model_dump(mode="json"),
+    }
+
+
+def name_of(recipe: dict[str, Any]) -> str:
+    """Of its folder in the cache."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _move_into_place(part: Path, final: Path) -> None:

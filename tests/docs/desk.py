@@ -25,10 +25,10 @@ ANSWER = "\\boxed{%s}"
 
 
 class Desk:
-    """folder: of its own; what commands write with a relative path lands there."""
+    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.cache = folder, folder / "cache"
         for name in ("trainer", "configs", "benchmarks", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
@@ -43,7 +43,7 @@ class Desk:
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
         """In this folder, from the environment that the tests run in, with a cache of its own."""
-        environment = {**os.environ, "MARSRL_CACHE": str(self.folder / "cache")}
+        environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         return subprocess.Popen(
             words, cwd=self.folder, env=environment, text=True, start_new_session=True,

@@ -1,13 +1,16 @@
-"""A model and data of the user's own: a random checkpoint on grade-school problems, through the whole loop."""
+"""A random checkpoint on grade-school problems, through the whole loop with our own engine; with vLLM, as it is written
+in README: tests/docs/test_whole_runs.py."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from marsrl.trainer.init_model import init_model
+from marsrl.trainer.main import main
 from marsrl.trainer.metrics import read_metrics
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import read_config
@@ -21,15 +24,23 @@ GSM8K = [
 ]
 
 
-def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runner: object) -> None:
-    """In the default dtype, bfloat16. Rewards are 0, so no group has spread: each step is counted as empty and passes, and nothing is NaN."""
+def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> None:
+    """In the default dtype, bfloat16. Rewards are 0, so no group has spread: each step counts as empty, and nothing is NaN."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 2))
     model = init_model("tiny", "bytes", tmp_path / "model")
-    directory = runner.run(  # type: ignore[attr-defined]
-        "own", "task=math", f"policies.main.model={model}", f"data.train={data}",
-        "rollout.max_response_tokens=24", "run.steps=2", "evaluate.num_problems=2",
-    )  # fmt: skip
+    words = [
+        "task=math", f"policies.main.model={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.name=own",
+        "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=3", "rollout.group_size=4",
+        "rollout.max_response_tokens=24", "run.steps=2",
+        "evaluate={num_problems: 2, probe_size: 8, accept_after: 1, max_iterations: 2}",
+    ]  # fmt: skip
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(words) == 0
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
+    directory = tmp_path / "own"
     rows = read_metrics(directory / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
     for row in rows:
@@ -40,8 +51,6 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path, runn
     summary = load_summary(directory / "summary.json")
     assert summary.verified_syncs == 1  # no new version was made
     assert summary.engine.dtype == "bfloat16"
-    first = rows[0].values
-    assert first["sync/probe_tokens"] == 640 and 0 < first["sync/probe_diff_median"] < 2 * first["sync/probe_noise"]  # type: ignore[operator]
     assert summary.after is not None and summary.after.solver.mean == 0
 
 

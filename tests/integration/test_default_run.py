@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
+from commands import run_by
+from desk import Desk
+
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.trainer import cli
 from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.read_config import read_config
 from marsrl.trainer.run_directory import RunDirectory
 from marsrl.trainer.samples_log import read_samples, sample_files
 from marsrl.trainer.summary import load_summary
 from marsrl.trainer.trace import read_trace
+from marsrl.trainer.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
 
@@ -94,11 +107,49 @@ def test_trainer_and_engine_agree_on_every_sampled_token(first_run: Path) -> Non
     assert all(row["sync/probe_tokens"] == 640 for row in rows)
 
 
-def test_the_same_seed_gives_the_same_metrics_from_a_cached_warm_start(first_run: Path, runner: object) -> None:
-    again = runner.run("again", "run.steps=4", "run.evaluate=false")  # type: ignore[attr-defined]
-    summary = load_summary(again / "summary.json")
-    assert summary.warm_start is not None and summary.warm_start.cached
-    assert untimed(again) == untimed(first_run)
+def warm_started(cache: Path, config_file: Path | None) -> Path:
+    """Where the warm-started policy of a config (None: the default) is kept in a cache."""
+    config, _ = read_config(config_file)
+    task = ArithmeticTask(ArithmeticOptions.model_validate(config.task_options))
+    return cache / "warm_start" / name_of(recipe_of(config, task))
+
+
+def test_commands_on_a_run_are_as_they_are_written(
+    first_run: Path, runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    before = load_file(warm_started(runner.cache, first_run / "config.yaml") / "model.safetensors")  # type: ignore[attr-defined]
+    written = 0
+    for number, command in enumerate(run_by("test_commands_on_a_run_are_as_they_are_written")):
+        marsrl, name, run, *out = desk.words(command, lambda name, number=number: tmp_path / f"{number}_{name}")
+        if not Path(run).exists():
+            Path(run).symlink_to(first_run)
+        if name == "report":
+            (first_run / "report.html").unlink()
+        assert cli.main([name, run, *out]) == 0
+        if name == "report":
+            assert "<html" in (first_run / "report.html").read_text()[:200]
+        else:
+            after = load_file(Path(out[0]) / "model.safetensors")
+            assert after.keys() == before.keys() and not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+            written += 1
+    assert written == 2
+
+
+def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: object, tmp_path: Path) -> None:
+    """What `make train` starts. It finds its policy in the cache: the one that the first run has taught, less well."""
+    desk = Desk(tmp_path)
+    taught = warm_started(runner.cache, first_run / "config.yaml")  # type: ignore[attr-defined]
+    shutil.copytree(taught, warm_started(desk.cache, None))
+    (command,) = run_by("test_the_default_run_starts_as_it_is_written")
+    run, shown = desk.until_version_1(desk.words(command, Path))
+    ours = shown.partition("marsrl: interrupted")[0]  # what follows is torchrun's traceback
+    assert "warm start: cached" in ours and ours != shown and "Traceback" not in ours, shown[-4000:]
+    assert read_config(run / "config.yaml")[0].model_dump() == read_config(None)[0].model_dump()
+    (step,) = read_metrics(run / "metrics.jsonl")[:1]
+    assert step.values["actor/empty_steps"] == 0 and step.values["sync/seconds"] > 0
 
 
 def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: object) -> None:
@@ -109,11 +160,16 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: obje
         for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "reward/solver/mean"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
     assert both[0]["rollout/tokens"] == alone[0]["rollout/tokens"]
+    drawn = [name for name in alone[0] if name.startswith(("reward/", "rollout/"))]
+    assert len(drawn) > 10
+    for name in drawn:  # no evaluation went before, and before the first update nothing depends on the ranks: to the bit
+        assert both[0][name] == alone[0][name], name
 
 
 def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     first_run: Path, runner: object, left_behind: Callable[[], list[str]]
 ) -> None:
+    """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached."""
     settings = ("stopped", "run.steps=4", "run.checkpoint_every=1")
     process = runner.start(*settings)  # type: ignore[attr-defined]
     directory = runner.folder / "stopped"  # type: ignore[attr-defined]
@@ -138,6 +194,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     assert step < 4 and not (directory / "summary.json").exists()
     assert json.loads((directory / "checkpoints" / f"step_{step}" / "meta.json").read_text())["step"] == step
     resumed = runner.run(*settings, "run.resume=auto")  # type: ignore[attr-defined]
-    assert untimed(resumed) == untimed(first_run)
+    assert untimed(resumed) == untimed(first_run)  # also of the steps before it was stopped
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
     assert (ours.before, ours.after) == (theirs.before, theirs.after)
+    assert ours.warm_start is not None and ours.warm_start.cached
