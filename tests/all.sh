@@ -12,13 +12,13 @@ trap 'kill 0' INT TERM
 # The longest first, so that the last ones are short. Files that share runs, engines or ranks are one part.
 parts=(
   tests/integration/test_default_run.py
-  tests/engines
+  tests  # all that no other part holds
   tests/megatron
-  tests/kernels
   tests/integration
+  tests/engines
+  tests/kernels
   tests/docs
   tests/kernels/interpreter
-  tests  # all that no other part holds
 )
 
 run_part() {  # the part, then pytest's arguments
