@@ -1,4 +1,4 @@
-"""Packaging: the folders kernels/, rollout/ and trainer/ install as marsrl.*, with the native library from csrc/.
+"""Packaging: the folders kernels/, rollout/, trainer/ and configs/ install as marsrl.*, with the native library from csrc/.
 
 The environment variable that steers the native build:
     MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
-FOLDERS = [folder for folder in ("kernels", "rollout", "trainer") if (ROOT / folder).is_dir()]
+FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "configs") if (ROOT / folder).is_dir()]
 BUILD_MODES = ("auto", "require", "off")
 LIBRARIES = {"marsrl_cpu": "cpu", "marsrl_cuda": "cuda"}  # CMake target -> the value of MARSRL_TARGET that builds it
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -35,6 +36,8 @@ from marsrl.rollout.ray_faults import check_ray, judged
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
+# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
+_AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
 _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
@@ -59,6 +62,7 @@ class RayCluster:
         """Raises RuntimeError when the cluster cannot be reached within timeout_s."""
         with RayCluster._lock:
             if not ray.is_initialized():
+                _AUTHENTICATION_LOG.setLevel(logging.ERROR)
                 _start(object_store_mib) if address is None else _join(address, timeout_s)
                 RayCluster._started_here = True
             RayCluster._users += 1

@@ -42,7 +42,9 @@ class DataConfig(Settings):
     question_key: str | None = Field(
         None, description="default: found from the first line (question, query, problem, prompt)"
     )
-    answer_key: str | None = Field(None, description="default: found from the first line (answer, ans_box, label, ...)")
+    answer_key: str | None = Field(
+        None, description="default: found from the first line (answer, final_answer, ans_box, label, ...)"
+    )
     on_bad_line: Literal["error", "skip"] = "error"
 
 

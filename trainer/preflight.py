@@ -63,7 +63,7 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
         train, held_out = _hold_out(train, config.evaluate.num_problems)
         num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
-    build_orchestration(config.orchestration, config.agents, task.prompts)  # a prompt set that is not there
+    build_orchestration(config.orchestration, config.agents, task.prompts)  # or refuses its prompts
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be

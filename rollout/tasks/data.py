@@ -1,7 +1,8 @@
 """Problems from jsonl, parquet and Hugging Face dataset directories, and the order in which they are drawn.
 
 Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
-problem/solution with \\boxed, and verl's (prompt = list of messages, reward_model.ground_truth).
+problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
+messages, reward_model.ground_truth).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
-ANSWER_KEYS = ("answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
+ANSWER_KEYS = ("answer", "final_answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
 _MAX_NOTES = 20
 
 
@@ -211,7 +212,9 @@ def _question(value: object) -> str:
 
 
 def _answer(value: object, key: str) -> str:
-    if isinstance(value, list) and len(value) == 1:
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise BadLine(f"the answer ({key}) is a list of {len(value)}, expected one answer")
         value = value[0]
     if isinstance(value, bool) or value is None or not isinstance(value, str | int | float):
         raise BadLine(f"the answer ({key}) is {_kind(value)}, expected text or a number")

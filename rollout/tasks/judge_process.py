@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import queue
 import resource
@@ -38,6 +39,7 @@ def main(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not be taken for a reply
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
     module, _, function = path.partition(":")
     judge = getattr(importlib.import_module(module), function)
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -64,6 +64,7 @@ class Runner:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         assert process.returncode == 0, output[-6000:]
+        assert "uthentication" not in output, output[-6000:]  # Ray's words about its token are not for this user
         return self.folder / name
 
 

@@ -47,6 +47,7 @@ def write(path: Path, *rows: object) -> Path:
         ({"question": "q", "answer": 70.0}, "q", "70"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),
         ({"question": "q", "answer": ["4"]}, "q", "4"),
+        ({"question": "q", "solution": ["so 2 m, not 3"], "final_answer": ["2"]}, "q", "2"),
         ({"question": "q", "answer": " 4 "}, "q", "4"),
     ],
 )
@@ -69,6 +70,8 @@ GOOD = {"question": "q", "answer": "1"}
         ({"question": "q", "answer": True}, "is bool"),
         ('{"question": "q", "answer": NaN}', "is nan"),
         ({"question": "q", "answer": "work ####  "}, "is empty"),
+        ({"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
+        ({"question": "q", "answer": []}, "is a list of 0"),
         ({"question": 5, "answer": "1"}, "question is int"),
         ({"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
     ],

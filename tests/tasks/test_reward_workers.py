@@ -39,8 +39,20 @@ def problem(answer: str | None) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def math_pool() -> Iterator[RewardPool]:
+def said_by_judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes of math_pool write to the console."""
+    return tmp_path_factory.mktemp("judges") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def math_pool(said_by_judges: Path) -> Iterator[RewardPool]:
+    console = os.dup(2)
+    with said_by_judges.open("wb") as said:
+        os.dup2(said.fileno(), 2)
     with RewardPool(workers=2, timeout_s=60) as pool:
+        pool.judge([(problem("2"), "1+1")] * 2)  # they start with the first answers, and keep the stderr of then
+        os.dup2(console, 2)
+        os.close(console)
         yield pool
 
 
@@ -51,7 +63,9 @@ def odd_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "odd_judge:judge"
 
 
-def test_equal_answers_in_other_words_are_equal(math_pool: RewardPool) -> None:
+def test_equal_answers_in_other_words_are_equal_and_nobody_warns_of_it(
+    math_pool: RewardPool, said_by_judges: Path
+) -> None:
     table = [
         ("70", "70", 1), ("70", "70.0", 1), ("70", "71", 0), (r"\frac{1}{2}", "0.5", 1),
         (r"\frac{1}{2}", r"\dfrac12", 1),
@@ -60,6 +74,7 @@ def test_equal_answers_in_other_words_are_equal(math_pool: RewardPool) -> None:
     ]  # fmt: skip
     rewards = math_pool.judge([(problem(reference), answer) for reference, answer, _ in table])
     assert [r.value for r in rewards] == [right for _, _, right in table], rewards
+    assert said_by_judges.read_text() == ""
 
 
 def test_every_math500_answer_equals_itself_through_the_parser(math_pool: RewardPool) -> None:
