@@ -37,15 +37,10 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.sync_probe import ProbeComparison, ProbeReport, ProbeScore, measure, probe_sequences, score_probe
+from marsrl.trainer.weight_sync import expected_checksums
 
 _STDS = (0.02, 0.06, 0.2)
-_UPDATES = (
-    1e-6,
-    1e-5,
-    1e-4,
-    1e-3,
-    1e-2,
-)  # of each number, its sign by a coin: Adam's first step at such a learning rate
+_UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of each number, by a coin up or down: Adam's first step at such a rate
 _VOCABULARY = 160
 Weights = dict[str, Tensor]
 
@@ -198,13 +193,15 @@ def mutated(pair: Pair) -> Iterator[Row]:
                 wrong = [name for name, values in told.items() if set(values) != {float(pair.settings[name])}]
                 yield row(what, "settings" if wrong else "")
                 pair.process.call("mend", [()])
-        if pair.kind == "moe":
-            pair.send(swapped(weights, last))
-            yield row("expert pair swapped", "checksums")
+        wrong = {"expert pair swapped": swapped(weights, last)} if pair.kind == "moe" else {}
         for layer in (0, last):
             for size in _UPDATES:
-                pair.send(moved(weights, size, f"layers.{layer}."))
-                yield row(f"layer {layer} older by {size:g}", "checksums")
+                wrong[f"layer {layer} older by {size:g}"] = moved(weights, size, f"layers.{layer}.")
+        expected = expected_checksums(weights, getattr(torch, pair.dtype))
+        for what, held in wrong.items():
+            pair.send(held)
+            is_seen = expected_checksums(held, getattr(torch, pair.dtype)) != expected
+            yield row(what, "checksums" if is_seen else "")
         for size in _UPDATES:
             pair.send(moved(weights, size))
             pair.score()

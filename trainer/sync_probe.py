@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NUM_SEQUENCES = 16
 _NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
-_FIRST, _LATER = 3.0, 1.75  # of the median: times the noise's; times what the first comparison measured
+_FIRST, _LATER = 3.0, 2.0  # of the median: times the noise's; times what the first comparison measured
 _SHARE = 0.15
 _FLOOR = 1e-6  # nats: the spacing of float32 log-probs from -8 to -16
 
@@ -103,7 +103,7 @@ class ProbeComparison:
 
     The first comparison of a process, where both have read the same files or hold the checkpoint that a run goes on from,
     is judged by the noise alone; it also measures how far these two programs are apart in units of it, which differs
-    by kernels and hardware. Later ones may be 1.75 times as far apart (and need not be closer than 1.75 times the noise).
+    by kernels and hardware. Later ones may be twice as far apart (and need not be closer than twice the noise).
     """
 
     def __init__(self) -> None:

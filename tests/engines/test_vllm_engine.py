@@ -139,7 +139,7 @@ def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
             publish(engine, new, judge, checkpoint(kind), 1)
         patch.setattr(engine, "_refuse_old_prefixes", lambda _: None)  # an engine that does not count them
         with pytest.raises(RuntimeError, match="of the 16 last tokens, which an engine may compute through its prefix cache"):
-            publish(engine, old, judge, checkpoint(kind), 2)
+            publish(engine, perturbed(old, "self_attn", seed=1), judge, checkpoint(kind), 2)
     publish(engine, old, judge, checkpoint(kind), 0)
 
 

@@ -25,7 +25,7 @@ GSM8K = [
 
 
 def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> None:
-    """In the default dtype, bfloat16. Rewards are 0, so no group has spread: each step counts as empty, and nothing is NaN."""
+    """In bfloat16, the default. Rewards are 0, so no group has spread: each step is counted as empty, and nothing is NaN."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in GSM8K * 2))
     model = init_model("tiny", "bytes", tmp_path / "model")
