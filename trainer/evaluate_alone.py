@@ -22,7 +22,7 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], json_file: 
     """
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
-        checked = preflight(config, world_size=1)
+        checked = preflight(config, world_size=1, trains=False)
         config = checked.config
         models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
         missing = [name for name in config.policies if name not in models]

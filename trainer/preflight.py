@@ -48,8 +48,10 @@ class Checked:
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
-def preflight(config: RunConfig, world_size: int) -> Checked:
+def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Checked:
     """Resolve and check; reads the data files, looks into the model directories, starts nothing.
+
+    trains: problems to train on are needed; without, those of data.eval are enough.
 
     Raises:
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
@@ -59,6 +61,8 @@ def preflight(config: RunConfig, world_size: int) -> Checked:
     train, num_skipped = _problems(config, config.data.train)
     held_out, num_skipped_eval = _problems(config, config.data.eval)
     num_held_out = 0
+    if not trains and not train:
+        train = held_out  # nobody draws from them; a task that reads files wants some
     if train and not held_out:
         train, held_out = _hold_out(train, config.evaluate.num_problems)
         num_held_out = len(held_out)
