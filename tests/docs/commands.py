@@ -32,7 +32,9 @@ RUNS = "tests/docs/test_whole_runs.py"
 PRINTS = Way(f"{HERE}::test_a_command_does_what_it_says", AS_IT_IS)
 ON_A_RUN = Way("tests/integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written", AS_IT_IS)
 OWN_MODEL = Way(
-    f"{RUNS}::test_a_model_of_ones_own_is_trained", FIRST_VERSION, "to the end: tests/integration/test_bring_your_own.py"
+    f"{RUNS}::test_a_model_of_ones_own_is_trained",
+    FIRST_VERSION,
+    "to the end: tests/integration/test_bring_your_own.py",
 )
 DEFAULT_RUN = Way(
     "tests/integration/test_default_run.py::test_the_default_run_starts_as_it_is_written",
@@ -52,9 +54,13 @@ def make(rest: str) -> Way:
     return Way(f"{HERE}::test_make_runs_commands_that_are_tested", "make -n: the commands that it runs", rest)
 
 
-RUN_PY = bench("with --quick: tests/benchmarks/test_benchmarks.py::test_a_quick_run_compares_judges_and_measures_memory")
+RUN_PY = bench(
+    "with --quick: tests/benchmarks/test_benchmarks.py::test_a_quick_run_compares_judges_and_measures_memory"
+)
 SUITE = bench("with --quick and --only: tests/benchmarks/test_benchmarks.py::test_the_suite_goes_its_way_on_a_cpu")
-STEP = bench("a tiny model: tests/benchmarks/test_benchmarks.py::test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference")
+STEP = bench(
+    "a tiny model: tests/benchmarks/test_benchmarks.py::test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference"
+)
 SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
 PLAYED = bench(NEVER)
 SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
@@ -65,7 +71,9 @@ WAYS = {
     "make train": make("its torchrun line: the row of `torchrun trainer/main.py`"),
     "make test": make("it is what runs these tests"),
     "make bench": make("rows of the benchmarks"),
-    "make parity": make("four layouts: tests/megatron/test_parity.py::test_four_ranks_train_as_one_and_as_transformers"),
+    "make parity": make(
+        "four layouts: tests/megatron/test_parity.py::test_four_ranks_train_as_one_and_as_transformers"
+    ),
     OWN % "/path/to/Qwen3-0.6B": OWN_MODEL,
     OWN % "/models/Qwen3-0.6B": OWN_MODEL,
     OWN % "/path/to/model": OWN_MODEL,

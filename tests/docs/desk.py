@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -41,25 +42,35 @@ class Desk:
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
         return shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
 
-    def start(self, words: list[str]) -> subprocess.Popen[str]:
-        """In this folder, from the environment that the tests run in, with a cache of its own."""
+    def start(self, words: list[str]) -> subprocess.Popen[bytes]:
+        """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        return subprocess.Popen(
-            words, cwd=self.folder, env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with open(self.folder / "console", "wb") as console:
+            return subprocess.Popen(
+                words,
+                cwd=self.folder,
+                env=environment,
+                start_new_session=True,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+            )
 
-    def until_version_1(self, words: list[str]) -> tuple[Path, str]:
-        """Started, and stopped by Ctrl-C when the first step is logged: the run's directory, and what was on the console."""
+    def console(self) -> str:
+        """Of the command that was started last."""
+        return (self.folder / "console").read_text("utf-8", errors="replace")
+
+    def until_version_1(self, words: list[str]) -> Path:
+        """Started, and stopped by Ctrl-C when the first step is logged: the run's directory."""
         process = self.start(words)
         deadline = time.monotonic() + 400
         try:
-            while not (rows := list(self.folder.glob("runs/*/metrics.jsonl"))) or not rows[0].read_text().endswith("\n"):
-                assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=10)[0][-6000:]
+            while not (rows := [each for each in self.folder.glob("runs/*/metrics.jsonl") if each.stat().st_size]):
+                assert process.poll() is None and time.monotonic() < deadline, self.console()[-6000:]
                 time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            return rows[0].parent, process.communicate(timeout=100)[0]
+            process.wait(100)
+            return rows[0].parent
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -77,14 +88,15 @@ def boxing_model(folder: Path) -> Path:
     after: dict[int, set[int]] = {}  # which tokens may follow a token
     for answer in "78":
         chain = encode("\n" + ANSWER % answer + "<|im_end|>")
-        for token, follower in zip(chain, chain[1:], strict=False):
+        for token, follower in itertools.pairwise(chain):
             after.setdefault(token, set()).add(follower)
     embedding = weights["model.embed_tokens.weight"] * 20  # standard deviation 1
     head = torch.zeros_like(embedding)
     for token, followers in after.items():
         for follower in followers:
             head[follower] += 2 * embedding[token] / embedding[token].norm()  # a logit of about 16
-    save_file(weights | {"model.embed_tokens.weight": embedding, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

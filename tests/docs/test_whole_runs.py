@@ -28,9 +28,9 @@ def model(desk: Desk) -> Path:
 def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
     """Evaluation, a step, a publish that is checked: in bfloat16, which is the default."""
     (words,) = {tuple(desk.words(each, lambda _: model)) for each in run_by("test_a_model_of_ones_own_is_trained")}
-    run, shown = desk.until_version_1(list(words))
-    ours = shown.partition("marsrl: interrupted")[0]  # what follows is torchrun's traceback
-    assert ours != shown and "Traceback" not in ours, shown[-4000:]
+    run = desk.until_version_1(list(words))
+    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
+    assert interrupted and "Traceback" not in ours, desk.console()[-4000:]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["policies"]["main"]["dtype"] == "bfloat16" and config["run"]["steps"] == 100
     assert config["rollout"]["engine"] == "vllm"
@@ -45,8 +45,7 @@ def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
 def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
     assert len({tuple(words[:-1]) for words in commands}) == 1  # but for the problems' name they are one
-    shown = desk.start(commands[0])
-    output, _ = shown.communicate(timeout=300)
-    assert shown.returncode == 0, output[-6000:]
-    result = json.loads(output[output.index("\n{") :][: output.rindex("}") + 1])
+    assert desk.start(commands[0]).wait(300) == 0, desk.console()[-6000:]
+    lines = desk.console().splitlines()
+    result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
     assert 0 < result["solver"]["mean"] < 1 and result["solver"]["n"] > 0

@@ -123,7 +123,7 @@ def test_commands_on_a_run_are_as_they_are_written(
     before = load_file(warm_started(runner.cache, first_run / "config.yaml") / "model.safetensors")  # type: ignore[attr-defined]
     written = 0
     for number, command in enumerate(run_by("test_commands_on_a_run_are_as_they_are_written")):
-        marsrl, name, run, *out = desk.words(command, lambda name, number=number: tmp_path / f"{number}_{name}")
+        name, run, *out = desk.words(command, (tmp_path / str(number)).joinpath)[1:]
         if not Path(run).exists():
             Path(run).symlink_to(first_run)
         if name == "report":
@@ -144,9 +144,9 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: object
     taught = warm_started(runner.cache, first_run / "config.yaml")  # type: ignore[attr-defined]
     shutil.copytree(taught, warm_started(desk.cache, None))
     (command,) = run_by("test_the_default_run_starts_as_it_is_written")
-    run, shown = desk.until_version_1(desk.words(command, Path))
-    ours = shown.partition("marsrl: interrupted")[0]  # what follows is torchrun's traceback
-    assert "warm start: cached" in ours and ours != shown and "Traceback" not in ours, shown[-4000:]
+    run = desk.until_version_1(desk.words(command, Path))
+    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
+    assert interrupted and "warm start: cached" in ours and "Traceback" not in ours, desk.console()[-4000:]
     assert read_config(run / "config.yaml")[0].model_dump() == read_config(None)[0].model_dump()
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
     assert step.values["actor/empty_steps"] == 0 and step.values["sync/seconds"] > 0
@@ -160,10 +160,10 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: obje
         for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "reward/solver/mean"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
     assert both[0]["rollout/tokens"] == alone[0]["rollout/tokens"]
+    # before the first update nothing depends on the ranks, nor on the evaluation that only one of them has: to the bit
     drawn = [name for name in alone[0] if name.startswith(("reward/", "rollout/"))]
     assert len(drawn) > 10
-    for name in drawn:  # no evaluation went before, and before the first update nothing depends on the ranks: to the bit
-        assert both[0][name] == alone[0][name], name
+    assert {name: both[0][name] for name in drawn} == {name: alone[0][name] for name in drawn}
 
 
 def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(

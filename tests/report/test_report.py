@@ -112,7 +112,10 @@ def chromium() -> str:
     ("apt", "reason"),
     [
         (None, "no apt-get here; put chromium on PATH"),
-        ("echo 'E: Failed to fetch, no route' >&2; exit 100", "apt-get could not install it: E: Failed to fetch, no route"),
+        (
+            "echo 'E: Failed to fetch, no route' >&2; exit 100",
+            "apt-get could not install it: E: Failed to fetch, no route",
+        ),
     ],
 )
 def test_where_no_chromium_can_be_had_installing_says_why_and_fails_nothing(
