@@ -43,6 +43,9 @@ DEFAULT_RUN = Way(
 )
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
 GPUS = Way(f"{HERE}::test_a_run_on_gpus_passes_its_checks", DRY, "nothing: it needs GPUs")
+MODULE = Way(
+    f"{HERE}::test_a_program_is_found_by_its_module", "with --help added", "from a wheel, two steps: tests/test_wheel.py"
+)
 NEVER = "nothing: measured by hand"
 
 
@@ -78,6 +81,8 @@ WAYS = {
     OWN % "/models/Qwen3-0.6B": OWN_MODEL,
     OWN % "/path/to/model": OWN_MODEL,
     "torchrun trainer/main.py": DEFAULT_RUN,
+    "python -m marsrl.trainer.main": MODULE,
+    "torchrun -m marsrl.trainer.main": MODULE,
     "python trainer/main.py --dry-run task=math ...": PRINTS,
     "python trainer/main.py --dry-run rollout.group_size=16": PRINTS,
     "marsrl doctor": PRINTS,

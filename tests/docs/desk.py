@@ -32,9 +32,9 @@ class Desk:
         self.folder, self.cache = folder, folder / "cache"
         for name in ("trainer", "configs", "benchmarks", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
-        lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+        lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
+        (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
         """The command's words with paths filled in: model(name) for a model's directory, `rest` for three dots."""

@@ -97,6 +97,12 @@ def test_a_run_on_gpus_passes_its_checks(
     assert holds(preset["policies"], yaml.safe_load(shown[: shown.index("batch arithmetic:")])["policies"])
 
 
+@pytest.mark.parametrize("command", run_by("test_a_program_is_found_by_its_module"))
+def test_a_program_is_found_by_its_module(command: str, desk: Desk) -> None:
+    assert desk.start([*desk.words(command, Path), "--help"]).wait(100) == 0, desk.console()
+    assert "torchrun trainer/main.py task=math" in desk.console()
+
+
 PARSE = """
 import argparse, importlib.util, shlex, sys
 sys.path.insert(0, sys.argv[1])

@@ -45,7 +45,7 @@ def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
 def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
     assert len({tuple(words[:-1]) for words in commands}) == 1  # but for the problems' name they are one
-    assert desk.start(commands[0]).wait(300) == 0, desk.console()[-6000:]
+    assert desk.start(commands[0]).wait(600) == 0, desk.console()[-6000:]
     lines = desk.console().splitlines()
     result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
     assert 0 < result["solver"]["mean"] < 1 and result["solver"]["n"] > 0
