@@ -77,6 +77,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:
             shape = read_shape(policy.model)
+            _check_files(policy.model, shape)
             if not policy.frozen and trains:
                 check(resolve(policy.layout), shape, world_size)
                 if config.trainer.router_replay != "none" and not shape.num_experts:
@@ -94,6 +95,21 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
     _check_sync_backend(config)
     plan = batch_plan(config, tuple(config.agents), world_size)
     return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host)
+
+
+def _check_files(model: str, shape: ModelShape) -> None:
+    """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.trainer.megatron.hf_files import HfReader
+
+    with HfReader(model) as reader:
+        reader.check(shape)
+    vocab_size = ChatRenderer(model).vocab_size
+    if vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"model: {model}: the tokenizer has {vocab_size} tokens, config.json's vocab_size is {shape.vocab_size}; they are "
+            "not of one model"
+        )
 
 
 def _check_sync_backend(config: RunConfig) -> None:

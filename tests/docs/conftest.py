@@ -2,3 +2,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # documents, commands, desk
+sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))  # published_model

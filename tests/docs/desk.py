@@ -19,6 +19,7 @@ from documents import ROOT
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
@@ -100,20 +101,12 @@ def boxing_model(folder: Path) -> Path:
     return folder
 
 
-def published_shape(folder: Path, name: str) -> Path:
-    """A directory that has the config.json of the published model `name` and an empty file of weights."""
+def published_model(folder: Path, name: str) -> Path:
+    """A directory with config.json and headers of the published model `name`, and a tokenizer of bytes."""
+    from published_model import save_published
+
     from marsrl.trainer.plan.models import KNOWN
 
-    shape = KNOWN.get(name, KNOWN["Qwen3-8B"])  # of a server's model only the tokenizer is read
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": [shape.architecture], "num_hidden_layers": shape.num_layers, "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_size,
-        "intermediate_size": shape.ffn_size, "moe_intermediate_size": shape.ffn_size, "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions, "rope_theta": shape.rope_theta, "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.is_tied, "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({}, folder / "model.safetensors")
+    save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # of a server's model only the tokenizer is read
+    write_byte_tokenizer(folder)
     return folder

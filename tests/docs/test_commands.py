@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import WAYS, run_by
-from desk import MODEL, Desk, boxing_model, published_shape
+from desk import MODEL, Desk, boxing_model, published_model
 from documents import ROOT, config_blocks
 
 from marsrl.trainer import cli
@@ -73,7 +73,7 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
 
 @pytest.mark.parametrize("block", config_blocks(), ids=lambda block: block.where)
 def test_a_config_block_passes_its_checks(block: Any, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    text = MODEL.sub(lambda match: str(published_shape(desk.folder / match[2], match[2])), block.text)
+    text = MODEL.sub(lambda match: str(published_model(desk.folder / match[2], match[2])), block.text)
     Path("block.yaml").write_text(text)
     assert main(["--dry-run", "--config", "block.yaml"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_a_config_block_passes_its_checks(block: Any, desk: Desk, capsys: pytest
 def test_a_run_on_gpus_passes_its_checks(
     command: str, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = desk.words(command, lambda name: published_shape(desk.folder / name, name))
+    words = desk.words(command, lambda name: published_model(desk.folder / name, name))
     size = 1
     for word in ("--nnodes", "--nproc-per-node"):
         size *= int(words[words.index(word) + 1]) if word in words else 1

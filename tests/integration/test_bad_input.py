@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from marsrl.trainer import cli
 from marsrl.trainer.init_model import init_model
@@ -99,6 +100,63 @@ def test_half_a_model_names_the_missing_files(tmp_path: Path, refusal: Refusal) 
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "missing: model-1.safetensors, model-2.safetensors" in refusal(f"policies.main.model={tmp_path}")
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def without_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+def of_another_width(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 96}))
+
+
+def without_a_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def without_a_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def with_too_many_tokens(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 1}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (cut_short, "model.safetensors is no whole safetensors file"),
+        (without_a_tensor, "has no tensor model.norm.weight, which config.json asks for"),
+        (of_another_width, "config.json gives [96, 64]"),
+        (without_a_tokenizer, "tokenizer"),
+        (without_a_template, "the tokenizer has no chat template"),
+        (with_too_many_tokens, "config.json's vocab_size is 100"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
+    spoil: Callable[[Path], None], says: str, tmp_path: Path, refusal: Refusal
+) -> None:
+    spoil(init_model("tiny", "bytes", tmp_path / "spoiled"))
+    message = refusal("--dry-run", f"policies.main.model={tmp_path}/spoiled")
+    assert says in message and "spoiled" in message
 
 
 def test_a_layout_that_does_not_divide_says_which_numbers(refusal: Refusal) -> None:

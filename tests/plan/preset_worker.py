@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 num_gpus = 8
 
@@ -59,37 +58,15 @@ def pretend_vllm_on_cuda() -> None:
     config_module.HAS_TRITON = True  # it is there on a GPU machine
 
 
-def save_frame(name: str, folder: Path) -> Path:
-    """A model directory with a config.json of the published shape, and a file of next to no weights."""
+def save_model(name: str, folder: Path) -> Path:
+    """A directory of the published model; a tokenizer that is not its own, of bytes."""
+    from published_model import save_published
+
+    from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
     from marsrl.trainer.plan.models import find_shape, warm_start_shape
 
-    shape = warm_start_shape() if name == "warm start" else find_shape(name)
-    is_moe = shape.num_experts > 0
-    config = {
-        "architectures": [shape.architecture],
-        "model_type": "qwen3_moe" if is_moe else "qwen3",
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "moe_intermediate_size" if is_moe else "intermediate_size": shape.ffn_size,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.is_tied,
-        "torch_dtype": "bfloat16",
-    }
-    if is_moe:
-        config |= {
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "norm_topk_prob": True,
-        }
-    (folder / name).mkdir(exist_ok=True)
-    (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")
+    save_published(warm_start_shape() if name == "warm start" else find_shape(name), folder / name)
+    write_byte_tokenizer(folder / name)
     return folder / name
 
 
@@ -129,7 +106,7 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
     if model is not None:
         name = "Qwen3-0.6B" if model == "/path/to/model" else Path(model).name
         (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
-        settings = [f"policies.main.model={save_frame(name, folder)}", f"data.train={folder}/problems.jsonl"]
+        settings = [f"policies.main.model={save_model(name, folder)}", f"data.train={folder}/problems.jsonl"]
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world)}
@@ -171,7 +148,7 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     from marsrl.trainer.batch_plan import longest_sequence
 
     policy = config.policies["main"]
-    model = policy.model or str(save_frame("warm start", folder))
+    model = policy.model or str(save_model("warm start", folder))
     longest = longest_sequence(config, "main")
     specs = _specs(model, config.rollout, dtype=policy.dtype, max_model_len=longest, seed=0, version=0)
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"

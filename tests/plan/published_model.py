@@ -1,0 +1,57 @@
+"""A directory that passes for a published model until somebody reads its weights: its config.json, and headers without numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.trainer.megatron.mapping import hf_shapes, units
+
+
+def save_published(shape: ModelShape, folder: Path) -> Path:
+    """Write the directory. The tensors are a hole in the file: they take no room on the disk."""
+    is_moe = shape.num_experts > 0
+    config: dict[str, Any] = {
+        "architectures": [shape.architecture],
+        "model_type": "qwen3_moe" if is_moe else "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "moe_intermediate_size" if is_moe else "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.is_tied,
+        "torch_dtype": "bfloat16",
+    }
+    if is_moe:
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "norm_topk_prob": True,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _write_headers(read_shape(folder, needs_weights=False), folder / "model.safetensors")
+    return folder
+
+
+def _write_headers(shape: ModelShape, path: Path) -> None:
+    header, at = {}, 0
+    for unit in units(shape, 1):
+        for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            num_bytes = 2
+            for length in size:
+                num_bytes *= length
+            header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, at + num_bytes]}
+            at += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
