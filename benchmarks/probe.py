@@ -68,12 +68,12 @@ class Pair:
         self._model = write_model(kind, layers, folder / "model")
         self.settings = read_shape(self._model).settings()
         self._write(self.weights(0.05, 0))
-        mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)  # type: ignore[arg-type]
+        mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)
         self.learner = Learner(
             policy, self._model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0
         )
         self.process = EngineProcess(str(self._model), dtype, SpoiledVllm, "spawn")
-        self.pool = EnginePool(self.process)
+        self.pool = EnginePool(self.process)  # type: ignore[arg-type]
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:

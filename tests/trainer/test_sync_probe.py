@@ -49,8 +49,8 @@ def test_a_part_of_the_tokens_that_is_off_is_named() -> None:
     theirs = engine(1)
     theirs[:, :5] += 0.1  # an eighth: within what routers do
     ProbeComparison().compare(TRAINER, [theirs], 0)
-    theirs[:, :8] += 0.1
-    with pytest.raises(RuntimeError, match=r"the share of the 640 tokens .* is 0\.2\d*, expected at most 0\.15"):
+    theirs[:, :10] += 0.1
+    with pytest.raises(RuntimeError, match=r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"):
         ProbeComparison().compare(TRAINER, [theirs], 0)
 
 
@@ -72,8 +72,8 @@ def test_later_versions_are_judged_by_what_the_first_comparison_measured() -> No
     near.compare(TRAINER, [engine(0.2)], 0)
     near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than rounding is
     with pytest.raises(RuntimeError, match=r"\(2 x"):
-        near.compare(TRAINER, [engine(2.5)], 2)
-    ProbeComparison().compare(TRAINER, [engine(2.5)], 2)
+        near.compare(TRAINER, [engine(2.4)], 2)
+    ProbeComparison().compare(TRAINER, [engine(2.4)], 2)
 
 
 def test_programs_of_no_noise_may_differ_by_what_float32_resolves() -> None:
