@@ -34,7 +34,7 @@ ON_A_RUN = Way("tests/integration/test_default_run.py::test_commands_on_a_run_ar
 OWN_MODEL = Way(
     f"{RUNS}::test_a_model_of_ones_own_is_trained",
     FIRST_VERSION,
-    "to the end: tests/integration/test_bring_your_own.py",
+    "to the end, smaller and with our own engine: tests/integration/test_bring_your_own.py",
 )
 DEFAULT_RUN = Way(
     "tests/integration/test_default_run.py::test_the_default_run_starts_as_it_is_written",
@@ -44,7 +44,9 @@ DEFAULT_RUN = Way(
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
 GPUS = Way(f"{HERE}::test_a_run_on_gpus_passes_its_checks", DRY, "nothing: it needs GPUs")
 MODULE = Way(
-    f"{HERE}::test_a_program_is_found_by_its_module", "with --help added", "from a wheel, two steps: tests/test_wheel.py"
+    f"{HERE}::test_a_program_is_found_by_its_module",
+    "with --help added",
+    "from a wheel, two steps: tests/test_wheel.py",
 )
 NEVER = "nothing: measured by hand"
 
