@@ -24,7 +24,7 @@ class Way:
 
 AS_IT_IS = "as it is, to its end"
 FIRST_VERSION = "as it is, stopped by Ctrl-C when version 1 is published"
-DRY = "with --dry-run added, as one of its ranks"
+DRY = "with --dry-run added, as one of its ranks, CUDA faked"
 PARSED = "its words are taken by its parser"
 
 HERE = "tests/docs/test_commands.py"
@@ -42,7 +42,11 @@ DEFAULT_RUN = Way(
     "the warm start and the end, smaller: the other tests of this file",
 )
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
-GPUS = Way(f"{HERE}::test_a_run_on_gpus_passes_its_checks", DRY, "nothing: it needs GPUs")
+GPUS = Way(
+    f"{HERE}::test_a_run_on_gpus_passes_its_checks",
+    DRY,
+    "vLLM's and Megatron's configs: tests/plan/test_presets.py; the rest needs GPUs",
+)
 MODULE = Way(
     f"{HERE}::test_a_program_is_found_by_its_module",
     "with --help added",
@@ -69,6 +73,7 @@ STEP = bench(
 SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
 PLAYED = bench(NEVER)
 SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
+PROBE = bench("with our own engine: tests/megatron/test_probe_notices.py")
 OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
 ON_GPUS = "policies.main.model=/models/%s data.train=problems.jsonl"
 
@@ -101,8 +106,8 @@ WAYS = {
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu a100-80g --response 8192 --json plan.json": PRINTS,
     "marsrl plan --config configs/single_gpu.yaml --gpus 1 --gpu h100-80g": PRINTS,
-    "torchrun --nnodes 3 --nproc-per-node 8 ... trainer/main.py --config configs/qwen3_30b_a3b.yaml "
-    f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'} rollout.ray_address=HOST:6379": GPUS,
+    "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
+    f"--config configs/qwen3_30b_a3b.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "
     f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
@@ -131,6 +136,8 @@ WAYS = {
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),
+    "python benchmarks/probe.py": PROBE,
+    "python benchmarks/probe.py --honest 200": PROBE,
     "python benchmarks/weight_sync.py": SYNC,
     "python benchmarks/weight_sync.py --mib 256 --repeats 5": SYNC,
 }

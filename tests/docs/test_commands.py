@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from commands import WAYS, run_by
 from desk import MODEL, Desk, boxing_model, published_model
@@ -85,14 +86,17 @@ def test_a_run_on_gpus_passes_its_checks(
     command: str, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = desk.words(command, lambda name: published_model(desk.folder / name, name))
-    size = 1
-    for word in ("--nnodes", "--nproc-per-node"):
-        size *= int(words[words.index(word) + 1]) if word in words else 1
-    monkeypatch.setenv("WORLD_SIZE", str(size))
+    nodes, ranks = (int(words[words.index(word) + 1]) if word in words else 1 for word in ("--nnodes", "--nproc-per-node"))
+    monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what vLLM and Megatron say: tests/plan/test_presets.py
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
+    if "directory" in preset.get("sync", {}):
+        words.append(f"sync.directory={desk.folder}")
     assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "samples a step" in shown
-    preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     del preset["policies"]["main"]["model"]
     assert holds(preset["policies"], yaml.safe_load(shown[: shown.index("batch arithmetic:")])["policies"])
 

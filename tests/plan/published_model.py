@@ -1,13 +1,16 @@
-"""A directory that passes for a published model until somebody reads its weights: its config.json, and headers without numbers."""
+"""A directory that passes for a published model until its weights are read: config.json, and headers without numbers."""
 
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.megatron.mapping import hf_shapes, units
+
+SHARD_BYTES = 2 << 30
 
 
 def save_published(shape: ModelShape, folder: Path) -> Path:
@@ -37,19 +40,34 @@ def save_published(shape: ModelShape, folder: Path) -> Path:
         }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    _write_headers(read_shape(folder, needs_weights=False), folder / "model.safetensors")
+    _write_headers(read_shape(folder, needs_weights=False), folder)
     return folder
 
 
-def _write_headers(shape: ModelShape, path: Path) -> None:
-    header, at = {}, 0
+def _write_headers(shape: ModelShape, folder: Path) -> None:
+    """In files of some GB, as published models are: one of all would not be mapped on a small machine."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    num_bytes = 0
     for unit in units(shape, 1):
         for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-            num_bytes = 2
-            for length in size:
-                num_bytes *= length
-            header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, at + num_bytes]}
-            at += num_bytes
+            if num_bytes > SHARD_BYTES:
+                shards.append({})
+                num_bytes = 0
+            shards[-1][name] = size
+            num_bytes += 2 * prod(size)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(shard, folder / name)
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def _write_shard(shard: dict[str, tuple[int, ...]], path: Path) -> None:
+    header, at = {}, 0
+    for name, size in shard.items():
+        end = at + 2 * prod(size)
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
