@@ -131,11 +131,10 @@ class EvaluationThread:
             self._end(current.sample, True, "accepted")
         elif self._num_iterations >= self._max_iterations:
             self._end(self._best(), False, "max_iterations")
-        elif verdict or (verdict is None and not self._compat and not self._team.shown(report)):
-            self._ask_verifier()  # judge again: to confirm, or because there is nothing a Corrector could read
-        else:
+        elif not verdict and (verdict is False or self._compat or self._team.shown(report)):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             self._pending = self._team.ask_about(corrector, report, ask)
+        # else the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
 
     def _best(self) -> Sample:
         def votes(candidate: Candidate) -> int:

@@ -421,6 +421,10 @@ def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict
     thread, _ = play([("solver", "s", OK), empty, empty], max_iterations=2)
     assert thread.outcome.reason == "max_iterations"
     play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
+    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
+    play(
+        [("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], team
+    )  # it shows nothing
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
-from marsrl.rollout.engines.sampler import RowSampling, draw, uniform
+from marsrl.rollout.engines.sampler import RowSampling, _truncate, draw, uniform
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,14 @@ def test_a_row_is_drawn_as_its_request_says():
     ] * 2
 
 
+@pytest.mark.parametrize("samplings", [[], [Sampling(1, 1, -1)]])
+def test_rows_have_their_types_and_device_whatever_the_numbers(samplings):
+    made = RowSampling.of(samplings, range(len(samplings)), torch.device("meta"))
+    for tensor, dtype in [(made.temperature, torch.float32), (made.top_p, torch.float32), (made.top_k, torch.int64)]:
+        assert tensor.dtype == dtype and tensor.device.type == "meta"
+    assert made.seeds.dtype == torch.int64 and made.seeds.device.type == "meta"
+
+
 def test_rows_are_selected_and_put():
     made = RowSampling.of([Sampling(0.1 * i, 0.01 * i, i) for i in range(1, 5)], range(4), CPU)
     chosen = made.select(torch.tensor([3, 1]))
@@ -74,6 +83,12 @@ def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
     tokens, logprobs = draw(logits, sampling, positions)
     assert tokens.tolist() == right
     torch.testing.assert_close(logprobs, probabilities.log()[range(n), tokens])
+
+
+def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero(monkeypatch):
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.zeros(len(seeds), dtype=torch.float64))
+    tokens, _ = draw(torch.tensor([[-torch.inf, 0.0, 0.0]]), rows(1), torch.tensor([0]))
+    assert int(tokens) == 1
 
 
 def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():
@@ -114,3 +129,9 @@ def test_top_k_and_top_p_cut_and_renormalise():
 def test_top_p_keeps_no_more_than_reaches_it():
     tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), torch.zeros(200, dtype=torch.int64))
     assert len(set(tokens.tolist())) == 1
+
+
+def test_a_top_p_of_one_keeps_what_rounding_leaves_no_room_for():
+    logits = torch.tensor([[0.0, -20.0, -20.0]])
+    assert float(logits.softmax(-1)[0, 0]) == 1  # float32
+    assert _truncate(logits, torch.tensor([5]), torch.tensor([1.0])).tolist() == logits.tolist()

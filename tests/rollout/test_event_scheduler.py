@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Play:
         seed: int = 0,
         version: int = 0,
         state: RolloutState | None = None,
-        judges: ThreadPoolExecutor | None = None,
+        judges: Executor | None = None,
         **options: Any,
     ) -> None:
         team, self.engines = letter_team(config, **options)
@@ -293,6 +293,20 @@ def test_rest_waits_for_what_is_being_judged() -> None:
         assert any(group.finished for group in play.scheduler.state.open.values()) or play.scheduler.state.closed
 
 
+class AtOnce(Executor):
+    """Has done what it is given when it says that it has taken it."""
+
+    def submit(self, work: Any, /, *words: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*words, **options))
+        return done
+
+
+def test_what_has_been_judged_is_taken_without_a_rest() -> None:
+    batch = Play(letter_config(), judges=AtOnce()).batch()
+    assert len(batch.groups) >= 2 and not any(s.reward.note == "not judged" for g in batch.groups for s in g.samples)
+
+
 def test_a_picked_sample_is_asked_about_before_its_stage_has_ended() -> None:
     config = letter_config(prompts_per_step=4, overlap=1, picks=2)
     play = Play(config)
@@ -445,6 +459,18 @@ def test_with_a_finish_share_a_stage_does_not_wait_for_the_rest() -> None:
     assert len(play.scheduler.state.open["000001/solver"].partial[0].token_ids) == 0  # in its first segment still
     batch = play.scheduler.take()
     assert batch is not None and [group.group_id for group in batch.groups] == ["000002/solver"]
+
+
+@pytest.mark.parametrize(("num_short", "ends"), [(2, False), (3, True)])
+def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: int, ends: bool) -> None:
+    def script(request: Any) -> list[int]:
+        return [ord(".")] * (1 if int(request.uid[-1]) < num_short else 40) + [END]
+
+    config = letter_config(finish_share=0.5, group_size=6, prompts_per_step=1, max_unfinished=0)
+    play = Play(config, script=script, tokens_per_step=2)
+    play.scheduler.ask()
+    play.scheduler.advance(0.0)
+    assert (play.scheduler.state.num_batches == 1) == ends
 
 
 def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:

@@ -145,7 +145,7 @@ def test_first_fit_decreasing_stays_within_its_bound(lengths: list[int]) -> None
 
 def test_a_sequence_that_fits_no_micro_batch_says_which_setting_to_raise() -> None:
     with pytest.raises(ValueError, match=r"101 tokens but trainer.max_tokens_per_micro_batch is 100"):
-        plan_micro_batches([101], 1, 100)
+        plan_micro_batches([5, 101, 7], 1, 100)
 
 
 def work(lengths: list[int]) -> float:
