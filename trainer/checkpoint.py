@@ -244,12 +244,14 @@ def _go_back(
     else:
         which = "no earlier checkpoint" if latest is not None else "no checkpoint"
         raise RuntimeError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
-    lost = f", which plays {latest - step} step(s) again" if latest is not None else ""
     if resume != "previous":
+        which, again = "the newest whole one", ""
+        if latest is not None:
+            which, again = f"{which} before it", f", which plays {latest - step} step(s) again"
         raise RuntimeError(
-            f"{problem}; the newest whole one{' before it' if latest is not None else ''} is step_{step}: restore the "
-            f"files, or go on from step_{step} with run.resume=previous{lost}"
+            f"{problem}; {which} is step_{step}: restore the files, or go on from step_{step} with run.resume=previous{again}"
         )
+    lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
     warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
     if rank() == 0:
         run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced

@@ -15,7 +15,7 @@ import pytest
 from marsrl.rollout.ledger import RolloutState, SchedulerState
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer import checkpoint
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint, steps_on_disk
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.collective import stop_together
 from marsrl.trainer.manifest import FileSum, damage, file_sum
 from marsrl.trainer.run_directory import RunDirectory
@@ -113,7 +113,7 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     saves.save(1, {"main": 1}, {"main": learner}, state_after(1))  # type: ignore[dict-item]
     assert learner.copies == [True]
     saves.finish_if_written()
-    assert run.latest_checkpoint() is None and steps_on_disk(run) == []
+    assert run.latest_checkpoint() is None and run.steps_on_disk() == []
     learner.may_write.set()
     saves._pending.writer.join(20)  # type: ignore[union-attr]
     saves.finish_if_written()
@@ -193,12 +193,12 @@ def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run
 def test_the_last_ones_and_every_nth_stay(run: RunDirectory) -> None:
     save(writer(run), 20)  # later than what follows: of a run that went back
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
-    assert steps_on_disk(run) == [4, 8, 10, 12, 20]
+    assert run.steps_on_disk() == [4, 8, 10, 12, 20]
     save(writer(run, keep_last=1), 14)
-    assert steps_on_disk(run) == [14, 20]
+    assert run.steps_on_disk() == [14, 20]
     for other in ("step_x", "step_3.part", "xxxxx99"):
         (run.checkpoints / other).mkdir()
-    assert steps_on_disk(run) == [14, 20]
+    assert run.steps_on_disk() == [14, 20]
 
 
 def test_the_pointer_is_followed_and_later_ones_are_named(run: RunDirectory) -> None:
@@ -212,8 +212,9 @@ def test_the_pointer_is_followed_and_later_ones_are_named(run: RunDirectory) -> 
     with pytest.raises(RuntimeError, match="step_7 holds the checkpoint of step 1; give the folder its name back"):
         load(run)
     (run.checkpoints / "latest").write_text("the last one")
-    with pytest.raises(RuntimeError, match=f"{run.path} cannot go on; rank 0: RuntimeError: .*holds 'the last one'"):
+    with pytest.raises(RuntimeError, match="holds 'the last one', .*; the newest whole one is step_10: restore"):
         load(run)
+    assert load(run, "previous")[:2] == (10, "w10") and load(run)[:2] == (10, "w10")
 
 
 def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run: RunDirectory) -> None:
@@ -264,10 +265,10 @@ def test_another_rank_writes_its_part_of_the_policies_and_nothing_else(
 def test_the_ranks_hear_from_the_first_where_to_go_on(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     save(writer(run), 1, 2)
     told: list[bytes | None] = []
-    monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: (told.append(data), b"1")[1])
+    monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: (told.append(data), b"[1, null]")[1])
     assert load(run)[:2] == (1, "w1")
     monkeypatch.setattr(checkpoint, "rank", lambda: 1)
-    assert load(run)[:2] == (1, "w1") and told == [b"2", None]
+    assert load(run)[:2] == (1, "w1") and told == [b"[2, null]", None]
 
 
 def test_the_ranks_share_the_reading_and_know_what_the_others_found(
