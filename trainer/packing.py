@@ -81,7 +81,7 @@ class PackedBatch:
 
 def rows_of(mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """(trained_rows, positive_rows) of a batch on the host."""
-    of_positive = is_positive.repeat_interleave(cu_seqlens.diff().long())
+    of_positive = is_positive.repeat_interleave(cu_seqlens.diff())
     return mask.nonzero()[:, 0], (mask & of_positive).nonzero()[:, 0]
 
 
@@ -181,14 +181,13 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
             rollout[predicts] = np.where(sequence.is_sampled, sequence.rollout_logprobs, 0)
         if sequence.token_weights is not None:
             weights[predicts] = sequence.token_weights
-    cu_seqlens = starts.copy()
-    cu_seqlens[-1] += padding
+    cu_seqlens = np.array([*starts[:-1], total], np.int32)
     positions[total - padding :] = np.arange(padding) + lengths[-1]
     known = all(s.rollout_logprobs is not None for s in sequences)
     weighted = any(s.token_weights is not None for s in sequences)
     same_temperature = len({s.temperature for s in sequences}) == 1
     trained = torch.from_numpy(mask)
-    bounds = torch.from_numpy(cu_seqlens.astype(np.int32))
+    bounds = torch.from_numpy(cu_seqlens)
     is_positive = torch.tensor([s.is_positive for s in sequences], dtype=torch.bool)
     trained_rows, positive_rows = rows_of(trained, is_positive, bounds)
     return PackedBatch(

@@ -64,8 +64,8 @@ class EvaluationThread:
         self._max_iterations = max_iterations
         self._compat = compat
         self._candidates: list[Candidate] = []
-        self._solution_ask: Ask = team.first_ask(rollout_id, problem)  # the ask that the current candidate answered
-        self._pending: Ask | None = self._solution_ask
+        self._first_ask = team.first_ask(rollout_id, problem)
+        self._pending: Ask | None = self._first_ask
         self._streak = 0
         self._num_iterations = 0
         self._outcome: Outcome | None = None
@@ -95,25 +95,19 @@ class EvaluationThread:
         if self._team.role(ask.agent) is Role.VERIFIER:
             self._receive_report(ask, sample)
         else:
-            self._receive_solution(ask, sample)
+            self._receive_solution(sample)
 
-    def _receive_solution(self, ask: Ask, sample: Sample) -> None:
+    def _receive_solution(self, sample: Sample) -> None:
         is_whole = sample.finish is Finish.STOP and bool(self._team.shown(sample))
         if not is_whole and self._candidates:
             self._end(self._best(), False, "truncated correction")
             return
         self._candidates.append(Candidate(sample))
-        self._solution_ask = ask
-        self._streak = 0
         if not is_whole:
             self._end(sample, False, "truncated solution")
             return
-        self._ask_verifier()
-
-    def _ask_verifier(self) -> None:
-        solution = self._candidates[-1].sample
-        verifier = "verifier1" if solution.agent == "solver" else "verifier2"
-        self._pending = self._team.ask_about(verifier, solution, self._solution_ask)
+        verifier = "verifier1" if sample.agent == "solver" else "verifier2"
+        self._pending = self._team.ask_about(verifier, sample, self._first_ask)
 
     def _receive_report(self, ask: Ask, report: Sample) -> None:
         self._num_iterations += 1

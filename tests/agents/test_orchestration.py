@@ -401,6 +401,7 @@ def test_compat_counts_verify_calls_not_acceptances() -> None:
     assert thread.outcome.final.uid == "2"
     thread, _ = play(script, max_iterations=2)
     assert thread.outcome.final.uid == "0"
+    play([("solver", "s", OK), ("verifier1", "<think>cut", Finish.LENGTH), ("corrector1", "c", OK)], compat=True)
 
 
 def test_a_truncated_correction_ends_the_thread_with_what_there_is() -> None:
@@ -431,6 +432,7 @@ def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
     team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(missing_verdict="correct")}, "math")
     thread, _ = play([("solver", "s", OK), ("verifier1", "hm", OK)], team, accept_after=1)
     assert thread.outcome.is_accepted
+    play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)], team, accept_after=1)
     solution = sample("s", correct=1.0)
     reward = team.reward(Ask("r", PROBLEM, "verifier1", solution, solution), sample("v", "verifier1"))
     assert reward.value == 0 and not math.isnan(reward.value)

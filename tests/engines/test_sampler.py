@@ -91,6 +91,15 @@ def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero(monkeypatch
     assert int(tokens) == 1
 
 
+def test_the_least_likely_tokens_are_told_apart(monkeypatch):
+    """1000 tokens of 4e-8 behind one that has nearly all: in float32 their cumulative probabilities would be steps."""
+    logits = torch.tensor([[17.0] + [0.0] * 1000])
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.tensor([1 - 2e-5], dtype=torch.float64))
+    cumulative = np.cumsum(logits.log_softmax(-1)[0].exp().double().numpy())
+    tokens, _ = draw(logits, rows(1), torch.tensor([0]))
+    assert int(tokens) == np.flatnonzero(cumulative > (1 - 2e-5) * cumulative[-1])[0] > 100
+
+
 def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1)
     sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, range(400), CPU)

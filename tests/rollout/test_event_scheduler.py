@@ -466,7 +466,7 @@ def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: i
     def script(request: Any) -> list[int]:
         return [ord(".")] * (1 if int(request.uid[-1]) < num_short else 40) + [END]
 
-    config = letter_config(finish_share=0.5, group_size=6, prompts_per_step=1, max_unfinished=0)
+    config = letter_config(finish_share=0.5, group_size=6, prompts_per_step=1)
     play = Play(config, script=script, tokens_per_step=2)
     play.scheduler.ask()
     play.scheduler.advance(0.0)

@@ -40,11 +40,12 @@ def test_the_shift_is_made_once_and_tool_text_is_not_trained() -> None:
 def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
     second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
-    third = sequence([9], [9], uid="c", is_positive=True)
+    third = sequence([9], [9], uid="c", is_positive=True, advantage=np.float64(1))
     batch = pack([first, second, third], align=4)
     assert batch.uids == ("a", "b", "c") and batch.num_tokens == 12
     assert batch.cu_seqlens.tolist() == [0, 4, 8, 12] and batch.cu_seqlens.dtype == torch.int32
     assert batch.max_seqlen == 4
+    assert batch.advantages.dtype == pack([sequence([1], [2], advantage=3)]).advantages.dtype == torch.float32
     assert batch.advantages.tolist() == [-0.5, 2.0, 1.0] and batch.agent_of.tolist() == [2, 1, 0]
     assert batch.is_positive.tolist() == [True, False, True]
     assert batch.trained_rows.tolist() == [1, 4, 5, 6, 8]
@@ -84,6 +85,8 @@ def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
     batch = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=1.0)])
     assert isinstance(batch.temperature, torch.Tensor)
     assert batch.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
+    padded = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=2.0)], align=3).temperature
+    assert isinstance(padded, torch.Tensor) and padded.tolist() == [0.5, 0.5, 2.0, 2.0, 1.0, 1.0]
     assert pack([sequence([1], [2], temperature=0.5)]).temperature == 0.5
 
 
@@ -104,6 +107,7 @@ def test_plans_by_hand() -> None:
     # a fourth for two ranks: 5 + 3 is cut, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 where there is a place
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
     assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equals the first is cut
+    assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # one that holds a single sequence is not
     assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]  # every second one goes
     assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # nothing to cut
     assert plan_micro_batches([], 2, 8) == [[[]], [[]]] and plan_micro_batches([], 1, 8) == [[[]]]
