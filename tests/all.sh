@@ -44,6 +44,6 @@ status=$?
 echo
 for part in "${parts[@]}"; do
   file=$folder/${part//\//.}
-  [ -f "$file" ] && printf '%-40s %s\n' "$part" "$(tail -n 1 "$file")"
+  [ -f "$file" ] && printf '%s:\n%s\n' "$part" "$(tail -n 1 "$file")"
 done
 exit $((status ? 1 : 0))
