@@ -160,7 +160,7 @@ def test_a_snapshot_goes_on_as_the_run_would_have() -> None:
     ("known", "num_decoded", "tokens"),
     [
         (44, 0, 4),  # the first of two has its last four tokens: half has finished, the other is cut off
-        (0, 20, 24),  # the first ends its segment and goes on later: the other decodes to the end of its own
+        (20, 18, 24),  # the first ends its segment and goes on later: the other decodes to the end of its own
     ],
 )
 def test_a_share_counts_samples_that_are_over_and_not_segments(known: int, num_decoded: int, tokens: int) -> None:
@@ -170,7 +170,11 @@ def test_a_share_counts_samples_that_are_over_and_not_segments(known: int, num_d
     group.partial[0].extend(np.full(known, ord("."), np.int32), np.zeros(known, np.float32), 0)
     requests = [scheduler.request(group, 0, num_decoded), scheduler.request(group, 1)]
     first, second = scheduler._play(scheduler.team.pools["main"], requests, 0, None)
-    assert (first.uid, first.finish, len(first.token_ids)) == ("000001/solver:0", Finish.LENGTH, 4)
+    assert (first.uid, first.finish, len(first.token_ids)) == (
+        "000001/solver:0",
+        Finish.LENGTH,
+        min(48 - known, 24 - num_decoded),
+    )
     assert (second.uid, len(second.token_ids)) == ("000001/solver:1", tokens)
     assert (second.finish is Finish.UNFINISHED) == (tokens < 24)
 
