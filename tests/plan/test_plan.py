@@ -79,7 +79,8 @@ def test_the_plan_and_the_dry_run_refuse_alike(
     assert cli.main(["plan", "--gpus", "16", *words]) == 0
     assert "- refused: " in capsys.readouterr().out
     assert main(["--dry-run", *words]) == 2
-    assert capsys.readouterr().err == f"marsrl: {plan['refused'][0]}\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"marsrl: {plan['refused'][0]} (") and ": command line" in said and said.count("\n") == 1
     assert main(["--dry-run", "rollout.engines=4"]) == 0
     assert main(["--dry-run", f"sync.directory={tmp_path}/none"]) == 2
     assert "which is no folder that can be written to: make it" in capsys.readouterr().err
@@ -260,7 +261,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], t
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
         (["--gpus", "8"], "40 engines x 1 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
-        (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line; rollout.vllm.tensor_parallel: "),
+        (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],
             "Llama-7B is none of the models whose shape is known: Qwen3-30B",
