@@ -216,14 +216,9 @@ class EventScheduler(Ledger):
             self.state.closed.append(self.close_group(group))
             self._open(self.pick(group.ask.rollout_id, group.ask.agent))
 
-    def _open(self, asks: Sequence[Ask]) -> list[_Key]:
-        keys = [
-            _Key(group.ask.group_id, index)
-            for group in self.open_groups(asks, self.versions)
-            for index in group.partial
-        ]
-        self._due.update(dict.fromkeys(keys))
-        return keys
+    def _open(self, asks: Sequence[Ask]) -> None:
+        for group in self.open_groups(asks, self.versions):
+            self._due.update(dict.fromkeys(_Key(group.ask.group_id, index) for index in group.partial))
 
     # Stages.
 

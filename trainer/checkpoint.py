@@ -86,7 +86,6 @@ class CheckpointWriter:
             try:
                 for left in self._run.checkpoints.glob("step_*.part"):  # by a run that died while saving
                     shutil.rmtree(left)
-                part.mkdir(parents=True)
                 write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
             except OSError as raised:

@@ -93,4 +93,4 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # mass of the more likely ones: the first is always kept
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
-    return torch.full_like(logits, -torch.inf).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))
+    return torch.empty_like(logits).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

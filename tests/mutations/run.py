@@ -37,7 +37,7 @@ from operators import Mutant, mutants, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch", "pydantic", "pytest", "_hypothesis_pytestplugin", "hypothesis.strategies", "transformers")
-_MEMORY_BYTES = 8 << 30
+_MEMORY_BYTES = 4 << 30  # what the tests may take beyond what is held before them
 
 
 class Score(NamedTuple):
@@ -91,7 +91,8 @@ def in_fork(work: Callable[[], Any], limit_s: float, cpu_s: float | None = None)
             if cpu_s is not None:
                 os.setsid()
                 resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 2))
-                resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+                held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_DATA, (held + _MEMORY_BYTES, held + _MEMORY_BYTES))
             os.write(writing, json.dumps(work()).encode() + b"\n")
         os._exit(0)
     os.close(writing)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import run
-from judges import MODULES, Judged, key
+from judges import MODULES, key
 from operators import Mutant, mutants, sample
 
 SOURCE = '''
@@ -81,38 +83,48 @@ def test_a_sample_is_spread_over_the_source_and_the_same_again() -> None:
     assert chosen == sample(found, 10, seed=3) != sample(found, 10, seed=4) and sample(found, 200, seed=0) == found
 
 
-@pytest.fixture
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
-    """A module of marsrl in a folder of its own: half of what it does is tested."""
-    (tmp_path / "number.py").write_text("def larger(a, b):\n    return a > b\n\ndef unjudged(a):\n    return -a\n")
-    (tmp_path / "test_number.py").write_text(
-        "from marsrl.number import larger\n"
-        "def test_larger():\n    assert larger(2, 1) is True and larger(1, 1) is False\n"
-    )
-    package = ModuleType("marsrl")
-    package.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, "marsrl", package)
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    return Judged("number.py", ("test_number.py",))
+WORKER = """
+import json, sys, types
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import run
+from judges import Judged, key
+package = types.ModuleType("marsrl")
+package.__path__ = [sys.argv[2]]
+sys.modules["marsrl"], run.ROOT = package, Path(sys.argv[2])
+run.equivalents = lambda name: {("return -a", "-a", "a"): "nobody calls it"}
+result, told = run.score("number", Judged("number.py", (sys.argv[3],)), None, 0)
+fates = {name: [key(m) for m in getattr(result, name)] for name in ("killed", "timed_out", "survived")}
+equivalent = [(key(m), why) for m, why in result.equivalent]
+print("TOLD" + json.dumps({**fates, "equivalent": equivalent, "share": result.share, "num": told["num"]}))
+"""
 
 
-def test_what_a_test_notices_is_killed_and_the_rest_survives(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setattr(run, "equivalents", lambda name: {("return -a", "-a", "a"): "nobody calls it"})
-    files = {path: path.read_bytes() for path in run.ROOT.iterdir() if path.is_file()}
-    result, told = run.score("number", judged, None, 0)
-    assert [m.after for m in result.killed] == ["return None", "a >= b"] and told["num"] == 4
-    (survivor,) = result.survived
-    assert key(survivor) == ("return -a", "return -a", "return None") and survivor.line == 5
-    assert [(m.before, m.after, why) for m, why in result.equivalent] == [("-a", "a", "nobody calls it")]
-    assert result.share == pytest.approx(2 / 3) and result.timed_out == []
-    assert {path: path.read_bytes() for path in run.ROOT.iterdir() if path.is_file()} == files
+def tried(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
+    """A module of which half is tested, in a process of its own: a fork of one with threads may hang."""
+    (folder / "number.py").write_text("def larger(a, b):\n    return a > b\n\ndef unjudged(a):\n    return -a\n")
+    (folder / "test_number.py").write_text(tests)
+    command = [sys.executable, "-c", WORKER, str(Path(run.__file__).parent), str(folder), "test_number.py"]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_tests_that_fail_without_a_mistake_judge_nothing(judged: Judged) -> None:
-    (run.ROOT / "test_number.py").write_text("def test_fails():\n    assert False\n")
-    with pytest.raises(SystemExit, match="number: the tests fail without any mutation: test_number.py"):
-        run.score("number", judged, None, 0)
+def test_what_a_test_notices_is_killed_and_the_rest_survives_and_nothing_is_written(tmp_path: Path) -> None:
+    tests = "from marsrl.number import larger\ndef test_larger():\n    assert larger(2, 1) is True\n"
+    done = tried(tmp_path, tests + "    assert larger(1, 1) is False\n")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.rpartition("TOLD")[2])
+    assert [after for _, _, after in told["killed"]] == ["return None", "a >= b"] and told["timed_out"] == []
+    assert told["survived"] == [["return -a", "return -a", "return None"]]
+    assert told["equivalent"] == [[["return -a", "-a", "a"], "nobody calls it"]]
+    assert told["num"] == 4 and told["share"] == pytest.approx(2 / 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["number.py", "test_number.py"]
+    assert "return a > b" in (tmp_path / "number.py").read_text()
+
+
+def test_tests_that_fail_without_a_mistake_judge_nothing(tmp_path: Path) -> None:
+    done = tried(tmp_path, "def test_fails():\n    assert False\n")
+    assert done.returncode == 1 and "number: the tests fail without any mutation: test_number.py" in done.stderr
 
 
 def test_every_listed_equivalent_is_a_mutant_that_is_made() -> None:

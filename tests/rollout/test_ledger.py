@@ -133,13 +133,15 @@ def test_a_segment_is_counted_and_put_behind_what_was_there() -> None:
         (28, Finish.STOP, Finish.STOP),
         (1, Finish.STOP, Finish.STOP),
         (0, Finish.ERROR, Finish.ERROR),
+        (2, Finish.ERROR, Finish.ERROR),
     ]:
-        assert books.extended(group, 0, result(count, given))[1] is finish
+        cached = 4 if given is Finish.STOP and count > 1 else 0
+        assert books.extended(group, 0, result(count, given, num_cached_tokens=cached))[1] is finish
     assert books.counts == {
-        "rollout/tokens": 20 + 27 + 27 + 28 + 28 + 28 + 1,
-        "rollout/prompt_tokens": prompt + 7 * (prompt + 20),
-        "rollout/cached_tokens": 3,
-        "rollout/errors": 1,
+        "rollout/tokens": 20 + 27 + 27 + 28 + 28 + 28 + 1 + 2,
+        "rollout/prompt_tokens": prompt + 8 * (prompt + 20),
+        "rollout/cached_tokens": 3 + 4,
+        "rollout/errors": 2,
     }
 
 
@@ -167,6 +169,8 @@ def test_a_closed_group_holds_what_has_finished_in_order() -> None:
     assert closed == Group("000001/solver", "000001", "solver", (samples[0], samples[2]))
     assert books.counts["rollout/dropped_stragglers"] == 2 and books.state.open == {"000002/solver": other}
     assert books.state.rounds["000001", "solver"].groups == {"000001/solver": closed}
+    books.close_group(other)
+    assert books.counts["rollout/dropped_stragglers"] == 2 + 4
 
 
 def test_picks_are_made_once_when_every_group_of_the_round_is_closed() -> None:

@@ -129,7 +129,13 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     assert load(run)[0] == 3
 
 
-def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(run: RunDirectory) -> None:
+def refuse(*words: object) -> None:
+    raise OSError("read-only")
+
+
+def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for is_async in (False, True):
         saves = writer(run, is_async=is_async)
         with pytest.raises(RuntimeError) as caught:
@@ -143,6 +149,10 @@ def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(ru
         assert str(caught.value).endswith("there is no earlier checkpoint with run.resume=auto")
         assert list(run.checkpoints.iterdir()) == []
         saves.finish()  # nothing is left to be ended
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", refuse)
+        with pytest.raises(RuntimeError, match="no room; make room or fix"):
+            save(writer(run), 1, word="unwritable")
     save(writer(run), 2)
     with pytest.raises(
         RuntimeError, match="the last whole checkpoint is untouched, go on from it with run.resume=auto$"
@@ -155,9 +165,6 @@ def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(writer(run), 1)
-
-    def refuse(*words: object) -> None:
-        raise OSError("read-only")
 
     for name in ("write_json", "write_manifest"):
         with monkeypatch.context() as patch:

@@ -37,7 +37,10 @@ def test_a_long_file_is_summed_block_by_block(tmp_path: Path) -> None:
 
 
 def test_what_was_summed_while_it_was_written_is_not_read_again(folder: Path) -> None:
+    for i in range(9):
+        (folder / f"z{i}").touch()
     write_manifest(folder, {"a": FileSum(3, 7)})
+    assert list(read_manifest(folder)) == ["a", "c", "policies/main/b", *(f"z{i}" for i in range(9))]
     assert read_manifest(folder)["a"] == FileSum(3, 7) and read_manifest(folder)["c"].crc32 == zlib.crc32(b"xyz")
     lost = {f"lost{i}": FileSum(0, 0) for i in range(9)}
     with pytest.raises(OSError, match="/lost0 was written and is not there any more"):
