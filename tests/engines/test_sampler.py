@@ -49,6 +49,8 @@ def test_rows_have_their_types_and_device_whatever_the_numbers(samplings):
     for tensor, dtype in [(made.temperature, torch.float32), (made.top_p, torch.float32), (made.top_k, torch.int64)]:
         assert tensor.dtype == dtype and tensor.device.type == "meta"
     assert made.seeds.dtype == torch.int64 and made.seeds.device.type == "meta"
+    logits = torch.zeros(len(samplings), 7, device="meta")
+    assert _truncate(logits, made.top_k, made.top_p).device.type == "meta"
 
 
 def test_rows_are_selected_and_put():
@@ -92,12 +94,12 @@ def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero(monkeypatch
 
 
 def test_the_least_likely_tokens_are_told_apart(monkeypatch):
-    """1000 tokens of 4e-8 behind one that has nearly all: in float32 their cumulative probabilities would be steps."""
-    logits = torch.tensor([[17.0] + [0.0] * 1000])
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.tensor([1 - 2e-5], dtype=torch.float64))
+    """1000 tokens of 8e-10 behind one that has nearly all: in float32 their cumulative probabilities would be steps."""
+    logits = torch.tensor([[21.0] + [0.0] * 1000])
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.tensor([1 - 4e-7], dtype=torch.float64))
     cumulative = np.cumsum(logits.log_softmax(-1)[0].exp().double().numpy())
     tokens, _ = draw(logits, rows(1), torch.tensor([0]))
-    assert int(tokens) == np.flatnonzero(cumulative > (1 - 2e-5) * cumulative[-1])[0] > 100
+    assert int(tokens) == np.flatnonzero(cumulative > (1 - 4e-7) * cumulative[-1])[0] > 100
 
 
 def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():

@@ -166,7 +166,7 @@ def test_a_failure_at_the_beginning_or_the_end_leaves_no_part(
 ) -> None:
     save(writer(run), 1)
 
-    for name in ("write_json", "write_manifest"):
+    for name in ("write_atomically", "write_json", "write_manifest"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, name, refuse)
             with pytest.raises(
@@ -185,6 +185,22 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
     )
     save(writer(run), 1)
     assert synced == [("step_1.part", True)]
+
+
+def test_a_file_that_changes_after_it_was_written_is_damaged(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = WordSave.finish
+
+    def altered(self: WordSave, failure: str, advice: str) -> dict[str, FileSum]:
+        sums = finish(self, failure, advice)
+        (self.folder / "word").write_text("w2")
+        return sums
+
+    monkeypatch.setattr(WordSave, "finish", altered)
+    save(writer(run), 1)
+    (said,) = damage(run.checkpoint(1))
+    assert "policies/main/word has checksum" in said
 
 
 def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run: RunDirectory) -> None:
@@ -233,7 +249,7 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     with pytest.raises(RuntimeError) as caught:
         load(run)
     assert str(caught.value).startswith(problem) and "..." not in str(caught.value)
-    assert "the newest whole one before it is step_2: restore" in str(caught.value)
+    assert "bytes; the newest whole one before it is step_2: restore" in str(caught.value)
     assert str(caught.value).endswith("go on from step_2 with run.resume=previous, which plays 7 step(s) again")
     step, word, said = load(run, "previous")
     assert (step, word) == (2, "w2") and len(said) == 2 and said[1].startswith(problem)
@@ -275,6 +291,7 @@ def test_the_ranks_hear_from_the_first_where_to_go_on(run: RunDirectory, monkeyp
     monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: (told.append(data), b"[1, null]")[1])
     assert load(run)[:2] == (1, "w1")
     monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    (run.checkpoints / "latest").write_text("not yet on this machine's disk")
     assert load(run)[:2] == (1, "w1") and told == [b"[2, null]", None]
 
 
