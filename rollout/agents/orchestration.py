@@ -66,7 +66,7 @@ class VerifierCorrector:
         AgentSpec("corrector2", Role.CORRECTOR, "verifier2"),
     )
 
-    def __init__(self, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int) -> None:
+    def __init__(self, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int = 2) -> None:
         self._specs = {spec.name: spec for spec in self.agents}
         self.settings = self.whole_team(agents)
         self._prompts: dict[str, PromptSet] = {
