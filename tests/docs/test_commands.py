@@ -163,7 +163,7 @@ def test_make_runs_commands_that_are_tested() -> None:
     commands = run_by("test_make_runs_commands_that_are_tested")
     assert set(commands) == set(MAKES)
     for command in commands:
-        installed = ["--dry-run", "--assume-old", ".venv/.installed"]
+        installed = ["--dry-run", "--no-print-directory", "--assume-old", ".venv/.installed"]
         done = subprocess.run([*shlex.split(command), *installed], cwd=ROOT, capture_output=True, text=True)
         assert done.stdout.splitlines() == MAKES[command], done.stderr
     for line in MAKES["make bench"]:
