@@ -2,8 +2,9 @@
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
-Four gloo ranks are started once and take the layouts in turn; what a layout leaves over is data parallel. float32, a
-tiny Qwen3-MoE, packed samples of uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line a layout:
+Four gloo ranks are forked once, when Megatron is imported, and take the layouts in turn; what a layout leaves over is data
+parallel. float32, a tiny Qwen3-MoE, packed samples of uneven length, clipping against rollout log-probs, DMMPT, the fused
+head. A line a layout:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1e-6 overall
@@ -18,15 +19,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
+import multiprocessing.connection
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +231,31 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
     return out
 
 
-def worker(folder: Path, names: list[str]) -> None:
-    """One of the ranks; rank 0 prints a line a layout and writes the report."""
+def import_learner() -> None:
+    """All that a rank imports, before it is one."""
+    from marsrl.trainer.megatron import shim
+
+    shim.install()  # before anything imports megatron
+    for name in ("convert", "head", "model", "optimizer"):
+        importlib.import_module(f"marsrl.trainer.megatron.{name}")
+    importlib.import_module("marsrl.trainer.learner")
+
+
+def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event) -> None:
+    """One of the ranks, once model, samples and the one rank's results lie in the folder.
+
+    Rank 0 prints a line a layout and writes the report.
+    """
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    with_exact_attention()
     from marsrl.rollout.state import decode
-    from marsrl.trainer.learner import Learner  # noqa: F401  # here, so that the first line's seconds are its own
     from marsrl.trainer.share import MiniBatch
 
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # warnings of four ranks
+    os.dup2(noise, 2)
+    is_given.wait()
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one = torch.load(folder / "one.pt", weights_only=True)
     report: list[dict[str, Any]] = []
@@ -245,7 +264,7 @@ def worker(folder: Path, names: list[str]) -> None:
             continue
         begin = time.perf_counter()
         found = train(str(folder / "model"), case, sequences)
-        if os.environ["RANK"] != "0":
+        if rank != 0:
             continue
         line: dict[str, Any] = {"layout": case.name, "seconds": time.perf_counter() - begin}
         if "refused" in found:
@@ -257,11 +276,24 @@ def worker(folder: Path, names: list[str]) -> None:
             line["is_ok"] = within and same and case not in REFUSED
         print(row(line), flush=True)
         report.append(line)
-    if os.environ["RANK"] == "0":
+    if rank == 0:
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def wait(ranks: list[Any]) -> list[int]:
+    """The ranks' exit codes; where one fails the others, which wait for it, are ended."""
+    running = {each.sentinel: each for each in ranks}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            ended = running.pop(sentinel)
+            ended.join()
+            if ended.exitcode:
+                for each in running.values():
+                    each.terminate()
+    return [each.exitcode for each in ranks]
 
 
 def row(line: dict[str, Any]) -> str:
@@ -277,11 +309,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT", help="of the table, by name")
     parser.add_argument("--json", metavar="FILE", help="write the lines there")
-    parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(Path(arguments.worker), arguments.only)
-        return 0
     known = [case.name for case in (*CASES, *REFUSED)]
     if unknown := [name for name in arguments.only if name not in known]:
         parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(known)}")
@@ -294,8 +322,19 @@ def main() -> int:
     from marsrl.trainer.init_model import InitShape, init_model
     from marsrl.trainer.share import MiniBatch
 
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)
+        import_learner()
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        fork = multiprocessing.get_context(
+            "fork"
+        )  # before this process computes anything: its threads would be missing
+        is_given, place = fork.Event(), (port, folder, arguments.only)
+        ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
+        for each in ranks:
+            each.start()
         model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=323), "bytes", folder / "model")
         given, loss, gradient, masked = reference(model, samples())
         one = train(str(model), Case("one rank"), given)
@@ -307,21 +346,18 @@ def main() -> int:
         print(row(first), flush=True)
         torch.save(one, folder / "one.pt")
         (folder / "samples").write_bytes(encode(MiniBatch(tuple(given), sum(s.num_sampled for s in given))))
-        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(WORLD), __file__, "--worker", str(folder)]
-        command += ["--only", *arguments.only] if arguments.only else []
-        with (folder / "stderr").open("wb") as noise:  # warnings of four ranks
-            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=noise)
+        is_given.set()
+        codes = wait(ranks)
         lines = [first]
-        if done.returncode == 0:
+        if not any(codes):
             lines += json.loads((folder / "report.json").read_text("utf-8"))
         else:
             print((folder / "stderr").read_text("utf-8", errors="replace")[-6000:])
     for what, why in NOT_RUN.items():
         print(f"{what:38s}not run here: {why}")
-    failed = sum(not line["is_ok"] for line in lines) + (done.returncode != 0)
-    if done.returncode:
-        print(f"the ranks ended with exit code {done.returncode}")
+    failed = sum(not line["is_ok"] for line in lines) + any(codes)
+    if any(codes):
+        print(f"the ranks ended with exit codes {codes}")
     print(f"{len(lines)} lines, {failed} FAIL, {time.perf_counter() - begin:.0f} s")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
