@@ -5,7 +5,7 @@
 Builds the native libraries, runs the GPU tests, every benchmark with the peers that are there, a short MarsRL run with
 the local engine, and the profiler. Needs torch >= 2.11, triton >= 3.6, numpy and nvcc, no network and no installation;
 --wheels adds packages (megatron-core, config libraries, peers, pytest). What cannot run is listed with the missing
-module. Each part is a process of its own with a time limit; report.md and suite.json are written after each.
+module. Each part is a process of its own with a time limit (on a GPU); report.md and suite.json are written after each.
 --device cpu --quick goes the same way with tiny sizes on a CPU.
 """
 
@@ -90,12 +90,15 @@ def parts(device: str, is_quick: bool, out: Path, work: Path) -> list[Part]:
     return found
 
 
-def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float) -> Outcome:
-    """Runs it with its output in out/<name>.log; a part that takes too long is ended with all its children."""
+def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float | None) -> Outcome:
+    """Runs it with its output in out/<name>.log; a part that takes too long is ended with all its children.
+
+    limit_s: None where it may take as long as it takes (on a CPU, whose time is not lent).
+    """
     missing = missing_modules(part.modules, environment)
     if missing:
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
-    if limit_s <= 0:
+    if limit_s is not None and limit_s <= 0:
         return Outcome(part.name, "skipped", 0.0, f"the {TOTAL_S:.0f} s of the suite are over")
     log = out / f"{part.name.replace(' ', '_')}.log"
     start = time.monotonic()
@@ -112,7 +115,7 @@ def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            return Outcome(part.name, "timeout", limit_s, f"ended after {limit_s:.0f} s, see {log.name}")
+            return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s, see {log.name}")
     seconds = time.monotonic() - start
     if part.name == "tests" and code == 5:
         return Outcome(part.name, "skipped", seconds, "no test has the marker")
@@ -269,8 +272,8 @@ def main() -> int:
             chosen = [part for part in chosen if any(word in part.name for word in words.only)]
         start, outcomes = time.monotonic(), []
         for part in chosen:
-            left = TOTAL_S - (time.monotonic() - start)
-            outcome = run_part(part, environment, out, min(part.limit_s, left))
+            left = min(part.limit_s, TOTAL_S - (time.monotonic() - start)) if words.device == "cuda" else None
+            outcome = run_part(part, environment, out, left)
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
             report(out, outcomes, words.device)
