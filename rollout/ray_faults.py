@@ -51,9 +51,10 @@ def judged(error: RayError, method: str) -> Lost:
 
 def how_it_died(error: BaseException) -> str:
     """What ended an engine's process, in words that say what to do where that is known."""
-    if isinstance(error, OutOfMemoryError) or _LOW_ON_MEMORY in str(error):
+    low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
+    if low is not None or isinstance(error, OutOfMemoryError):
         return (
-            f"killed by Ray's memory monitor ({_first_line(error)}): lower rollout.vllm.kv_cache_mib, "
+            f"killed by Ray's memory monitor ({(low or _first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
             "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
         )
     return f"its process has died ({_last_line(error)})"
