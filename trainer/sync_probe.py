@@ -210,7 +210,7 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
             bad = np.flatnonzero(~np.isfinite(each))
             raise RuntimeError(
                 f"{whose} are not finite: {len(bad)} of {len(each)} in sequence {sequence}, first {each[bad[0]]} at token "
-                f"{bad[0] + 1}; look at the weights of this version (0: those that the run starts from; later: a loss that diverged, the learning "
-                "rate) and at overflow in the dtype"
+                f"{bad[0] + 1}; look at the weights of this version (0: those that the run starts from; later: a loss that "
+                "diverged, the learning rate) and at overflow in the dtype"
             )
     return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)

@@ -89,10 +89,10 @@ class Repeats:
         """For people; none where nothing is repeated. key: the setting that names the file."""
         said = []
         if self.first is not None:
-            one, other = self.first
+            one, other = ((problem.id, (problem.answer or "")[:40]) for problem in self.first)
             said.append(
-                f"{key}: {self.num_contradictory} question(s) stand there with different answers, first {one.id} "
-                f"(answer {one.answer[:40]!r}) and {other.id} ({other.answer[:40]!r}): where they mean different things, one of "
+                f"{key}: {self.num_contradictory} question(s) stand there with different answers, first {one[0]} "
+                f"(answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of "
                 "them rewards what is wrong; remove it"
             )
         if self.num_same:
@@ -106,7 +106,7 @@ def find_repeats(problems: Sequence[Problem]) -> Repeats:
     num_same, first = 0, None
     for problem in problems:
         answers = seen.setdefault(" ".join(problem.question.split()), {})
-        answer = " ".join(problem.answer.split())
+        answer = " ".join((problem.answer or "").split())
         if answer in answers:
             num_same += 1
         elif answers and first is None:

@@ -138,6 +138,12 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
 
 def test_ray_s_memory_monitor_is_named_with_what_to_lower() -> None:
     low = "1 worker(s) were killed due to the node running low on memory. Memory on the node was 23GB used / 24GB limit"
-    for error in (OutOfMemoryError(f"{low}\nOOM kill reason: ..."), ActorDiedError(), RayActorError(None, f"x\n{low}\ny")):
-        known = how_it_died(error).startswith(f"killed by Ray's memory monitor ({low}): lower rollout.vllm.kv_cache_mib, ")
+    for error in (
+        OutOfMemoryError(f"{low}\nOOM kill reason: ..."),
+        ActorDiedError(),
+        RayActorError(None, f"x\n{low}\ny"),
+    ):
+        known = how_it_died(error).startswith(
+            f"killed by Ray's memory monitor ({low}): lower rollout.vllm.kv_cache_mib, "
+        )
         assert known != isinstance(error, ActorDiedError)

@@ -64,7 +64,7 @@ def test_under_torchrun_one_rank_says_it_once() -> None:
     said = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
     assert done.stderr.splitlines().count(said) == 1
     *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun's, which prints last
-    assert f"rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
+    assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
 
 
 def test_an_unknown_agent_names_the_agents(refusal: Refusal) -> None:
@@ -241,7 +241,10 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     words.append("run.name=mine")
     RunLock(run).release()
     assert main(words) == 0
-    assert f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1" in capsys.readouterr().out
+    assert (
+        f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"
+        in capsys.readouterr().out
+    )
     run.metrics.write_text('{"step": 1}\n')
     assert "exists and is not overwritten" in refusal(*words)
     words.append("run.resume=auto")
@@ -259,7 +262,10 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     assert "goes on after step 4; run.steps is 3: nothing is left to train" in capsys.readouterr().out
     for start in (words, words[1:]):  # the start itself refuses as the dry run does
         message = refusal(*start, "policies.main.dtype=bfloat16")
-        assert f"{run.path} cannot go on with other policies.main.dtype (it has float32, given is bfloat16); set it" in message
+        assert (
+            f"{run.path} cannot go on with other policies.main.dtype (it has float32, given is bfloat16); set it"
+            in message
+        )
     lock = RunLock(run)
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()

@@ -196,7 +196,9 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     shutil.rmtree(tmp_path / "runs")
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    unasked = r"step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
+    unasked = (
+        r"step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
+    )
     with pytest.raises(RuntimeError, match=unasked):
         play(*small, f"data.eval={tmp_path}/train.jsonl")
 
@@ -219,5 +221,7 @@ def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match=r"version 0: the trainer's log-probs of the probe are not finite: .* \(0: those"):
+    with pytest.raises(
+        RuntimeError, match=r"version 0: the trainer's log-probs of the probe are not finite: .* \(0: those"
+    ):
         play(*small)

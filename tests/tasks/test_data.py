@@ -197,6 +197,8 @@ def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers
     assert (found.num_same, found.num_contradictory) == (2, 2)
     assert found.first is not None and [problem.id for problem in found.first] == ["p.jsonl:2", "p.jsonl:3"]
     contradiction, same = found.sentences("data.train")
-    assert contradiction.startswith("data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2')")
+    assert contradiction.startswith(
+        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2')"
+    )
     assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
     assert find_repeats(read_problems(data, "math").problems[:2]).sentences("data.train") == []

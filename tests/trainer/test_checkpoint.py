@@ -102,7 +102,9 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     assert [learner.copies for learner in learners.values()] == [[False], [False]]
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
-    assert str(caught.value).startswith(f"policy third of {folder}, whose files are whole, could not be loaded (FileNotF")
+    assert str(caught.value).startswith(
+        f"policy third of {folder}, whose files are whole, could not be loaded (FileNotF"
+    )
     assert "of another model, dtype or optimizer than these settings" in str(caught.value)
     fresh: Any = {"main": WordLearner(), "other": WordLearner()}
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)

@@ -42,7 +42,9 @@ def test_the_place_and_the_settings_that_differ_are_told(tmp_path: Path) -> None
     )
     (run.checkpoints / "latest").write_text("step_9")
     assert "goes back to its newest whole checkpoint (" in resume_lines(run, settings("run.resume=previous"))[0]
-    with pytest.raises(ValueError, match="names step_9, which is gone; .*; run.resume=previous takes the newest whole one"):
+    with pytest.raises(
+        ValueError, match="names step_9, which is gone; .*; run.resume=previous takes the newest whole one"
+    ):
         resume_lines(run, settings("run.resume=auto"))
     run.config.write_text("of: another version\n")
     run.mark_latest(4)

@@ -25,7 +25,9 @@ def whole_checkpoint(run: RunDirectory, step: int) -> Path:
 def test_a_failed_run_says_where_to_go_on(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "mine", "preset")
     error = RuntimeError("Ray is gone")
-    none_yet = "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
+    none_yet = (
+        "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
+    )
     assert last_words(error, run) == none_yet + "its name is free again"
     run.metrics.write_text('{"step": 1}\n')
     assert last_words(error, run) == none_yet + "run.name=mine run.resume=auto begins again at step 1"
@@ -35,7 +37,9 @@ def test_a_failed_run_says_where_to_go_on(tmp_path: Path) -> None:
     assert last_words(ValueError("other data"), run).endswith(f"is whole: with that set right, {resumed}")
     (run.checkpoints / "latest").write_text("nonsense")
     said = last_words(error, run)
-    assert "its last checkpoint cannot be told" in said and said.endswith("run.resume=previous takes the newest whole one")
+    assert "its last checkpoint cannot be told" in said and said.endswith(
+        "run.resume=previous takes the newest whole one"
+    )
 
 
 def test_a_checkpoint_that_is_damaged_is_not_called_whole(tmp_path: Path) -> None:

@@ -78,14 +78,16 @@ def test_an_absurd_size_is_refused_by_its_setting(word: str) -> None:
 
 def test_a_step_of_more_samples_than_anything_holds_is_refused() -> None:
     message = refusal("rollout.prompts_per_step=100000", "rollout.group_size=1000")
-    assert message.startswith("rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples")
+    assert message.startswith(
+        "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"
+    )
 
 
 def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Every count and size, and whether it has a largest value."""
     for name, field in model.model_fields.items():
         parts = [field.annotation, *get_args(field.annotation)]
-        for part in [*parts, *(inner for part in parts for inner in get_args(part))]:
+        for part in [*parts, *(inner for outer in parts for inner in get_args(outer))]:
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from bounds(part, f"{prefix}{name}.")
         if int in parts:
