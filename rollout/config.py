@@ -8,6 +8,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# Bounds of counts and sizes: far above what anybody has, far below what a typo of a few zeros asks for.
+MOST = 1_000_000
+MOST_RANKS = 65_536  # processes, threads, GPUs
+MOST_TOKENS = 1 << 24  # of one sequence
+MOST_MIB = 1 << 24  # 16 TiB
+LONGEST_S = 30 * 86_400.0
+
 
 class Settings(BaseModel):
     """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
@@ -22,8 +29,8 @@ class AgentConfig(Settings):
     prompt: str | None = Field(None, description="prompt set; default: the task's own prompt for this agent's role")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
-    top_k: int = Field(-1, ge=-1, description="trained agents need -1 (off)")
-    max_input_tokens: int = Field(32768, gt=0, description="longer prompts are not asked and counted")
+    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off)")
+    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="longer prompts are not asked and counted")
     loss_weight: float = Field(1.0, ge=0, description="factor on this agent's advantages")
     pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
         "adaptive", description="which of the predecessor's outputs this agent is asked about"
@@ -38,12 +45,12 @@ class VllmOptions(Settings):
     """Passed on to vLLM."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
-    max_num_seqs: int = Field(256, gt=0, description="requests decoded at once by one engine")
+    max_num_seqs: int = Field(256, gt=0, le=MOST, description="requests decoded at once by one engine")
     kv_cache_mib: int | None = Field(
-        None, gt=0, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
+        None, gt=0, le=MOST_MIB, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
-    tensor_parallel: int = Field(1, gt=0, description="GPUs of one engine")
+    tensor_parallel: int = Field(1, gt=0, le=MOST_RANKS, description="GPUs of one engine")
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
 
 
@@ -56,11 +63,13 @@ class OpenAIOptions(Settings):
     prompt: Literal["text", "tokens"] = Field(
         "text", description="tokens: send ids, for a server that has the tokenizer of policies.<name>.model"
     )
-    concurrency: int = Field(32, gt=0, description="requests under way at once")
-    timeout_s: float = Field(600.0, gt=0, description="one attempt at one request, from connection to last byte")
-    retries: int = Field(5, ge=0, description="further attempts after 429, 5xx, or a failed connection")
-    backoff_s: float = Field(1.0, ge=0, description="wait before the first retry; doubles, up to 60 s")
-    max_response_kib: int = Field(4096, gt=0, description="a larger answer is refused, KiB")
+    concurrency: int = Field(32, gt=0, le=MOST_RANKS, description="requests under way at once")
+    timeout_s: float = Field(
+        600.0, gt=0, le=LONGEST_S, description="one attempt at one request, from connection to last byte"
+    )
+    retries: int = Field(5, ge=0, le=MOST, description="further attempts after 429, 5xx, or a failed connection")
+    backoff_s: float = Field(1.0, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
+    max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
 
     @field_validator("base_url")
     @classmethod
@@ -92,22 +101,33 @@ class RolloutConfig(Settings):
         description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
         "actors on the trainer's GPUs, asleep while it trains",
     )
-    engines: int = Field(1, gt=0, description="engine replicas of every policy")
-    threads: int | None = Field(None, gt=0, description="CPU threads of one engine; default: all cores shared evenly")
+    engines: int = Field(1, gt=0, le=MOST_RANKS, description="engine replicas of every policy")
+    threads: int | None = Field(
+        None, gt=0, le=MOST_RANKS, description="CPU threads of one engine; default: all cores shared evenly"
+    )
     ray_address: str | None = Field(None, description="Ray cluster to join; default: start one on this machine")
-    ray_timeout_s: float = Field(30.0, gt=0, description="give up on an unreachable cluster after this long")
-    object_store_mib: int = Field(256, ge=80, description="object store of a cluster started here, MiB")
-    prompts_per_step: int = Field(8, gt=0, description="new problems a stage")
-    group_size: int = Field(8, gt=0, description="G: samples of one agent on one input")
-    picks: int = Field(2, gt=0, description="outputs handed to the next agent, for one rollout instance and agent")
-    max_response_tokens: int = Field(1024, gt=0, description="global maximum length of a completion")
-    segments: int = Field(1, gt=0, description="stages a completion may take; 1 = whole completions")
-    segment_length: int | None = Field(None, gt=0, description="tokens a stage; default max_response_tokens / segments")
+    ray_timeout_s: float = Field(
+        30.0, gt=0, le=LONGEST_S, description="give up on an unreachable cluster after this long"
+    )
+    object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
+    prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage")
+    group_size: int = Field(8, gt=0, le=MOST, description="G: samples of one agent on one input")
+    picks: int = Field(
+        2, gt=0, le=MOST, description="outputs handed to the next agent, for one rollout instance and agent"
+    )
+    max_response_tokens: int = Field(1024, gt=0, le=MOST_TOKENS, description="global maximum length of a completion")
+    segments: int = Field(1, gt=0, le=MOST, description="stages a completion may take; 1 = whole completions")
+    segment_length: int | None = Field(
+        None, gt=0, le=MOST_TOKENS, description="tokens a stage; default max_response_tokens / segments"
+    )
     pipeline: Literal["agentic", "trajectory"] = Field(
         "agentic", description="train on finished groups, or on whole trajectories"
     )
     overlap: int = Field(
-        0, ge=0, description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"
+        0,
+        ge=0,
+        le=MOST,
+        description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise",
     )
     finish_share: float = Field(
         1.0,
@@ -118,18 +138,24 @@ class RolloutConfig(Settings):
     group_completion: Literal["wait", "drop_stragglers"] = Field(
         "wait", description="what a group does about unfinished samples"
     )
-    max_group_age: int = Field(4, ge=0, description="versions after which drop_stragglers closes a group")
-    max_unfinished: int = Field(4096, gt=0, description="no new problems while more samples than this are carried over")
+    max_group_age: int = Field(4, ge=0, le=MOST, description="versions after which drop_stragglers closes a group")
+    max_unfinished: int = Field(
+        4096, gt=0, le=MOST_TOKENS, description="no new problems while more samples than this are carried over"
+    )
     deadline_s: float = Field(
-        1800.0, gt=0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
+        1800.0,
+        gt=0,
+        le=LONGEST_S,
+        description="an engine that has a stage (with overlap: a request) for longer counts as lost",
     )
     max_engine_restarts: int = Field(
         16,
         ge=0,
+        le=MOST,
         description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
     )
     max_request_attempts: int = Field(
-        3, gt=0, description="engines that may be lost with a request before its sample ends as an error"
+        3, gt=0, le=MOST, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
 
@@ -139,6 +165,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_step_can_be_held(self) -> RolloutConfig:
+        if self.prompts_per_step * self.group_size * self.picks > MOST_TOKENS:
+            raise ValueError(
+                f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
+                f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
             )
         return self
 
@@ -160,13 +195,13 @@ class RolloutConfig(Settings):
 class EvaluateConfig(Settings):
     """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
 
-    num_problems: int = Field(300, gt=0, description="held-out problems")
-    repeat: int = Field(1, gt=0, description="avg@n: draws of every problem")
-    accept_after: int = Field(4, gt=0, description="consecutive 'correct' verdicts that accept a candidate")
-    max_iterations: int = Field(10, gt=0, description="Verifier calls before giving up")
+    num_problems: int = Field(300, gt=0, le=MOST, description="held-out problems")
+    repeat: int = Field(1, gt=0, le=MOST, description="avg@n: draws of every problem")
+    accept_after: int = Field(4, gt=0, le=MOST, description="consecutive 'correct' verdicts that accept a candidate")
+    max_iterations: int = Field(10, gt=0, le=MOST, description="Verifier calls before giving up")
     temperature: float = Field(0.6, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     probe_size: int = Field(
-        160, gt=0, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
+        160, gt=0, le=MOST, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
     )

@@ -19,6 +19,7 @@ from marsrl.rollout.engines.recovery import Lost
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
 _DECODING = ("generate", "submit", "collect", "abort")
+_LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its memory monitor has killed
 _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
@@ -45,7 +46,18 @@ def judged(error: RayError, method: str) -> Lost:
             f"Ray failed in {method} ({type(error).__name__}: {_first_line(error)}); {_GO_ON}"
         ) from error
     check_ray(error)
-    return Lost(f"its process has died ({_last_line(error)})")
+    return Lost(how_it_died(error))
+
+
+def how_it_died(error: BaseException) -> str:
+    """What ended an engine's process, in words that say what to do where that is known."""
+    low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
+    if low is not None or isinstance(error, OutOfMemoryError):
+        return (
+            f"killed by Ray's memory monitor ({(low or _first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
+            "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
+        )
+    return f"its process has died ({_last_line(error)})"
 
 
 def check_ray(error: BaseException | None = None) -> None:

@@ -21,12 +21,14 @@ from marsrl.rollout.engines.build import make_openai_pool, make_pool
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
+from marsrl.trainer.existing_run import as_it_began
 from marsrl.trainer.heartbeat import heartbeat
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
@@ -60,7 +62,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         directory = directory or RunDirectory(Path(path))
         started: WarmStart | None = None
         if any(policy.model is None for policy in config.policies.values()):
-            started = warm_start(config, checked.task, console)
+            first = as_it_began(directory, config)
+            task = checked.task if first is config else build_task(first.task, first.task_options)
+            started = warm_start(first, task, console)
         made = str(started.model_dir) if started is not None else ""
         models = {name: policy.model or made for name, policy in config.policies.items()}
         trained = config.trained_policies

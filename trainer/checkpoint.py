@@ -31,7 +31,14 @@ from marsrl.rollout.state import decode, encode
 from marsrl.trainer.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.manifest import FileSum, damage, write_manifest
-from marsrl.trainer.run_directory import Checkpoint, RunDirectory, sync_tree, write_atomically, write_json
+from marsrl.trainer.run_directory import (
+    Checkpoint,
+    CheckpointError,
+    RunDirectory,
+    sync_tree,
+    write_atomically,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from marsrl.trainer.megatron.checkpoint_store import PendingSave
@@ -178,9 +185,7 @@ class CheckpointWriter:
         place = ""
         with contextlib.suppress(OSError):  # only words: the error itself has been told
             place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
-        latest = (self._run.checkpoints / "latest").is_file()
-        last = "the last whole checkpoint is untouched, go on from it" if latest else "there is no earlier checkpoint"
-        return f"{place}make room or fix the permissions; {last} with run.resume=auto"
+        return f"{place}mend what the error names: room, permissions, or what is in the way"
 
 
 def load_checkpoint(
@@ -196,7 +201,8 @@ def load_checkpoint(
     resume="previous" takes that one, says how many steps are lost, and lets `latest` name it from now on.
 
     Raises:
-        RuntimeError: on all ranks: damaged files, each with what was found and expected; or no checkpoint is whole.
+        CheckpointError: on all ranks: damaged files, each with what was found and expected; no checkpoint is whole; or the
+            weights do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:
@@ -213,9 +219,18 @@ def load_checkpoint(
     found = Checkpoint(run.checkpoint(step), step)
     meta = json.loads((found.path / "meta.json").read_bytes())
     if meta["step"] != found.step:
-        raise RuntimeError(f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back")
+        raise CheckpointError(
+            f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back"
+        )
     for name, learner in learners.items():
-        learner.load(found.path / "policies" / name)
+        try:
+            learner.load(found.path / "policies" / name)
+        except Exception as error:  # Megatron's own, of many kinds
+            raise CheckpointError(
+                f"policy {name} of {found.path}, whose files are whole, could not be loaded ({type(error).__name__}: "
+                f"{_first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
+                "them back to what the run began with (config.yaml)"
+            ) from error
     rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
     return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
 
@@ -233,21 +248,19 @@ def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
     return step, problem
 
 
-def _go_back(
-    run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]
-) -> int:
+def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
     """The newest whole checkpoint before `latest` (None: of all), if the user asked for it; else an error that names it."""
     for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
         if not _damage(run.checkpoint(step)):
             break
     else:
         which = "no earlier checkpoint" if latest is not None else "no checkpoint"
-        raise RuntimeError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
+        raise CheckpointError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
     if resume != "previous":
         which, again = "the newest whole one", ""
         if latest is not None:
             which, again = f"{which} before it", f", which plays {latest - step} step(s) again"
-        raise RuntimeError(
+        raise CheckpointError(
             f"{problem}; {which} is step_{step}: restore the files, or go on from step_{step} with run.resume=previous{again}"
         )
     lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
@@ -255,6 +268,10 @@ def _go_back(
     if rank() == 0:
         run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
     return step
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def _damage(folder: Path) -> list[str]:

@@ -7,27 +7,43 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.agents.orchestration import whole_team
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
+from marsrl.rollout.config import (
+    LONGEST_S,
+    MOST,
+    MOST_MIB,
+    MOST_RANKS,
+    MOST_TOKENS,
+    AgentConfig,
+    EvaluateConfig,
+    OpenAIOptions,
+    RolloutConfig,
+    Settings,
+)
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
+
+ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
+"""`credit.train_agents=solver` means [solver]."""
+
+MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bits
 
 
 class RunSection(Settings):
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: str = Field("runs", description="where run directories go")
-    steps: int = Field(32, gt=0, description="policy updates")
-    seed: int = Field(0, ge=0, description="every generator of the run derives from it")
+    steps: int = Field(32, gt=0, le=MOST, description="policy updates")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
     resume: Annotated[Literal["off", "auto", "previous"], OFF] = Field(
         "off",
         description="auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the "
         "newest whole one then",
     )
     evaluate: bool = Field(True, description="evaluate before and after")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations on the way; 0 = none")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")
-    keep_checkpoints: int = Field(2, gt=0, description="how many of the last checkpoints stay")
-    keep_every: int = Field(0, ge=0, description="checkpoints of steps divisible by it stay too; 0 = none")
+    eval_every: int = Field(0, ge=0, le=MOST, description="steps between evaluations on the way; 0 = none")
+    checkpoint_every: int = Field(0, ge=0, le=MOST, description="steps between checkpoints; 0 = only the last")
+    keep_checkpoints: int = Field(2, gt=0, le=MOST, description="how many of the last checkpoints stay")
+    keep_every: int = Field(0, ge=0, le=MOST, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = Field(
         False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
     )
@@ -51,18 +67,18 @@ class DataConfig(Settings):
 class LayoutConfig(Settings):
     """How a policy is cut over ranks (Megatron's sizes)."""
 
-    tensor: int = Field(1, gt=0)
-    expert: int = Field(1, gt=0)
-    expert_tensor: int | None = Field(None, gt=0, description="default: `tensor` for expert 1, else 1")
-    pipeline: int = Field(1, gt=0)
-    context: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0, le=MOST_RANKS)
+    expert: int = Field(1, gt=0, le=MOST_RANKS)
+    expert_tensor: int | None = Field(None, gt=0, le=MOST_RANKS, description="default: `tensor` for expert 1, else 1")
+    pipeline: int = Field(1, gt=0, le=MOST_RANKS)
+    context: int = Field(1, gt=0, le=MOST_RANKS)
 
 
 class OptimizerConfig(Settings):
     """AdamW. The paper: 1e-6 constant."""
 
     lr: float = Field(1e-6, ge=0)
-    warmup_steps: int = Field(0, ge=0, description="linear from lr / warmup_steps")
+    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from lr / warmup_steps")
     decay: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate of the last step over `lr`, for a decay")
     betas: tuple[float, float] = (0.9, 0.95)
@@ -117,7 +133,7 @@ class CreditConfig(Settings):
     std: Literal["biased", "unbiased"] = "biased"
     singleton: Literal["zero", "raw"] = "zero"
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
-    train_agents: Literal["all"] | tuple[str, ...] = "all"
+    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
     count_zero_groups: bool = Field(True, description="tokens of groups without spread count in the denominator")
 
 
@@ -163,17 +179,25 @@ class MptConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    max_tokens_per_micro_batch: int = Field(16384, gt=0)
-    updates_per_step: int = Field(1, gt=0, description="optimizer steps a step, each on its part of the step's groups")
+    max_tokens_per_micro_batch: int = Field(16384, gt=0, le=MOST_TOKENS)
+    updates_per_step: int = Field(
+        1, gt=0, le=MOST, description="optimizer steps a step, each on its part of the step's groups"
+    )
     router_replay: Literal["none", "recompute", "rollout"] = Field(
         "none",
         description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
         "or those of decoding (rollout, R3; rollout.engine=local records them)",
     )
     max_bad_steps: int = Field(
-        3, gt=0, description="consecutive steps with a non-finite loss or gradient before the run stops"
+        3, gt=0, le=MOST, description="consecutive steps with a non-finite loss or gradient before the run stops"
     )
-    threads: int | None = Field(None, gt=0, description="CPU threads of the trainer; default: torch's")
+    max_empty_steps: int = Field(
+        20,
+        gt=0,
+        le=MOST,
+        description="consecutive steps with samples of which none has a gradient before the run stops",
+    )
+    threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
 
 
 class SyncConfig(Settings):
@@ -186,17 +210,19 @@ class SyncConfig(Settings):
         False, description="without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"
     )
     bucket_mib: int = Field(
-        256, gt=0, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
+        256, gt=0, le=MOST_MIB, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
     )
     host: str | None = Field(
         None, description="nccl, ipc: address of trainer rank 0 as the engines reach it; default: this host alone"
     )
-    timeout_s: float = Field(600.0, gt=0, description="nccl, ipc: a side that does not answer for so long is an error")
+    timeout_s: float = Field(
+        600.0, gt=0, le=LONGEST_S, description="nccl, ipc: a side that does not answer for so long is an error"
+    )
     directory: str | None = Field(
         None, description="shm: where the weights of a version are written for the engines; default: /dev/shm"
     )
     verify_every: int = Field(
-        1, gt=0, description="versions between probe comparisons; checksums are compared every time"
+        1, gt=0, le=MOST, description="versions between probe comparisons; checksums are compared every time"
     )
 
 
@@ -207,20 +233,20 @@ class WarmStartConfig(Settings):
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.01, ge=0)
     router_aux_loss: float = Field(0.01, ge=0)
-    warmup_steps: int = Field(50, ge=0)
-    solver_batch: int = Field(32, gt=0, description="problems a step in phase 1 (Solver alone)")
+    warmup_steps: int = Field(50, ge=0, le=MOST)
+    solver_batch: int = Field(32, gt=0, le=MOST, description="problems a step in phase 1 (Solver alone)")
     solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss is below it")
-    max_solver_steps: int = Field(900, gt=0)
-    team_batch: int = Field(16, gt=0, description="problems a step in phase 2 (all roles)")
+    max_solver_steps: int = Field(900, gt=0, le=MOST)
+    team_batch: int = Field(16, gt=0, le=MOST, description="problems a step in phase 2 (all roles)")
     verifier_loss: float = Field(
         0.17, gt=0, description="the learning rate falls from when the averaged loss is below it"
     )
-    max_team_steps: int = Field(400, gt=0, description="of phase 2 at the full learning rate")
-    decay_steps: int = Field(170, ge=0, description="then, the learning rate falling to a tenth")
+    max_team_steps: int = Field(400, gt=0, le=MOST, description="of phase 2 at the full learning rate")
+    decay_steps: int = Field(170, ge=0, le=MOST, description="then, the learning rate falling to a tenth")
     verdict_weight: float = Field(6.0, gt=0, description="loss weight of verdict tokens")
-    equality_drills: int = Field(64, ge=0, description="`are these digits equal` drills a step")
-    table_drills: int = Field(256, ge=0, description="single operations a step in phase 1")
-    short_steps: int = Field(120, ge=0, description="first steps of phase 1, on short problems")
+    equality_drills: int = Field(64, ge=0, le=MOST, description="`are these digits equal` drills a step")
+    table_drills: int = Field(256, ge=0, le=MOST, description="single operations a step in phase 1")
+    short_steps: int = Field(120, ge=0, le=MOST, description="first steps of phase 1, on short problems")
     slip_solver_phase1: float = Field(0.03, ge=0, le=1)
     slip_solver: float = Field(0.10, ge=0, le=1)
     slip_verifier: float = Field(0.10, ge=0, le=1)
@@ -311,6 +337,10 @@ class RunConfig(Settings):
                     "agent out of credit.train_agents"
                 )
         _check_sync(self.sync, self.rollout)
+        if not self.credit.train_agents:
+            raise ValueError(
+                "credit.train_agents is empty, and nothing is left to train: name agents, or set it to all"
+            )
         if self.credit.train_agents != "all":
             for name in self.credit.train_agents:
                 if name not in self.agents:

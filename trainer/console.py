@@ -115,7 +115,9 @@ class RunConsole:
             bar.print_line()
 
     def results(self, summary: Summary) -> None:
-        """The table before / after with 95% intervals."""
+        """The table before / after with 95% intervals; nothing where nothing was evaluated."""
+        if summary.before is None and summary.after is None:
+            return
         title = Text(f"{summary.name}: held-out problems, 95% Wilson intervals")
         table = Table(title=title, title_justify="left")
         for heading in ("", "before", "after", "change"):

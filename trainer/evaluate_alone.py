@@ -30,6 +30,8 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], json_file: 
             raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
     console = RunConsole()
     console.message(f"# settings: {origin}")
+    for warning in checked.warnings:
+        console.warning(warning)
     with open_team(checked, models) as team:
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed

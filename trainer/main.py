@@ -27,6 +27,7 @@ import traceback  # noqa: E402
 import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
+from marsrl.trainer.last_words import say_last  # noqa: E402
 from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
 
 RANK_0_PRINTS_S = 30.0
@@ -51,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, then exit"
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config, the batch arithmetic and what becomes of run.name, then exit",
     )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
     words = parser.parse_intermixed_args(arguments)
@@ -64,35 +67,41 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(words, is_first)
     except KeyboardInterrupt:
         if is_first:
-            print("marsrl: interrupted before the run began", file=sys.stderr, flush=True)
+            say_last("marsrl: interrupted before the run began")
         return 130
 
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
+    from marsrl.trainer.existing_run import outlook, resume_lines
     from marsrl.trainer.preflight import preflight
     from marsrl.trainer.run_directory import RunDirectory
     from marsrl.trainer.run_lock import RunLock
 
     try:
         config, origin = read_config(words.config, words.settings)
-        directory = None
+        directory, lines = None, list[str]()
         with origin.places_in_errors():
             checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
             run = checked.config.run
-            if is_first and not words.dry_run:
+            if is_first and words.dry_run:
+                lines = outlook(checked.config, origin.name)
+            elif is_first:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
                 lock = RunLock(directory)  # held until this function returns
                 if lock.warning is not None:
                     print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
+                if run.resume != "off" and directory.existed:
+                    lines = resume_lines(directory, checked.config)
                 directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
     except (ConfigError, ValueError, OSError) as error:
         if is_first:
-            print(f"marsrl: {error}", file=sys.stderr, flush=True)
+            is_of_a_file = isinstance(error, OSError) and error.filename and error.strerror
+            say_last(f"marsrl: {error.filename}: {error.strerror}" if is_of_a_file else f"marsrl: {error}")  # type: ignore[union-attr]
         else:
             time.sleep(RANK_0_PRINTS_S)  # torchrun ends everybody when the first rank fails: that must not be this one
         return 2
     if is_first:
-        print(f"# settings: {origin}", checked.text(with_config=words.dry_run), sep="\n", flush=True)
+        print(f"# settings: {origin}", checked.text(with_config=words.dry_run), *lines, sep="\n", flush=True)
     if words.dry_run:
         return 0
     for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
@@ -109,12 +118,12 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     except KeyboardInterrupt:
         if is_first:
             assert directory is not None
-            print(f"marsrl: interrupted; {where_to_go_on(directory)}", file=sys.stderr, flush=True)
+            say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")
         return 130
     except Exception as error:
         traceback.print_exc()
         if directory is not None:
-            print(last_words(error, directory), file=sys.stderr, flush=True)
+            say_last(last_words(error, directory, checked.config.sync.directory))
         return 1
     return 0
 

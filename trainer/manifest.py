@@ -83,12 +83,25 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
     return found + [f"{folder / name} is not in {NAME}; remove it if it is yours" for name in strangers]
 
 
-def _difference(path: Path, expected: FileSum) -> str | None:
+def missing_or_cut(folder: Path) -> str | None:
+    """The first file under `folder` that is missing or has another size; None where none is. Reads the manifest alone."""
+    try:
+        sums = read_manifest(folder)
+    except DamagedError as error:
+        return str(error)
+    return next((line for name, expected in sums.items() if (line := _other_size(folder / name, expected))), None)
+
+
+def _other_size(path: Path, expected: FileSum) -> str | None:
     if not path.is_file():
         return f"{path} is missing; expected {expected.num_bytes} bytes"
     size = path.stat().st_size
-    if size != expected.num_bytes:
-        return f"{path} has {size} bytes, expected {expected.num_bytes}"
+    return None if size == expected.num_bytes else f"{path} has {size} bytes, expected {expected.num_bytes}"
+
+
+def _difference(path: Path, expected: FileSum) -> str | None:
+    if problem := _other_size(path, expected):
+        return problem
     found = file_sum(path)
     return None if found == expected else f"{path} has checksum {found.crc32:08x}, expected {expected.crc32:08x}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from marsrl.trainer.run_directory import RunDirectory, write_atomically
+from marsrl.trainer.run_directory import RunDirectory, names_file, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,10 @@ class MetricsLog:
             row[NON_FINITE] = len(bad)
             self.num_non_finite += len(bad)
             logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(sorted(bad)[:8]))
-        self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with names_file(Path(self._file.name)):
+            self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._last_step = step
         finite = {name: value for name, value in row.items() if name != "step" and value is not None}
         if self._tensorboard is not None:

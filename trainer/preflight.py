@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import tempfile
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import yaml
 
-from marsrl.rollout.agents.orchestration import build_orchestration
+from marsrl.rollout.agents.orchestration import Orchestration, build_orchestration
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
 from marsrl.rollout.engines.vllm_engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.model_shape import ModelShape, read_shape
-from marsrl.rollout.tasks.data import read_problems
+from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
@@ -21,6 +26,8 @@ from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.megatron.layout import check, resolve
 from marsrl.trainer.read_config import ConfigError
+
+_LOOKED_AT = 64  # prompts, where all fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Checked:
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
     num_held_out: int  # taken from data.train for evaluation, because there is no data.eval
     host: TrainerHost
+    warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
@@ -43,11 +51,7 @@ class Checked:
             notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
         if self.num_held_out:
             notes += f"\n{self.num_held_out} problems of data.train are held out for evaluation (no data.eval is given)"
-        for name, policy in self.config.policies.items():
-            if policy.reference != "none" and self.config.loss.kl == "none":
-                notes += (
-                    f"\nwarning: policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded"
-                )
+        notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
@@ -61,9 +65,13 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         OSError: a file cannot be read.
     """
     host = this_host(config.rollout.ray_address, trains=trains)
+    if trains:
+        _check_something_trains(config)
+        _check_wandb(config)
     _check_machine(config, host)
     train, num_skipped = _problems(config, config.data.train)
     held_out, num_skipped_eval = _problems(config, config.data.eval)
+    warnings = [*find_repeats(train).sentences("data.train"), *find_repeats(held_out).sentences("data.eval")]
     num_held_out = 0
     if not trains and not train:
         train = held_out  # nobody draws from them; a task that reads files wants some
@@ -71,7 +79,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         train, held_out = _hold_out(train, config.evaluate.num_problems)
         num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
-    build_orchestration(config.orchestration, config.agents, task.prompts)  # or refuses its prompts
+    orchestration = build_orchestration(config.orchestration, config.agents, task.prompts)  # or refuses its prompts
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
@@ -92,14 +100,72 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
                 f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
                 "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
             )
+        if policy.reference != "none" and config.loss.kl == "none":
+            warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     _check_sync_backend(config)
     plan = batch_plan(config, tuple(config.agents), world_size)
-    return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host)
+    warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
+    return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host, tuple(warnings))
+
+
+def _check_something_trains(config: RunConfig) -> None:
+    """Some sample can have a gradient: an advantage that is not 0, or a term of the loss that needs none."""
+    credit, loss = config.credit, config.loss
+    trained = [name for name in config.agents if credit.train_agents == "all" or name in credit.train_agents]
+    if all(config.agents[name].loss_weight == 0 for name in trained):
+        keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
+        raise ConfigError(f"{keys}: 0 for every agent that is trained, and nothing is left to train; raise one")
+    if loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0):
+        return
+    if config.rollout.group_size == 1 and credit.normalise == "group" and credit.singleton == "zero":
+        raise ConfigError(
+            "rollout.group_size is 1, and with credit.normalise=group a sample is compared with those of its group: every "
+            "advantage would be 0 and nothing would train; raise it, or set credit.singleton=raw or another credit.normalise"
+        )
+
+
+def _check_wandb(config: RunConfig) -> None:
+    if config.run.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"run.wandb={config.run.wandb} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
+        )
+
+
+def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, num_problems: int) -> list[str]:
+    """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked.
+
+    num_problems: of the data; 0: the task makes them.
+    """
+    source = task.problems(config.run.seed)
+    first = orchestration.agents[0].name
+    policy, room = config.agents[first].policy, config.agents[first].max_input_tokens
+    with ExitStack() as stack:
+        model = config.policies[policy].model
+        if model is None:
+            model = stack.enter_context(tempfile.TemporaryDirectory())
+            write_arithmetic_tokenizer(model)
+        renderer = ChatRenderer(model)
+    lengths: list[int] = []
+    most = num_problems or _LOOKED_AT
+    while len(lengths) < most and (len(lengths) < _LOOKED_AT or min(lengths) > room):
+        ask = orchestration.first_ask(str(len(lengths)), source.next_problem())
+        lengths.append(len(renderer.render(orchestration.messages(ask))[0]))
+        if lengths[-1] == 0:
+            raise ConfigError(
+                f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
+            )
+    num_long, key = sum(length > room for length in lengths), f"agents.{first}.max_input_tokens"
+    if num_long == len(lengths):
+        raise ConfigError(
+            f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it"
+        )
+    if num_long:
+        return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will not be asked"]
+    return []
 
 
 def _check_files(model: str, shape: ModelShape) -> None:
     """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
-    from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.trainer.megatron.hf_files import HfReader
 
     with HfReader(model) as reader:

@@ -2,11 +2,12 @@
 
 The page holds no JavaScript at all, ours or anybody's: folding is <details>, the theme switch is CSS, charts are SVG,
 and its Content-Security-Policy forbids scripts and every load. What models wrote is shown as text (autoescape).
-A part that the run has not left behind yet is named as missing; the rest is shown.
+A part that the run has not left behind yet is named as missing, a damaged samples file by its line; the rest is shown.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from markupsafe import Markup
 
 from marsrl.trainer import report_charts as charts
 from marsrl.trainer.metrics import MetricsRow, read_metrics
-from marsrl.trainer.report_trees import Trajectory, shorten, trajectories_around
+from marsrl.trainer.report_trees import Trajectory, WholeSamples, shorten, trajectories_around
 from marsrl.trainer.run_directory import RunDirectory, write_atomically
 from marsrl.trainer.samples_log import sample_files
 from marsrl.trainer.summary import Estimate, Summary, load_summary
 from marsrl.trainer.trace import read_trace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def write_report(directory: str | Path) -> Path:
     """Write report.html of a run, finished or not, and return its path.
 
     Raises:
-        ValueError: the directory is not there, or a file of it is damaged; says which.
+        ValueError: the directory is not there, or a file of it other than samples is damaged; says which.
     """
     run = RunDirectory(Path(directory))
     if not run.path.is_dir():
@@ -71,10 +74,13 @@ def write_report(directory: str | Path) -> Path:
     files = sample_files(run)
     picture, colors, num_left_out = charts.timeline(spans) if spans else (None, {}, 0)
     trajectories: list[tuple[str, list[Trajectory]]] = []
+    read = WholeSamples()
     if files:
-        trajectories.append((f"First step ({min(files)})", trajectories_around(files, last=False)))
+        trajectories.append((f"First step ({min(files)})", trajectories_around(files, last=False, read=read)))
     if len(files) > 1:
-        trajectories.append((f"Last step ({max(files)})", trajectories_around(files, last=True)))
+        trajectories.append((f"Last step ({max(files)})", trajectories_around(files, last=True, read=read)))
+    for damage in read.damages.values():
+        logger.warning("report: %s: what comes before that line is shown", damage)
     page = (
         _environment()
         .get_template("report.html.j2")
@@ -92,6 +98,7 @@ def write_report(directory: str | Path) -> Path:
             span_colors=colors,
             num_left_out=num_left_out,
             trajectories=trajectories,
+            damages=list(read.damages.values()),
             config=run.config.read_text("utf-8") if run.config.exists() else None,
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,22 @@ class Trajectory:
     groups: tuple[AnsweredGroup, ...]
 
 
-def trajectories_around(files: dict[int, Path], *, last: bool) -> list[Trajectory]:
+class WholeSamples:
+    """Reads samples files as far as they are whole. damages: of each file that is not, the file and the line."""
+
+    def __init__(self) -> None:
+        self.damages: dict[Path, str] = {}
+
+    def __call__(self, path: Path) -> Iterator[SampleRecord]:
+        try:
+            yield from read_samples(path)
+        except ValueError as error:
+            self.damages[path] = str(error)
+
+
+def trajectories_around(
+    files: dict[int, Path], *, last: bool, read: Callable[[Path], Iterator[SampleRecord]] = read_samples
+) -> list[Trajectory]:
     """The deepest few rollout instances that start in the first step, or that end in the last one.
 
     Reads the window's files twice, first names and then texts of the chosen: a step of long texts is never all in
@@ -51,14 +66,14 @@ def trajectories_around(files: dict[int, Path], *, last: bool) -> list[Trajector
     agents: dict[str, set[str]] = {}
     anchored: dict[str, None] = {}  # in file order
     for step in window:
-        for sample in read_samples(files[step]):
+        for sample in read(files[step]):
             agents.setdefault(sample.rollout_id, set()).add(sample.agent)
             if step == anchor:
                 anchored[sample.rollout_id] = None
     chosen = sorted(anchored, key=lambda rollout_id: -len(agents[rollout_id]))[:NUM_PROBLEMS]
     found: dict[str, list[tuple[int, SampleRecord]]] = {rollout_id: [] for rollout_id in chosen}
     for step in window:
-        for sample in read_samples(files[step]):
+        for sample in read(files[step]):
             if sample.rollout_id in found:
                 found[sample.rollout_id].append((step, sample))
     return [_tree(rollout_id, samples) for rollout_id, samples in found.items()]

@@ -18,10 +18,11 @@ from marsrl.rollout.team import Team
 from marsrl.rollout.types import Group
 from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
 from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
-from marsrl.trainer.collective import barrier, rank
+from marsrl.trainer.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
 from marsrl.trainer.credit import Credited
+from marsrl.trainer.empty_steps import why_nothing_trains
 from marsrl.trainer.evaluate import Evaluator, Probe
 from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.learner import Learner
@@ -97,6 +98,8 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
+        self.num_empty_steps = 0  # in a row, up to this one: no policy had a token to train on
+        self.has_trained = False  # this step
         self.bad_steps: dict[str, list[int]] = {}  # the steps in a row that a policy could not use, up to this one
         self.checkpoints = CheckpointWriter(
             directory,
@@ -138,6 +141,12 @@ class Run:
         if restored is not None:
             self.step = restored.step
             self.versions = {**self.versions, **restored.versions}
+            left = self.config.run.steps - self.step
+            self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
+            if left <= 0:
+                self.console.warning(
+                    f"run.steps is {self.config.run.steps} and step {self.step} is done: nothing is trained, raise it to go on"
+                )
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.metrics = MetricsLog(
@@ -158,6 +167,7 @@ class Run:
         while self.step < self.config.run.steps:
             self.step += 1
             self.seconds = {}
+            self.has_trained = False
             if self.driver is not None:
                 self.trace.mark("step", self.step)
             yield self.step
@@ -200,6 +210,7 @@ class Run:
 
     def note_step(self, policy: str, stats: StepStats, work: Work | None) -> None:
         """Count a skipped step, keep its batch; rank 0 keeps the metrics. `work` is rank 0's."""
+        self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
             bad.clear()
@@ -214,6 +225,26 @@ class Run:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
             self.driver.row.update({prefix + name: value for name, value in named.items()})
+
+    def stop_if_nothing_trains(self, batch: Batch | None) -> None:
+        """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
+
+        Raises:
+            RuntimeError: the step has no completion and none is under way, or trainer.max_empty_steps steps in a row had
+                samples of which none had a gradient (on all ranks at once).
+        """
+        if self.has_trained:
+            self.num_empty_steps = 0
+            return
+        reason = ""
+        if self.driver is not None and batch is not None:
+            self.num_empty_steps += bool(batch.groups)
+            is_last = self.num_empty_steps >= self.config.trainer.max_empty_steps
+            if is_last or not (batch.groups or self.driver.scheduler.num_unfinished):
+                reason = why_nothing_trains(batch, self.config, self.num_empty_steps)
+        told = broadcast_bytes(f"step {self.step}: {reason}".encode() if self.driver is not None else None).decode()
+        if not told.endswith(": "):
+            raise RuntimeError(told)
 
     def stop_if_diverged(self) -> None:
         """Called when the step's metrics and samples are on disk.

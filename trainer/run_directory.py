@@ -15,9 +15,12 @@ runs/<name>/
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +29,20 @@ from typing import Literal
 import yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
+_LONGEST_NAME = 200  # file systems take 255 bytes; wandb's ids and our temporary names are to fit too
 _STEP = re.compile(r"step_(\d+)")
 _COMMENT = re.compile(rb"\A#.*\n")
+
+
+@contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """An OSError of the body that names no file (a write, an fsync) names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -35,7 +50,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder: a rename cannot cross file systems
     try:
-        with open(temporary, "wb") as file:
+        with names_file(path), open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -67,6 +82,10 @@ def sync_tree(root: Path) -> None:
     for folder, _, files in os.walk(root):
         for name in [*files, "."]:
             sync(Path(folder) / name)
+
+
+class CheckpointError(RuntimeError):
+    """There is no going on from the run's last checkpoint as it is; the text says why, and what can be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +120,63 @@ class RunDirectory:
 
         Raises:
             ValueError: the name exists, its run began, and resume is off; it is there but is no run directory; it is no
-                plain file name; it is to go on and has no name.
+                plain file name; it is to go on and has no name; the folder cannot be written to.
+        """
+        try:
+            found = cls.find(directory, name, resume)
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            if found is None:
+                return cls(
+                    _claim(Path(directory), f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}")
+                )
+            if not found.existed:
+                try:
+                    found.path.mkdir()
+                except FileExistsError:  # another start was faster
+                    return cls.create(directory, name, preset, resume)
+            return found
+        except OSError as error:
+            raise ValueError(_cannot_be_written(Path(directory), error)) from error
+
+    @classmethod
+    def find(
+        cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
+    ) -> RunDirectory | None:
+        """What `create` would make or find, nothing made yet (`existed` says which); None where it would choose a name.
+
+        Raises:
+            ValueError: as `create` does.
         """
         root = Path(directory)
-        root.mkdir(parents=True, exist_ok=True)
-        if name is None:
-            if resume != "off":
-                raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
-            return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"run.name={name!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
-                "put the folder it goes into in run.dir"
-            )
-        path = root / name
         try:
-            path.mkdir()
-        except FileExistsError:
-            run = cls(path, existed=True)
-            is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-            if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
-                raise ValueError(
-                    f"run.name={name}: {path} exists and is not overwritten; take another run.name, or set "
-                    "run.resume=auto to go on from its last checkpoint"
-                ) from None
-            if is_foreign:
-                raise ValueError(
-                    f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
-                ) from None
-            return run
-        return cls(path)
+            return cls._find(root, name, resume)
+        except OSError as error:
+            raise ValueError(_cannot_be_written(root, error)) from error
+
+    @classmethod
+    def _find(cls, root: Path, name: str | None, resume: str) -> RunDirectory | None:
+        if name is None and resume != "off":
+            raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
+        path = root if name is None else root / _checked(name)
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir() and there != path:
+            raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
+        if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+        if name is None:
+            return None
+        if there != path:
+            return cls(path)
+        run = cls(path, existed=True)
+        is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
+        if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
+            go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
+            raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
+        if is_foreign:
+            raise ValueError(
+                f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
+            )
+        return run
 
     @property
     def has_begun(self) -> bool:
@@ -228,25 +274,43 @@ class RunDirectory:
         """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there.
 
         Raises:
-            RuntimeError: `latest` is gone though there are checkpoints, or names something else than one of them.
+            CheckpointError: `latest` is gone though there are checkpoints, or names something else than one of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():
             if steps := self.steps_on_disk():
-                raise RuntimeError(f"{pointer} is missing, and there is {_named(steps)}")
+                raise CheckpointError(f"{pointer} is missing, and there is {_named(steps)}")
             return None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         found = _STEP.fullmatch(content)
         if not found:
-            raise RuntimeError(f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}")
+            raise CheckpointError(
+                f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}"
+            )
         path = self.checkpoints / content
         if not path.is_dir():
-            raise RuntimeError(f"{pointer} names {content}, which is gone; there is {_named(self.steps_on_disk())}")
+            raise CheckpointError(f"{pointer} names {content}, which is gone; there is {_named(self.steps_on_disk())}")
         return Checkpoint(path, int(found[1]))
 
 
 def _named(steps: list[int]) -> str:
     return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
+
+
+def _checked(name: str) -> str:
+    """run.name, if it can name a folder."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
+            "put the folder it goes into in run.dir"
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"run.name has {len(name)} letters ({name[:40]}...), expected at most {_LONGEST_NAME}")
+    return name
+
+
+def _cannot_be_written(root: Path, error: OSError) -> str:
+    return f"run.dir={root}: {error.filename or root}: {error.strerror}; give a folder in run.dir that can be made and written to"
 
 
 def _claim(root: Path, name: str) -> Path:

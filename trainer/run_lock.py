@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from typing import TextIO
 
 from marsrl.trainer.run_directory import RunDirectory
 
@@ -24,16 +25,20 @@ class RunLock:
     def __init__(self, run: RunDirectory) -> None:
         """Raises ValueError when another process holds it; the text names process and host."""
         self.warning: str | None = None
-        self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
+        try:
+            self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
+        except OSError as error:
+            raise ValueError(
+                f"run.name={run.path.name}: {run.path} cannot be written to ({error.strerror}); a run that goes on writes "
+                "there: fix its permissions, or copy it into another run.dir"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            holder = self._file.read(200).strip() or "another process"
+            held = _held(run, self._file)
             self._file.close()
-            raise ValueError(
-                f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name"
-            ) from None
+            raise ValueError(held) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -48,3 +53,24 @@ class RunLock:
     def release(self) -> None:
         """Let go before the process ends; may be called twice."""
         self._file.close()
+
+
+def why_held(run: RunDirectory) -> str:
+    """What RunLock would be refused with now; empty where it would not be. Writes nothing."""
+    try:
+        file = open(run.lock, encoding="utf-8")  # noqa: SIM115 - the line below closes it
+    except OSError:
+        return ""
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _held(run, file)
+        except OSError:  # a file system without locks
+            return ""
+    return ""
+
+
+def _held(run: RunDirectory, file: TextIO) -> str:
+    holder = file.read(200).strip() or "another process"
+    return f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name"

@@ -31,6 +31,7 @@ _NUM_SEQUENCES = 16
 _NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
 _FIRST, _LATER = 3.0, 2.0  # of the median: times the noise's; times what the first comparison measured
 _SHARE = 0.2
+_DIVERGED = 100.0  # nats: how unlikely half of the probe's random tokens are to a policy that is beyond repair
 _FLOOR = 1e-6  # nats: the spacing of float32 log-probs from -8 to -16
 
 
@@ -143,8 +144,7 @@ class ProbeComparison:
                     f"{where}: trainer and engine {engine} disagree on the probe by more than rounding explains: {problem}. "
                     f"The largest difference is {report.largest:.3g} nats at sequence {sequence}, token {token} of "
                     f"{lengths[sequence]}: trainer {ours[at]:.6f}, engine {theirs[at]:.6f}. Every tensor's checksum agreed, so "
-                    "look at stale prefix caches, at what the two programs compute (rope, norms, routing), or at the engine's "
-                    "dtype"
+                    f"{_where_to_look(ours)}"
                 )
             reports.append(report)
         farthest = max(reports, key=lambda report: report.ratio)
@@ -175,6 +175,19 @@ class ProbeComparison:
         return ""
 
 
+def _where_to_look(trainer: FloatArray) -> str:
+    """What may be wrong when the weights have arrived. trainer: its log-probs of the probe's tokens, [tokens] nats."""
+    median = float(np.median(trainer))
+    if median < -_DIVERGED:
+        return (
+            f"it is not the transfer: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
+            "diverged, and rounding decides what it says; lower policies.<name>.optimizer.lr and go on from before"
+        )
+    return (
+        "look at stale prefix caches, at what the two programs compute (rope, norms, routing), or at the engine's dtype"
+    )
+
+
 def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ProbeReport:
     """Of the tokens' absolute differences and noise, both [tokens] nats; last: the places of the sequences' last tokens."""
     bound = 2 * (float(np.quantile(noise, 0.9)) + _FLOOR)
@@ -197,6 +210,7 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
             bad = np.flatnonzero(~np.isfinite(each))
             raise RuntimeError(
                 f"{whose} are not finite: {len(bad)} of {len(each)} in sequence {sequence}, first {each[bad[0]]} at token "
-                f"{bad[0] + 1}; look at the weights of this version (a loss that diverged) and at overflow in the dtype"
+                f"{bad[0] + 1}; look at the weights of this version (0: those that the run starts from; later: a loss that "
+                "diverged, the learning rate) and at overflow in the dtype"
             )
     return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)

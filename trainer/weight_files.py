@@ -7,6 +7,7 @@ A tensor's bytes go from its memory to the file without a copy in between, and n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from marsrl.rollout.engines.fused_layout import INDEX_FILE
+from marsrl.trainer.run_directory import names_file
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
     """Raise OSError where the file system of `folder` has no room for num_bytes more."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise OSError(28, f"{num_bytes / 2**20:,.1f} MiB are to be written and {free / 2**20:,.1f} MiB are free")
+        message = f"{num_bytes / 2**20:,.1f} MiB are to be written and {free / 2**20:,.1f} MiB are free"
+        raise OSError(errno.ENOSPC, message, str(folder))
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -141,7 +144,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         at = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    with path.open("wb", buffering=0) as file:
+    with names_file(path), path.open("wb", buffering=0) as file:
         for data in (len(text).to_bytes(8, "little"), text):
             _write(file.fileno(), memoryview(data))
         for tensor in tensors.values():

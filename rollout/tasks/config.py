@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import Settings
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_RANKS, MOST_TOKENS, Settings
 
 
 class ArithmeticOptions(Settings):
     """The last-digit chain: which problems are made and how often the tutors slip, relative to each other."""
 
-    min_operations: int = Field(4, ge=1, description="operations of the shortest problem")
+    min_operations: int = Field(4, ge=1, le=7, description="operations of the shortest problem")
     max_operations: int = Field(7, ge=1, le=7, description="operations of the longest problem (a letter names each)")
-    held_out_modulus: int = Field(10, ge=2, description="crc32(problem) % this == 0 is held out, never trained on")
+    held_out_modulus: int = Field(
+        10, ge=2, le=MOST, description="crc32(problem) % this == 0 is held out, never trained on"
+    )
     slip_add: float = Field(1.0, ge=0, description="weight of a tutor's slips at +")
     slip_subtract: float = Field(1.5, ge=0, description="weight of a tutor's slips at -")
     slip_multiply: float = Field(2.5, ge=0, description="weight of a tutor's slips at *")
@@ -30,6 +32,8 @@ class ArithmeticOptions(Settings):
 class MathOptions(Settings):
     """How math answers are judged."""
 
-    workers: int = Field(2, gt=0, description="judge processes")
-    timeout_s: float = Field(10.0, gt=0, description="a comparison that takes longer is killed: a missing reward")
-    max_answer_chars: int = Field(2000, gt=0, description="a longer answer is wrong")
+    workers: int = Field(2, gt=0, le=MOST_RANKS, description="judge processes")
+    timeout_s: float = Field(
+        10.0, gt=0, le=LONGEST_S, description="a comparison that takes longer is killed: a missing reward"
+    )
+    max_answer_chars: int = Field(2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong")

@@ -73,6 +73,48 @@ def read_problems(
     return ReadResult(tuple(problems), num_bad, tuple(notes))
 
 
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Questions that stand in the data more than once, white space aside.
+
+    num_same: problems whose question and answer have come before. num_contradictory: questions with several answers, as
+    text; first: of the first of them, two problems that differ.
+    """
+
+    num_same: int
+    num_contradictory: int
+    first: tuple[Problem, Problem] | None
+
+    def sentences(self, key: str) -> list[str]:
+        """For people; none where nothing is repeated. key: the setting that names the file."""
+        said = []
+        if self.first is not None:
+            one, other = ((problem.id, (problem.answer or "")[:40]) for problem in self.first)
+            said.append(
+                f"{key}: {self.num_contradictory} question(s) stand there with different answers, first {one[0]} "
+                f"(answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of "
+                "them rewards what is wrong; remove it"
+            )
+        if self.num_same:
+            said.append(f"{key}: {self.num_same} problem(s) repeat an earlier one, question and answer")
+        return said
+
+
+def find_repeats(problems: Sequence[Problem]) -> Repeats:
+    """Of the problems of one file or dataset."""
+    seen: dict[str, dict[str, Problem]] = {}
+    num_same, first = 0, None
+    for problem in problems:
+        answers = seen.setdefault(" ".join(problem.question.split()), {})
+        answer = " ".join((problem.answer or "").split())
+        if answer in answers:
+            num_same += 1
+        elif answers and first is None:
+            first = (next(iter(answers.values())), problem)
+        answers.setdefault(answer, problem)
+    return Repeats(num_same, sum(len(answers) > 1 for answers in seen.values()), first)
+
+
 class DataCursor:
     """Endless draws from a fixed list: each epoch yields every problem once, in a seeded order of its own."""
 
@@ -208,7 +250,7 @@ def _question(value: object) -> str:
         value = turns[-1].get("content")
     if not isinstance(value, str) or not value.strip():
         raise BadLine(f"the question is {_kind(value)}, expected text")
-    return value
+    return _unicode(value, "the question")
 
 
 def _answer(value: object, key: str) -> str:
@@ -232,7 +274,18 @@ def _answer(value: object, key: str) -> str:
         text = boxed
     if not text.strip():
         raise BadLine(f"the answer ({key}) is empty")
-    return text.strip()
+    return _unicode(text.strip(), f"the answer ({key})")
+
+
+def _unicode(text: str, what: str) -> str:
+    """The text, if it has a UTF-8 form: JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadLine(
+            f"{what} has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start + 1}"
+        ) from None
+    return text
 
 
 def _kind(value: object) -> str:

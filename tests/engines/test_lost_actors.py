@@ -13,11 +13,12 @@ import psutil
 import pytest
 import ray
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool
-from marsrl.rollout.ray_faults import judged
+from marsrl.rollout.ray_faults import how_it_died, judged
 from marsrl.trainer.weight_sync import WeightSync
 
 
@@ -133,3 +134,16 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         judged(ray.exceptions.RayTaskError("generate", "traceback", ValueError("two uids")), "generate")
     with pytest.raises(RuntimeError, match=r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"):
         judged(ray.exceptions.RaySystemError("cannot connect to the raylet"), "collect")
+
+
+def test_ray_s_memory_monitor_is_named_with_what_to_lower() -> None:
+    low = "1 worker(s) were killed due to the node running low on memory. Memory on the node was 23GB used / 24GB limit"
+    for error in (
+        OutOfMemoryError(f"{low}\nOOM kill reason: ..."),
+        ActorDiedError(),
+        RayActorError(None, f"x\n{low}\ny"),
+    ):
+        known = how_it_died(error).startswith(
+            f"killed by Ray's memory monitor ({low}): lower rollout.vllm.kv_cache_mib, "
+        )
+        assert known != isinstance(error, ActorDiedError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from marsrl.trainer import cli
 from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
+from marsrl.trainer.read_config import read_config
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.run_lock import RunLock
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
@@ -57,7 +61,10 @@ def test_an_unknown_key_names_the_nearest_right_one(refusal: Refusal) -> None:
 def test_under_torchrun_one_rank_says_it_once() -> None:
     done = start("rollout.group_sise=4", under_torchrun=True)
     assert done.returncode != 0
-    assert done.stderr.count("did you mean rollout.group_size?") == 1
+    said = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
+    assert done.stderr.splitlines().count(said) == 1
+    *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun's, which prints last
+    assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
 
 
 def test_an_unknown_agent_names_the_agents(refusal: Refusal) -> None:
@@ -79,6 +86,13 @@ def test_a_bad_line_of_data_says_file_and_line(tmp_path: Path, refusal: Refusal)
     data.write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')
     message = refusal("task=math", f"data.train={data}", "policies.main.model=/nowhere")
     assert f"{data}:2:" in message
+
+
+def test_half_a_surrogate_pair_says_file_and_line(tmp_path: Path, refusal: Refusal) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n{"question": "a\\ud800b", "answer": "2"}\n')
+    message = refusal("task=math", f"data.train={data}", "policies.main.model=/nowhere")
+    assert f"{data}:2: the question has a lone surrogate (\\ud800) at character 2" in message
 
 
 def test_a_missing_model_directory_is_named(tmp_path: Path, refusal: Refusal) -> None:
@@ -170,6 +184,92 @@ def test_a_run_directory_that_exists_is_never_overwritten(tmp_path: Path, refusa
     message = refusal(f"run.dir={tmp_path}", "run.name=mine")
     assert "exists and is not overwritten" in message and "run.resume=auto" in message
     assert (tmp_path / "mine" / "config.yaml").read_text() == "kept: true\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rollout.group_size=1"], "rollout.group_size is 1, and with credit.normalise=group"),
+        (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
+        (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
+        (["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed"),
+        (["run.name=" + "x" * 300], "run.name has 300 letters"),
+        (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
+        (["run.resume=auto"], "run.name is not set"),
+    ],
+)  # fmt: skip
+def test_what_could_only_fail_later_is_refused_before_anything_starts(
+    words: list[str], says: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "run.wandb=mine" in words:  # as on a machine without it
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    for dry_run in ([], ["--dry-run"]):
+        assert says in refusal(*dry_run, *words)
+
+
+def test_groups_of_one_train_where_nothing_compares_them(refusal: Refusal, tmp_path: Path) -> None:
+    assert main(["--dry-run", "rollout.group_size=1", "credit.singleton=raw", f"run.dir={tmp_path}"]) == 0
+    assert main(["--dry-run", "rollout.group_size=1", "loss.entropy_coef=0.1", f"run.dir={tmp_path}"]) == 0
+
+
+def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    rows = [("2+2", "4"), ("1+1", "2"), ("1 +  1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1")]
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
+    data = tmp_path / "p.jsonl"
+    data.write_text("\n".join(lines))
+    words = ["--dry-run", "task=math", f"policies.main.model={model}", f"data.train={data}", f"data.eval={data}"]
+    assert main([*words, "agents.solver.max_input_tokens=1000"]) == 0
+    out = capsys.readouterr().out
+    first = "first p.jsonl:2 (answer '2') and p.jsonl:4 ('3')"
+    for key in ("data.train", "data.eval"):
+        assert f"warning: {key}: 1 question(s) stand there with different answers, {first}: where they mean" in out
+        assert f"warning: {key}: 1 problem(s) repeat an earlier one, question and answer" in out
+    assert "warning: 1 of 6 prompts are longer than agents.solver.max_input_tokens (1000 tokens)" in out
+
+
+def test_a_dry_run_says_what_becomes_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
+) -> None:
+    words = ["--dry-run", f"run.dir={tmp_path}"]
+    assert main(words) == 0 and main([*words, "run.name=mine"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
+    assert told == [f"run: a new one, {tmp_path}/cpu_default-<UTC time>", f"run: a new one, {tmp_path}/mine"]
+    run = RunDirectory.create(tmp_path, "mine", "p")
+    run.write_config(read_config(None, [])[0].model_dump(mode="json"))
+    words.append("run.name=mine")
+    RunLock(run).release()
+    assert main(words) == 0
+    assert (
+        f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"
+        in capsys.readouterr().out
+    )
+    run.metrics.write_text('{"step": 1}\n')
+    assert "exists and is not overwritten" in refusal(*words)
+    words.append("run.resume=auto")
+    assert main(words) == 0
+    assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in capsys.readouterr().out
+    run.checkpoint(4).mkdir(parents=True)
+    assert "latest is missing, and there is step_4; run.resume=previous takes" in refusal(*words)
+    run.mark_latest(4)
+    files = sorted(tmp_path.rglob("*"))
+    assert main([*words, "run.steps=9", "run.seed=7", "rollout.picks=3"]) == 0
+    out = capsys.readouterr().out
+    assert f"run: {run.path} goes on after step 4; run.steps is 9: 5 of 9 steps are left" in out
+    assert f"differs from {run.config}: run.steps 24 -> 9, run.seed 0 -> 7, rollout.picks 2 -> 3\n" in out
+    assert main([*words, "run.steps=3"]) == 0
+    assert "goes on after step 4; run.steps is 3: nothing is left to train" in capsys.readouterr().out
+    for start in (words, words[1:]):  # the start itself refuses as the dry run does
+        message = refusal(*start, "policies.main.dtype=bfloat16")
+        assert (
+            f"{run.path} cannot go on with other policies.main.dtype (it has float32, given is bfloat16); set it"
+            in message
+        )
+    lock = RunLock(run)
+    assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
+    lock.release()
+    assert sorted(tmp_path.rglob("*")) == files
 
 
 def test_the_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:

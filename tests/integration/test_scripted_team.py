@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.build import make_pool
@@ -91,7 +93,7 @@ Play = Callable[..., Path]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """play("key=value", ...) trains and gives the run's directory."""
+    """play("key=value", ..., says=script) trains and gives the run's directory."""
     data = tmp_path / "train.jsonl"
     lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -99,15 +101,15 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     renderer = ChatRenderer(model)
     encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
     CALLS.clear()
-    engine = functools.partial(Recorded, model, script, encode=encode)
-    monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
     common = [
         "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
         "rollout.engine=scripted", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
         "evaluate.num_problems=3", "evaluate.probe_size=4",
     ]  # fmt: skip
 
-    def trained(*settings: str) -> Path:
+    def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
+        engine = functools.partial(Recorded, model, says, encode=encode)
+        monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
         checked = preflight(read_config(None, [*common, *settings])[0], world_size=1)
         directory = RunDirectory.create(tmp_path / "runs", "scripted", "math_default", checked.config.run.resume)
         directory.write_config(checked.config.model_dump(mode="json"))
@@ -142,10 +144,14 @@ def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> Non
     assert "<script>alert(1)</script>" not in page and "&lt;script&gt;" in page
 
 
-def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(play: Play) -> None:
+def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
+    play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
     play(*settings, "run.steps=3")
+    assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run_directory = play(*settings, "run.steps=7", "run.resume=auto")
+    assert "goes on after step 3: 4 of 7 steps are left" in capsys.readouterr().err
     rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
     assert len(rows) == 7
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
@@ -179,3 +185,43 @@ def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:
         play("rollout.placement=colocated", "rollout.engine=vllm")
     with pytest.raises(ValueError, match=r"rollout\.overlap is 1: set it to 0"):
         play("rollout.placement=colocated", "rollout.overlap=1")
+
+
+def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: Path) -> None:
+    small = ("run.steps=5", "run.evaluate=false", "rollout.prompts_per_step=1", "rollout.group_size=2")
+    dull = r"step 2: no sample had a gradient in 2 steps in a row .* of the last step's 2 samples 2 have the rewards of all"
+    with pytest.raises(RuntimeError, match=dull):
+        play(*small, "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
+    assert len(read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")) == 2  # and the steps are on disk
+    shutil.rmtree(tmp_path / "runs")
+    rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unasked = (
+        r"step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
+    )
+    with pytest.raises(RuntimeError, match=unasked):
+        play(*small, f"data.eval={tmp_path}/train.jsonl")
+
+
+def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("run.steps=3", "run.evaluate=false", "rollout.prompts_per_step=4")
+    score = Recorded.score
+
+    def as_another_program(self: Recorded, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        rounded = 1.01 if CALLS.count("update_weights") > 1 else 1.0  # of large numbers
+        return [each * rounded for each in score(self, sequences, temperature)]
+
+    monkeypatch.setattr(Recorded, "score", as_another_program)
+    diverged = r"version 1: .* own log-probs have a median of -\S+ nats, so the policy has diverged, .*optimizer\.lr"
+    with pytest.raises(RuntimeError, match=diverged):
+        play(*small, "policies.main.optimizer.lr=1000")
+    shutil.rmtree(tmp_path / "runs")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        RuntimeError, match=r"version 0: the trainer's log-probs of the probe are not finite: .* \(0: those"
+    ):
+        play(*small)

@@ -47,6 +47,24 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     assert any(line.split()[-2:] == ["needs", "update"] for line in narrow.export_text().splitlines())
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpus", "-5"), "--gpus is -5, expected 1 to 65,536"),
+        (("--gpus", "1000000000000"), "--gpus is 1,000,000,000,000, expected 1 to 65,536"),
+        (("--gpus", "8", "--mean-response", "-5"), "--mean-response is -5, expected more than 0 and at most rollout.max_resp"),
+        (("--gpus", "8", "--mean-response", "nan"), "--mean-response is nan, expected more than 0"),
+        (("--gpus", "8", "--response", "100", "--mean-response", "101"), "at most rollout.max_response_tokens, 100"),
+        (("--gpus", "8", "--response", "1000000000000"), "rollout.max_response_tokens: Input should be less than"),
+    ],
+)  # fmt: skip
+def test_absurd_sizes_are_refused_by_name(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--config", "cpu_default", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_no_preset_is_left_out() -> None:
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == set(PLANNED_ON) | NEEDS_A_MODEL
     for preset in NEEDS_A_MODEL:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import zstandard
 from made_up_run import make_group, make_run, make_sample, make_summary
 
 from marsrl.trainer.report import write_report
@@ -82,6 +83,21 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "was not evaluated" in write_report(run.path).read_text("utf-8")
     with pytest.raises(ValueError, match="not there"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_damaged_samples_file_is_named_and_the_rest_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    whole = write_report(run.path).read_text("utf-8")
+    path = sample_files(run)[1]
+    lines = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).readall().splitlines(keepends=True)
+    path.write_bytes(zstandard.compress(lines[0] + lines[1][:40] + b"\n" + b"".join(lines[2:])))
+    page = write_report(run.path).read_text("utf-8")
+    assert f"{path}, line 2: is no sample" in page and f"{path}, line 2: is no sample" in caplog.text
+    assert page.count('class="sample"') in range(1, whole.count('class="sample"'))
+    path.write_bytes(b"garbage")
+    assert f"{path}, line 0: is no sample" in write_report(run.path).read_text("utf-8")
 
 
 def test_a_trajectory_over_several_steps_is_one_tree(tmp_path: Path) -> None:

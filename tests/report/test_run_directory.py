@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from marsrl.trainer.run_directory import RunDirectory, write_json
-from marsrl.trainer.run_lock import RunLock
+from marsrl.trainer.run_lock import RunLock, why_held
 
 
 def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -52,6 +56,7 @@ def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
 
 def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
+    assert why_held(run) == ""
     code = "import sys; from pathlib import Path; from marsrl.trainer.run_lock import RunLock; "
     code += "from marsrl.trainer.run_directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
     code += "print('held', flush=True); sys.stdin.read()"
@@ -60,6 +65,7 @@ def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_pat
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match=f"being written by process {first.pid} on {socket.gethostname()}; wait"):
             RunLock(run)
+        assert f"being written by process {first.pid} on" in why_held(run)  # and the dry run says so too
     finally:
         first.kill()  # -9: nobody cleans up
         first.wait()
@@ -84,6 +90,38 @@ def test_resuming_in_a_foreign_folder_or_without_a_name_is_refused(tmp_path: Pat
         RunDirectory.create(tmp_path, "home", "p", "auto")
     with pytest.raises(ValueError, match="run.name is not set"):
         RunDirectory.create(tmp_path, None, "p", "auto")
+
+
+def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run.name has 300 letters \(a+\.\.\.\), expected at most 200"):
+        RunDirectory.create(tmp_path, "a" * 300, "p")
+
+
+def test_a_folder_that_cannot_be_made_or_written_to_is_named_before_and_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for make in (RunDirectory.create, RunDirectory.find):
+        run_dir = tmp_path / "file" / "runs"
+        with pytest.raises(ValueError, match=f"run.dir={run_dir}: {tmp_path / 'file'} is a file; name a folder"):
+            make(run_dir, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"run.dir=/b+: .*[Ff]ile name too long; give a folder in run.dir"):
+            make("/" + "b" * 300, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
+    with nobody() as folder, pytest.raises(ValueError, match=f"run.dir={folder}/runs: {folder}: cannot be written to"):
+        RunDirectory.find(folder / "runs", "a")
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[Path]:
+    """A folder that may be read and not written to; root, who may do anything, is somebody else meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            if is_root:
+                os.seteuid(0)
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".", ".hidden", "a\n"])

@@ -150,3 +150,9 @@ def test_only_rank_zero_prints_and_a_file_gets_plain_lines() -> None:
         else:
             assert "warm [red]start: 3/3 steps" in text and "loss 2" in text and "\x1b" not in text
             assert "[bold]x" in text and "solver" in text and "+0.330" in text
+
+
+def test_a_run_that_was_not_evaluated_has_no_table() -> None:
+    out = io.StringIO()
+    RunConsole(0, out).results(make_summary(before=None, after=None))
+    assert out.getvalue() == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.tasks.data import DataCursor, read_problems
+from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
@@ -188,3 +188,17 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match="resume with the data"):
         DataCursor(some(3), 0).load(CursorState(0, 4))
+
+
+def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers_placed(tmp_path: Path) -> None:
+    rows = [("a", "1"), ("b", "2"), (" b ", "3"), ("b", " 2"), ("a", "1"), ("c", "5"), ("c", "6")]
+    data = write(tmp_path / "p.jsonl", *({"question": q, "answer": a} for q, a in rows))
+    found = find_repeats(read_problems(data, "math").problems)
+    assert (found.num_same, found.num_contradictory) == (2, 2)
+    assert found.first is not None and [problem.id for problem in found.first] == ["p.jsonl:2", "p.jsonl:3"]
+    contradiction, same = found.sentences("data.train")
+    assert contradiction.startswith(
+        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2')"
+    )
+    assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
+    assert find_repeats(read_problems(data, "math").problems[:2]).sentences("data.train") == []

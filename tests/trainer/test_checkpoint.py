@@ -18,7 +18,7 @@ from marsrl.trainer import checkpoint
 from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.collective import stop_together
 from marsrl.trainer.manifest import FileSum, damage, file_sum
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.run_directory import CheckpointError, RunDirectory
 
 
 class WordSave:
@@ -100,6 +100,12 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     assert json.loads((folder / "meta.json").read_text()) == {"step": 12, "versions": {"main": 12, "other": 3}}
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_12"]
     assert [learner.copies for learner in learners.values()] == [[False], [False]]
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
+    assert str(caught.value).startswith(
+        f"policy third of {folder}, whose files are whole, could not be loaded (FileNotF"
+    )
+    assert "of another model, dtype or optimizer than these settings" in str(caught.value)
     fresh: Any = {"main": WordLearner(), "other": WordLearner()}
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)
     assert restored == Restored(12, {"main": 12, "other": 3}, state_after(12))
@@ -145,18 +151,17 @@ def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
         assert str(caught.value).startswith(
             f"the checkpoint of step 1 was not written ({part}); rank 0: OSError: no room"
         )
-        assert " MiB are free there; make room" in str(caught.value)
-        assert str(caught.value).endswith("there is no earlier checkpoint with run.resume=auto")
+        assert str(caught.value).endswith(
+            " MiB are free there; mend what the error names: room, permissions, or what is in the way"
+        )
         assert list(run.checkpoints.iterdir()) == []
         saves.finish()  # nothing is left to be ended
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", refuse)
-        with pytest.raises(RuntimeError, match="no room; make room or fix"):
+        with pytest.raises(RuntimeError, match="no room; mend what the error names"):
             save(writer(run), 1, word="unwritable")
     save(writer(run), 2)
-    with pytest.raises(
-        RuntimeError, match="the last whole checkpoint is untouched, go on from it with run.resume=auto$"
-    ):
+    with pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written"):
         save(writer(run), 3, word="unwritable")
     assert load(run)[0] == 2
 

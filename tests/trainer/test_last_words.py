@@ -5,21 +5,54 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from marsrl.trainer.last_words import last_words
-from marsrl.trainer.run_directory import RunDirectory
+import pytest
+
+from marsrl.trainer.last_words import last_words, where_to_go_on
+from marsrl.trainer.manifest import write_manifest
+from marsrl.trainer.run_directory import CheckpointError, RunDirectory, names_file
+from marsrl.trainer.weight_files import check_room
+
+
+def whole_checkpoint(run: RunDirectory, step: int) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"1234")
+    write_manifest(folder, {})
+    run.mark_latest(step)
+    return folder
 
 
 def test_a_failed_run_says_where_to_go_on(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "mine", "preset")
     error = RuntimeError("Ray is gone")
-    assert last_words(error, run) == (
-        "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every)"
+    none_yet = (
+        "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
     )
-    run.checkpoint(12).mkdir(parents=True)
-    run.mark_latest(12)
-    assert last_words(error, run).endswith("(step 12) is whole: go on with run.name=mine run.resume=auto")
+    assert last_words(error, run) == none_yet + "its name is free again"
+    run.metrics.write_text('{"step": 1}\n')
+    assert last_words(error, run) == none_yet + "run.name=mine run.resume=auto begins again at step 1"
+    whole_checkpoint(run, 12)
+    resumed = "go on with run.name=mine run.resume=auto, added to the same command"
+    assert last_words(error, run).endswith(f"(step 12) is whole: {resumed}")
+    assert last_words(ValueError("other data"), run).endswith(f"is whole: with that set right, {resumed}")
     (run.checkpoints / "latest").write_text("nonsense")
-    assert "its last checkpoint cannot be told" in last_words(error, run)
+    said = last_words(error, run)
+    assert "its last checkpoint cannot be told" in said and said.endswith(
+        "run.resume=previous takes the newest whole one"
+    )
+
+
+def test_a_checkpoint_that_is_damaged_is_not_called_whole(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "mine", "preset")
+    first, second = whole_checkpoint(run, 4), whole_checkpoint(run, 8)
+    (second / "weights").write_bytes(b"123")
+    said = where_to_go_on(run)
+    assert f"checkpoint {second} is damaged ({second}/weights has 3 bytes, expected 4): run.name=mine" in said
+    assert said.endswith("run.resume=previous goes back to step_4")
+    (first / "manifest.json").unlink()
+    assert where_to_go_on(run).endswith(": no earlier one is whole")
+    told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
+    assert last_words(told, run) == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(tmp_path: Path) -> None:
@@ -29,5 +62,21 @@ def test_a_full_disk_is_named_wherever_it_was_met(tmp_path: Path) -> None:
     wrapped.__cause__ = full
     for error in (full, wrapped):
         words = last_words(error, run)
-        assert f"no room on the disk of {run.metrics} (" in words and "MiB are free" in words
+        assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
+        assert "make some (run.keep_checkpoints, another run.dir)" in words
     assert "no room" not in last_words(PermissionError(errno.EACCES, "no"), run)
+
+
+def test_a_full_disk_of_the_weights_is_not_that_of_the_run(tmp_path: Path) -> None:
+    run, weights = RunDirectory.create(tmp_path / "runs", "mine", "preset"), tmp_path / "weights"
+    weights.mkdir()
+    with pytest.raises(OSError) as caught:
+        check_room(weights, 1 << 60)
+    words = last_words(caught.value, run, str(weights))
+    assert f"no room on the disk of {weights} (" in words and f"MiB are free at {weights})" in words
+    assert "make some (another sync.directory)" in words
+    with pytest.raises(OSError) as caught, names_file(weights / "shard"):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it
+    assert f"no room on the disk of {weights}/shard (" in last_words(caught.value, run, str(weights))
+    nameless = OSError(errno.ENOSPC, "No space left on device")
+    assert "MiB are free at " in last_words(nameless, run, str(weights))  # of the fullest there is

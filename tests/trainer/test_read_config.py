@@ -1,8 +1,14 @@
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+import annotated_types
 import pytest
 import torch
+from pydantic import BaseModel
 
+from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import ConfigError, read_config
 
@@ -51,6 +57,47 @@ def test_a_truncated_sampling_distribution_of_a_trained_agent_is_refused() -> No
     )
     config, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
     assert config.agents["solver"].top_p == 0.9
+
+
+def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
+    assert read_config(None, ["credit.train_agents=solver"])[0].credit.train_agents == ("solver",)
+    assert read_config(None, ["credit.train_agents=all"])[0].credit.train_agents == "all"
+    assert "credit.train_agents names 'solvr'; the agents are solver, " in refusal("credit.train_agents=solvr")
+    assert refusal("credit.train_agents=[]").startswith("credit.train_agents is empty, and nothing is left to train: ")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["rollout.group_size=1000000000000", "run.steps=1e12", "run.seed=4294967296", "rollout.deadline_s=1e300",
+     "policies.main.layout.tensor=1000000", "rollout.vllm.kv_cache_mib=1000000000000", "evaluate.repeat=-1"],
+)  # fmt: skip
+def test_an_absurd_size_is_refused_by_its_setting(word: str) -> None:
+    message = refusal(word)
+    assert message.startswith(f"{word.partition('=')[0]}: Input should be") and "(command line)" in message
+
+
+def test_a_step_of_more_samples_than_anything_holds_is_refused() -> None:
+    message = refusal("rollout.prompts_per_step=100000", "rollout.group_size=1000")
+    assert message.startswith(
+        "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"
+    )
+
+
+def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every count and size, and whether it has a largest value."""
+    for name, field in model.model_fields.items():
+        parts = [field.annotation, *get_args(field.annotation)]
+        for part in [*parts, *(inner for outer in parts for inner in get_args(outer))]:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from bounds(part, f"{prefix}{name}.")
+        if int in parts:
+            yield f"{prefix}{name}", any(isinstance(each, annotated_types.Le) for each in field.metadata)
+
+
+@pytest.mark.parametrize("model", [RunConfig, ArithmeticOptions, MathOptions])
+def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> None:
+    found = dict(bounds(model))
+    assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
 
 
 def test_normalisation_over_an_instance_needs_whole_trajectories() -> None:

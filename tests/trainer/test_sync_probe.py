@@ -98,6 +98,16 @@ def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
     assert "cache" not in str(raised.value)
 
 
+def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:
+    far = ProbeScore([each * 1000 for each in TRAINER.logprobs], [each * 1000 for each in TRAINER.rounded])
+    with pytest.raises(
+        RuntimeError, match=r"trainer's own log-probs have a median of -[45]\d{3} nats, so the policy has"
+    ):
+        ProbeComparison().compare(far, [engine(10) * 1000], 1)
+    with pytest.raises(RuntimeError, match="look at stale prefix caches"):
+        ProbeComparison().compare(TRAINER, [engine(10)], 1)
+
+
 def test_a_probe_of_which_nothing_can_be_compared_fails() -> None:
     with pytest.raises(RuntimeError, match="nothing to compare: 0 tokens, 1 engines"):
         ProbeComparison().compare(ProbeScore([], []), [[]], 0)

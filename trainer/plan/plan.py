@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from marsrl.rollout.config import MOST_RANKS
 from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.batch_plan import longest_sequence
@@ -92,9 +93,17 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
 
     Raises:
-        ValueError: no GPU of this name, a model of unknown shape, or fewer GPUs than the engines alone need.
+        ValueError: no GPU of this name, a model of unknown shape, fewer GPUs than the engines alone need, or a number that
+            nobody has.
     """
     gpu = hw.find_gpu(gpu_name)
+    if not 1 <= num_gpus <= MOST_RANKS:
+        raise ConfigError(f"--gpus is {num_gpus:,}, expected 1 to {MOST_RANKS:,}")
+    longest = config.rollout.max_response_tokens
+    if mean_response is not None and not 0 < mean_response <= longest:
+        raise ConfigError(
+            f"--mean-response is {mean_response:g}, expected more than 0 and at most rollout.max_response_tokens, {longest}"
+        )
     num_served = config.num_served_policies
     engine_gpus = num_engine_gpus(config.rollout, num_served)
     if engine_gpus >= num_gpus:

@@ -1,0 +1,113 @@
+"""What a run that is there lets differ when it goes on. What the dry run prints: tests/integration/test_bad_input.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.existing_run import as_it_began, resume_lines
+from marsrl.trainer.init_model import init_model
+from marsrl.trainer.read_config import read_config
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.warm_start import name_of, recipe_of
+
+
+def settings(*words: str) -> RunConfig:
+    return read_config(None, ["run.name=mine", *words])[0]
+
+
+def begun(folder: Path, *words: str) -> RunDirectory:
+    """A run of these settings that has a checkpoint of step 4."""
+    run = RunDirectory.create(folder, "mine", "preset")
+    run.write_config(settings(*words).model_dump(mode="json"))
+    run.checkpoint(4).mkdir(parents=True)
+    run.mark_latest(4)
+    return run
+
+
+def test_the_place_and_the_settings_that_differ_are_told(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    (where,) = resume_lines(run, settings("run.resume=auto"))
+    assert where == f"run: {run.path} goes on after step 4; run.steps is 24: 20 of 24 steps are left"
+    words = ["run.resume=auto", "run.steps=30", "agents.solver.temperature=0.9", "credit.train_agents=[solver]"]
+    _, differs = resume_lines(run, settings(*words))
+    assert differs == (
+        f"differs from {run.config}: run.steps 24 -> 30, agents.solver.temperature 1.0 -> 0.9, "
+        "credit.train_agents all -> ['solver']"
+    )
+    (run.checkpoints / "latest").write_text("step_9")
+    assert "goes back to its newest whole checkpoint (" in resume_lines(run, settings("run.resume=previous"))[0]
+    with pytest.raises(
+        ValueError, match="names step_9, which is gone; .*; run.resume=previous takes the newest whole one"
+    ):
+        resume_lines(run, settings("run.resume=auto"))
+    run.config.write_text("of: another version\n")
+    run.mark_latest(4)
+    assert resume_lines(run, settings("run.resume=auto"))[1] == (
+        f"{run.config} is not of this version: what differs from it cannot be told"
+    )
+
+
+OTHER = "policies.other={model: /models/other, frozen: true}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["policies.main.dtype=bfloat16"], "policies.main.dtype (it has float32, given is bfloat16)"),
+        (["policies.main.model=/models/a"], "policies.main.model (it has the warm-started one, given is /models/a)"),
+        ([OTHER], "policies (it has main, given is main, other)"),
+        (["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
+    ],
+)
+def test_what_a_checkpoint_does_not_bear_to_change_is_refused(words: list[str], says: str, tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        resume_lines(run, settings("run.resume=auto", *words))
+    assert str(caught.value).startswith(f"run.resume=auto: {run.path} cannot go on with other {says}")
+    assert str(caught.value).endswith("; set it back, or start a run of another name")
+
+
+def test_agents_keep_their_policies_and_policies_stay_trained_or_frozen(tmp_path: Path) -> None:
+    other = [OTHER, "credit.train_agents=[solver]"]
+    run = begun(tmp_path, *other)
+    with pytest.raises(ValueError, match=r"other agents.verifier1.policy \(it has main, given is other\); set it back"):
+        resume_lines(run, settings(*other, "agents.verifier1.policy=other"))
+    with pytest.raises(ValueError, match=r"other policies.other.frozen \(it has True, given is False\); set it back"):
+        resume_lines(run, settings(*other, "policies.other.frozen=false"))
+
+
+def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    moved = init_model("tiny", "bytes", tmp_path / "moved")
+    other = init_model("tiny", "bytes", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7, "vocab_size": 9}))
+    run = begun(tmp_path, f"policies.main.model={model}")
+    _, differs = resume_lines(run, settings(f"policies.main.model={moved}"))
+    assert differs.endswith(f": policies.main.model {model} -> {moved}")
+    wanted = rf"other policies.main.model \(num_layers: it has 2, {other} has 7, vocab_size: it has \d+, {other} has 9\); set"
+    with pytest.raises(ValueError, match=wanted):
+        resume_lines(run, settings(f"policies.main.model={other}"))
+    (model / "config.json").unlink()  # what it was is not known any more: the checkpoint's own tensors decide
+    assert len(resume_lines(run, settings(f"policies.main.model={moved}"))) == 2
+
+
+def test_with_another_seed_a_run_goes_on_from_the_warm_start_that_it_began_with(tmp_path: Path) -> None:
+    began = settings("run.seed=3", "warm_start.slip_solver=0.2")
+    run = RunDirectory.create(tmp_path, "mine", "preset")
+    run.write_config(began.model_dump(mode="json"))
+
+    def made(config: RunConfig) -> str:
+        return name_of(recipe_of(config, ArithmeticTask(ArithmeticOptions.model_validate(config.task_options))))
+
+    other = settings("run.seed=4", "run.resume=auto", "task_options.max_operations=5")
+    assert made(as_it_began(run, other)) == made(began) != made(other)
+    assert as_it_began(run, other).run.resume == "auto"
+    fresh = settings("run.seed=4")
+    assert as_it_began(run, fresh) is fresh
