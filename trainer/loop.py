@@ -19,15 +19,19 @@ def train(run: Run) -> None:
     for step in run.steps_left():
         with run.timed("rollout"):
             batch = run.play()  # rank 0: finished groups of this stage, every agent; None elsewhere
+        credited = None
+        if batch is not None:
+            with run.timed("credit"):
+                settings = run.config.credit
+                credited = credit(
+                    batch.groups, settings, run.agents, success=run.config.mpt.success, keep_zero=run.keeps_zero
+                )
+                run.note_credit(credited)
         for policy, learner in run.learners.items():
             work = None
-            if batch is not None:
-                with run.timed("credit"):
-                    groups = run.groups_of(policy, batch)
-                    credited = credit(groups, run.config.credit, run.agents, keep_zero=run.keeps_zero)
-                    run.note_credit(credited)
-                    num_updates = run.config.trainer.updates_per_step
-                    work = mini_batches(credited, groups, num_updates, seed=run.config.run.seed, step=step)
+            if credited is not None:
+                mine, num_updates = credited.of(run.agents_of(policy)), run.config.trainer.updates_per_step
+                work = mini_batches(mine, num_updates, run.average, seed=run.config.run.seed, step=step)
             with run.timed("pack"):
                 updates = share(work, run.share_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
