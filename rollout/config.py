@@ -28,6 +28,11 @@ class AgentConfig(Settings):
     pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
         "adaptive", description="which of the predecessor's outputs this agent is asked about"
     )
+    pick_unparsable: bool = Field(
+        False,
+        description="picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where "
+        "the Verifier's missing_verdict is wrong",
+    )
     parser: Literal["strict", "compat"] = Field("strict", description="verdict parser (Verifiers)")
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
@@ -97,7 +102,12 @@ class RolloutConfig(Settings):
     ray_address: str | None = Field(None, description="Ray cluster to join; default: start one on this machine")
     ray_timeout_s: float = Field(30.0, gt=0, description="give up on an unreachable cluster after this long")
     object_store_mib: int = Field(256, ge=80, description="object store of a cluster started here, MiB")
-    prompts_per_step: int = Field(8, gt=0, description="new problems a stage")
+    prompts_per_step: int = Field(8, gt=0, description="new problems a stage; with stage_size=total at most")
+    stage_size: Literal["new", "total"] = Field(
+        "new",
+        description="new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the "
+        "places of new ones, so that a stage has about prompts_per_step x group_size of both",
+    )
     group_size: int = Field(8, gt=0, description="G: samples of one agent on one input")
     picks: int = Field(2, gt=0, description="outputs handed to the next agent, for one rollout instance and agent")
     max_response_tokens: int = Field(1024, gt=0, description="global maximum length of a completion")
@@ -139,6 +149,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_carried_over(self) -> RolloutConfig:
+        if self.stage_size == "total" and self.pipeline == "trajectory":
+            raise ValueError(
+                "rollout.stage_size=total makes room for samples that are carried over from one step to the next, and "
+                "rollout.pipeline=trajectory carries none: set stage_size=new, or pipeline=agentic"
             )
         return self
 

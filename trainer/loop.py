@@ -15,6 +15,7 @@ from marsrl.trainer.updates import train_step
 
 def train(run: Run) -> None:
     """Train until run.config.run.steps, evaluate, write the report. Collective over all ranks."""
+    config = run.config
     run.begin()  # weights to the engines, evaluation before
     for step in run.steps_left():
         with run.timed("rollout"):
@@ -22,17 +23,18 @@ def train(run: Run) -> None:
         credited = None
         if batch is not None:
             with run.timed("credit"):
-                settings = run.config.credit
                 credited = credit(
-                    batch.groups, settings, run.agents, success=run.config.mpt.success, keep_zero=run.keeps_zero
+                    batch.groups, config.credit, run.agents, success=config.mpt.success, keep_zero=run.keeps_zero
                 )
                 run.note_credit(credited)
         for policy, learner in run.learners.items():
-            work = None
-            if credited is not None:
-                mine, num_updates = credited.of(run.agents_of(policy)), run.config.trainer.updates_per_step
-                work = mini_batches(mine, num_updates, run.average, seed=run.config.run.seed, step=step)
             with run.timed("pack"):
+                work = None
+                if credited is not None:
+                    mine = credited.of(run.agents_of(policy))
+                    work = mini_batches(
+                        mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
+                    )
                 updates = share(work, run.share_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
                 stats = train_step(learner, updates)

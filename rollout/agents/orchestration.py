@@ -142,12 +142,17 @@ class Orchestration:
         return Reward(agrees, agrees, {"verdict": agrees})
 
     def is_eligible(self, sample: Sample, for_agent: str) -> bool:
-        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong."""
+        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong.
+
+        With agents.<name>.pick_unparsable also one that says something, but no answer or no verdict.
+        """
         if sample.finish is not Finish.STOP or sample.reward.is_missing or math.isnan(sample.reward.correct):
             return False
+        may_be_unparsable = self.settings[for_agent].pick_unparsable and self.shown(sample) != ""
         if self.role(for_agent) is Role.CORRECTOR:
-            return sample.verdict is False
-        return sample.answer is not None
+            is_flagged = sample.verdict is None and self.settings[sample.agent].missing_verdict == "wrong"
+            return sample.verdict is False or (may_be_unparsable and is_flagged)
+        return sample.answer is not None or may_be_unparsable
 
     def next_asks(self, finished: Sequence[FinishedGroup], rng: random.Random) -> list[Ask]:
         """The asks of the next agent about one agent's finished groups of one rollout instance, sorted by parent uid.
