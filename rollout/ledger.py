@@ -117,7 +117,7 @@ class Ledger:
             self.counts["rollout/resubmitted"] += faults.resubmitted
             self.counts["rollout/failed_requests"] += faults.failed
 
-    def draw(self, num_carried: int) -> list[Ask]:
+    def draw(self, num_carried: int = 0) -> list[Ask]:
         """A stage's new problems. num_carried: samples that go on in it, which take places with rollout.stage_size=total."""
         config, asks = self.config, []
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
