@@ -41,7 +41,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from marsrl.benchmarks.simulation.simulated_team import Problems, SolverOnly
+from marsrl.benchmarks.simulation.simulated_team import Problems
+from marsrl.rollout.agents.orchestration import Solver
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.pool import EnginePool
@@ -165,7 +166,7 @@ def setup(
     agents = {"solver": AgentConfig()}
     team = Team(
         agents,
-        SolverOnly(agents, "math"),
+        Solver(agents, "math"),
         {"main": ChatRenderer(model_dir)},
         {"main": EnginePool(timers)},
         WatchedJudge(judge),

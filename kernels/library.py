@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 9  # csrc/include/abi.h
+ABI_VERSION = 10  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -99,6 +99,7 @@ class Tokens(ctypes.Structure):
             "reference_logprobs",
             "gate",
             "dropped",
+            "weight",
             "agent",
             "logprobs",
             "entropy",

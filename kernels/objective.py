@@ -12,7 +12,7 @@ METRICS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
 class PolicyObjective:
     """Options of the token loss; the defaults are GRPO/DAPO's clipped surrogate with DMMPT.
 
-    A trained token adds, divided by the normaliser,
+    A trained token adds, times its sequence's weight and divided by the normaliser,
 
         -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  +  kl_coef KL  -  entropy_coef H
 
@@ -77,8 +77,8 @@ class PolicyObjective:
 class PolicyTokens:
     """What the objective is given beside log-probs and entropy, one element a packed token.
 
-    advantages [T] float32; mask [T] bool, None: all trained; cu_seqlens [S+1] int;
-    sequence_of, agent_of [T] int64; gate [T] bool;
+    advantages [T] float32; weights [T] float32, None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int;
+    sequence_of, agent_of [T] int64; gate [T] bool; dropped [T] bool, the token is masked as it is;
     old_logprobs, rollout_logprobs, reference_logprobs [T] float32, nats. None: not given.
     Masked tokens are never read: they may hold anything, NaN included.
     """
@@ -95,17 +95,19 @@ class PolicyTokens:
     rollout_logprobs: Tensor | None
     reference_logprobs: Tensor | None
     normaliser: float | Tensor
+    weights: Tensor | None = None
+    dropped: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """What linear_policy_loss and policy_loss return.
 
-    loss: [] float32, the sum over this rank's tokens / normaliser, to be minimised; the one field with a gradient.
+    loss: [] float32, the weighted sum over this rank's tokens / normaliser, to be minimised; the one field with a gradient.
     logprobs, entropy: [T] float32, nats; 0 where the mask is off.
     coefficient: [T] float32, dloss/dlogprobs; 0 where the mask is off.
     agent_sums: {metric: [A] float32} per agent. "loss" adds up to the loss; "clipped_tokens", "masked_tokens" (by the
-        gate or a correction; they lost every term) and "tokens" are counts; "entropy" and "kl" are sums in nats over
+        gate, a correction, or dropped; they lost every term) and "tokens" are counts; "entropy" and "kl" are sums in nats over
         all tokens of the mask.
     """
 

@@ -82,9 +82,12 @@ OBJECTIVES: dict[str, tuple[PolicyObjective, bool]] = {
     "entropy bonus": (PolicyObjective(entropy_coef=0.05), False),
 }
 
+WEIGHTED = ("cispo", "sequence mask", "strong gate", "k3, entropy bonus, tis")
+"""Objectives that are tried with a weight of each sequence and with dropped tokens; the others are tried without."""
 
-def policy_case(num_tokens: int = 60, noise: float = 0.3) -> tuple[dict[str, Any], Tensor]:
-    """(arguments of policy_loss with every tensor given, log-probs [T]); one sequence is empty, agent 1 is absent."""
+
+def policy_case(num_tokens: int = 60, noise: float = 0.3, name: str = "") -> tuple[dict[str, Any], Tensor]:
+    """(arguments of policy_loss, log-probs [T]); one sequence is empty, agent 1 is absent. name: of OBJECTIVES."""
     cuts = torch.randint(0, num_tokens + 1, (4,)).sort().values.tolist()
     logprobs = -torch.rand(num_tokens) * 3
 
@@ -103,6 +106,9 @@ def policy_case(num_tokens: int = 60, noise: float = 0.3) -> tuple[dict[str, Any
         "reference_logprobs": near(),
         "normaliser": 37.0,
     }
+    if name in WEIGHTED:
+        arguments["weights"] = torch.linspace(0.3, 1.8, 6)
+        arguments["dropped"] = torch.arange(num_tokens) % 9 == 4
     return arguments, logprobs
 
 

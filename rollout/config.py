@@ -35,6 +35,11 @@ class AgentConfig(Settings):
     pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
         "adaptive", description="which of the predecessor's outputs this agent is asked about"
     )
+    pick_unparsable: bool = Field(
+        False,
+        description="picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where "
+        "the Verifier's missing_verdict is wrong",
+    )
     parser: Literal["strict", "compat"] = Field("strict", description="verdict parser (Verifiers)")
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
@@ -110,7 +115,12 @@ class RolloutConfig(Settings):
         30.0, gt=0, le=LONGEST_S, description="give up on an unreachable cluster after this long"
     )
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
-    prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage")
+    prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage; with stage_size=total at most")
+    stage_size: Literal["new", "total"] = Field(
+        "new",
+        description="new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the "
+        "places of new ones, so that a stage has about prompts_per_step x group_size of both",
+    )
     group_size: int = Field(8, gt=0, le=MOST, description="G: samples of one agent on one input")
     picks: int = Field(
         2, gt=0, le=MOST, description="outputs handed to the next agent, for one rollout instance and agent"
@@ -174,6 +184,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
                 f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_carried_over(self) -> RolloutConfig:
+        if self.stage_size == "total" and self.pipeline == "trajectory":
+            raise ValueError(
+                "rollout.stage_size=total makes room for samples that are carried over from one step to the next, and "
+                "rollout.pipeline=trajectory carries none: set stage_size=new, or pipeline=agentic"
             )
         return self
 

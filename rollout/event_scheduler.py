@@ -232,8 +232,9 @@ class EventScheduler(Ledger):
         self.note_stage()
         self._open(state.pending)  # left by a run without rollout.overlap
         state.pending = []
-        if self._num_carried() <= self.config.max_unfinished:
-            self._open(self.draw())
+        num_carried = self._num_carried()
+        if num_carried <= self.config.max_unfinished:
+            self._open(self.draw(num_carried))
         self._await([_Key(group_id, index) for group_id, group in state.open.items() for index in group.partial])
         self._end_stage_if_due()
 

@@ -117,10 +117,11 @@ class Ledger:
             self.counts["rollout/resubmitted"] += faults.resubmitted
             self.counts["rollout/failed_requests"] += faults.failed
 
-    def draw(self) -> list[Ask]:
-        """A stage's new problems."""
-        asks = []
-        for _ in range(self.config.prompts_per_step):
+    def draw(self, num_carried: int = 0) -> list[Ask]:
+        """A stage's new problems. num_carried: samples that go on in it, which take places with rollout.stage_size=total."""
+        config, asks = self.config, []
+        taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
+        for _ in range(config.prompts_per_step - taken):
             self.state.num_instances += 1
             rollout_id = f"{self.state.num_instances:06d}"
             asks.append(self.team.orchestration.first_ask(rollout_id, self.source.next_problem()))

@@ -72,7 +72,7 @@ class Scheduler(Ledger):
         self.counts: Counter[str] = Counter()
         asks, self.state.pending = self.state.pending, []
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
-            asks += self.draw()
+            asks += self.draw(self.num_unfinished)
         self.open_groups(asks, versions)
         finished = self._decode(versions, progress)
         self.note_faults()

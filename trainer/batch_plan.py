@@ -27,11 +27,14 @@ class BatchPlan:
     def lines(self) -> list[str]:
         """For people."""
         cut = [] if self.updates == 1 else [f"{self.updates} optimizer updates a step, each on its part of the groups"]
+        later = (
+            f"{self.num_agents - 1} later agents x at most {self.samples_of_later} samples each "
+            f"-> at most {self.max_samples} samples a step"
+        )
         return [
             f"{self.problems} problems a step x {self.samples_of_first // self.problems} samples = "
             f"{self.samples_of_first} samples of the first agent",
-            f"{self.num_agents - 1} later agents x at most {self.samples_of_later} samples each "
-            f"-> at most {self.max_samples} samples a step",
+            later if self.num_agents > 1 else f"one agent: {self.max_samples} samples a step",
             f"at most {self.max_completion_tokens:,} completion tokens a step ({self.tokens_per_stage} a sample and stage)",
             f"{self.ranks} rank(s), {self.data_parallel} data-parallel; micro-batches of at most "
             f"{self.micro_batch_tokens:,} tokens -> at most {self.max_micro_batches} a rank, prompts not counted",

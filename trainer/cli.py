@@ -32,7 +32,7 @@ AddParser = Callable[..., argparse.ArgumentParser]
 def _command(add: AddParser, name: str, summary: str, example: str) -> argparse.ArgumentParser:
     return add(
         name,
-        help=summary,
+        help=summary.replace("%", "%%"),  # argparse formats it
         description=summary,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

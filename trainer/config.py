@@ -129,17 +129,41 @@ class PolicyConfig(Settings):
 
 
 class CreditConfig(Settings):
-    normalise: Literal["group", "agent", "global", "agent_mean", "agent_std"] = "group"
+    normalise: Literal["group", "agent", "global", "agent_mean", "agent_std"] = Field(
+        "group",
+        description="what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls "
+        "(global), or mean and std of one each; over all policies, agents that are not trained included",
+    )
     std: Literal["biased", "unbiased"] = "biased"
     singleton: Literal["zero", "raw"] = "zero"
-    reward_scheme: Literal["agentic", "outcome"] = "agentic"
-    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
-    count_zero_groups: bool = Field(True, description="tokens of groups without spread count in the denominator")
+    reward_scheme: Literal["agentic", "outcome"] = Field(
+        "agentic", description="outcome: each sample's reward is the mean correctness of the last samples below it"
+    )
+    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = Field(
+        "all",
+        description="agents that have a gradient; the others play, are judged and are compared with all the same (a Solver "
+        "that plays alone: orchestration=solver)",
+    )
+    count_zero_groups: bool = Field(True, description="samples of groups without spread count in the denominator")
+    denominator: Literal["all", "agent"] = Field(
+        "all",
+        description="whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' "
+        "means then added up",
+    )
+
+    def trains(self, agent: str) -> bool:
+        """Do the agent's samples have a gradient?"""
+        return self.train_agents == "all" or agent in self.train_agents
 
 
 class LossConfig(Settings):
-    """Token-level clipped surrogate; see kernels.PolicyObjective."""
+    """Clipped surrogate of a token (kernels.PolicyObjective), and how tokens are averaged (mini_batches.Average)."""
 
+    aggregation: Literal["token", "sequence", "sequence_sum_constant"] = Field(
+        "token",
+        description="token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2); "
+        "sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)",
+    )
     old_policy: Literal["pois", "sais", "recompute"] = "pois"
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
@@ -176,6 +200,17 @@ class MptConfig(Settings):
     scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
     probability: float = Field(0.99, gt=0, le=1)
     entropy: float = Field(0.2, gt=0, description="nats; a sample below it masks its mastered tokens")
+    temperature: Literal["sampling", 1] = Field(
+        "sampling",
+        description="at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own",
+    )
+    success: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a sample is positive whose reward (credit.reward_scheme's, before penalties) is at least this and whose "
+        "advantage is above 0",
+    )
 
 
 class TrainerConfig(Settings):
@@ -272,7 +307,10 @@ class RunConfig(Settings):
     )
     data: DataConfig = DataConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
-    orchestration: str = Field("verifier_corrector", description="verifier_corrector")
+    orchestration: str = Field(
+        "verifier_corrector",
+        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector; solver: a Solver alone, plain RL",
+    )
     agents: dict[str, AgentConfig] = Field(
         default_factory=dict,
         validate_default=True,
@@ -317,7 +355,7 @@ class RunConfig(Settings):
             raise ValueError(
                 f"policies: every one is frozen ({', '.join(self.policies)}), and nothing is left to train"
             )
-        trained = [n for n in self.agents if self.credit.train_agents == "all" or n in self.credit.train_agents]
+        trained = [n for n in self.agents if self.credit.trains(n)]
         for name, agent in self.agents.items():
             if agent.policy not in self.policies:
                 raise ValueError(

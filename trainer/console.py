@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.summary import Estimate, Summary
+from marsrl.trainer.summary import Estimate, Summary, compared
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
 
@@ -122,9 +122,7 @@ class RunConsole:
         table = Table(title=title, title_justify="left")
         for heading in ("", "before", "after", "change"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-        for name in ("solver", "verifier", "corrector", "system"):
-            before = getattr(summary.before, name) if summary.before else None
-            after = getattr(summary.after, name) if summary.after else None
+        for name, before, after in compared(summary.before, summary.after):
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
         self._console.print(table)
 

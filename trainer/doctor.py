@@ -62,7 +62,9 @@ def examine() -> list[Finding]:
     parent = default_parent()
     if left := left_behind(parent):
         named = ", ".join(folder.name for folder in left)
-        findings.append(Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}"))
+        findings.append(
+            Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
+        )
     for name, purpose in LIBRARIES.items():
         findings.append(
             Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}")

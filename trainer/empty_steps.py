@@ -22,13 +22,12 @@ def why_nothing_trains(batch: Batch, config: RunConfig, num_steps: int) -> str:
             else "nothing was asked"
         )
         return f"no completion came and none is under way: {why}"
-    trains = config.credit.train_agents
     parts = {
         "are of agents that are not trained (credit.train_agents)": [
-            sample for sample in samples if trains != "all" and sample.agent not in trains
+            sample for sample in samples if not config.credit.trains(sample.agent)
         ],
         "have no reward": [
-            sample for sample in samples if (trains == "all" or sample.agent in trains) and sample.reward.is_missing
+            sample for sample in samples if config.credit.trains(sample.agent) and sample.reward.is_missing
         ],
     }
     rest = len(samples) - sum(map(len, parts.values()))

@@ -2,7 +2,9 @@
 
 probe     held-out problems solved by the policy before RL: 80 right and 80 wrong solutions for the Verifier, and
           what it flagged of them for the Corrector; the inputs stay the same ever after
-system    Solver, then Verifier and Corrector in turn until a stop rule holds (orchestration.EvaluationThread)
+system    Solver, then Verifier and Corrector in turn until a stop rule holds (inference.EvaluationThread)
+
+In a team without Verifier there is no probe, and the system is its Solver.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.inference import EvaluationThread
-from marsrl.rollout.agents.orchestration import VerifierCorrector
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
 from marsrl.rollout.tasks.protocol import Task
@@ -50,21 +51,12 @@ class Evaluator:
     probe: Probe = field(default_factory=Probe)
     num_decoded: int = 0  # tokens so far, for progress bars
 
-    @property
-    def _rules(self) -> VerifierCorrector:
-        """The team's rules, which have a Verifier and a Corrector."""
-        rules = self.team.orchestration
-        if not isinstance(rules, VerifierCorrector):
-            raise TypeError(
-                f"evaluate: the orchestration is {rules.name}, expected {VerifierCorrector.name}: what is measured are its "
-                "Verifier and its Corrector"
-            )
-        return rules
-
     def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
+        team = self.team.orchestration
+        if not team.verifiers:
+            return self.probe
         problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
-        team = self._rules
         roots = [team.first_ask(f"probe{i:05d}", problem) for i, problem in enumerate(problems)]
         solutions = self._answer(roots, versions, "probe", progress)
         judges = [
@@ -91,6 +83,8 @@ class Evaluator:
         """Every number of the before / after table."""
         self.num_decoded = 0
         solver, system, loop = self._system(versions, progress)
+        if not self.team.orchestration.verifiers:
+            return Evaluation(solver=solver, system=system)
         return Evaluation(
             solver=solver,
             verifier=self._verifier(versions, loop, progress),
@@ -117,7 +111,7 @@ class Evaluator:
         """Solver's accuracy, the whole loop's, and the Verifier's verdicts inside the loop."""
         threads = [
             EvaluationThread(
-                self._rules,
+                self.team.orchestration,
                 problem,
                 f"eval{i:05d}.{draw}",
                 accept_after=self.config.accept_after,

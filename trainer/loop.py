@@ -15,20 +15,26 @@ from marsrl.trainer.updates import train_step
 
 def train(run: Run) -> None:
     """Train until run.config.run.steps, evaluate, write the report. Collective over all ranks."""
+    config = run.config
     run.begin()  # weights to the engines, evaluation before
     for step in run.steps_left():
         with run.timed("rollout"):
             batch = run.play()  # rank 0: finished groups of this stage, every agent; None elsewhere
+        credited = None
+        if batch is not None:
+            with run.timed("credit"):
+                credited = credit(
+                    batch.groups, config.credit, run.agents, success=config.mpt.success, keep_zero=run.keeps_zero
+                )
+                run.note_credit(credited)
         for policy, learner in run.learners.items():
-            work = None
-            if batch is not None:
-                with run.timed("credit"):
-                    groups = run.groups_of(policy, batch)
-                    credited = credit(groups, run.config.credit, run.agents, keep_zero=run.keeps_zero)
-                    run.note_credit(credited)
-                    num_updates = run.config.trainer.updates_per_step
-                    work = mini_batches(credited, groups, num_updates, seed=run.config.run.seed, step=step)
             with run.timed("pack"):
+                work = None
+                if credited is not None:
+                    mine = credited.of(run.agents_of(policy))
+                    work = mini_batches(
+                        mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
+                    )
                 updates = share(work, run.share_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
                 stats = train_step(learner, updates)

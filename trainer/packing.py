@@ -34,7 +34,8 @@ class TrainSequence:
     advantage: float
     agent: int  # index into the run's agents
     temperature: float
-    is_positive: bool = False  # task reward before penalties >= 1 (DMMPT)
+    is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
+    weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
     token_weights: FloatArray | None = None
     routed_experts: ExpertArray | None = None
 
@@ -68,6 +69,7 @@ class PackedBatch:
     max_seqlen: int
     agent_of: Tensor  # [S] int64
     is_positive: Tensor  # [S] bool
+    weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
     trained_rows: (
         Tensor  # [R] int64, where mask is True: known here, so that a device need not be asked how many there are
     )
@@ -185,6 +187,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     positions[total - padding :] = np.arange(padding) + lengths[-1]
     known = all(s.rollout_logprobs is not None for s in sequences)
     weighted = any(s.token_weights is not None for s in sequences)
+    own = [s.weight for s in sequences]
     same_temperature = len({s.temperature for s in sequences}) == 1
     trained = torch.from_numpy(mask)
     bounds = torch.from_numpy(cu_seqlens)
@@ -204,6 +207,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         max_seqlen=int(np.diff(cu_seqlens).max()),
         agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
         is_positive=is_positive,
+        weights=torch.tensor(own, dtype=torch.float32) if any(weight != 1.0 for weight in own) else None,
         trained_rows=trained_rows,
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),

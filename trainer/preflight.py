@@ -111,7 +111,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
 def _check_something_trains(config: RunConfig) -> None:
     """Some sample can have a gradient: an advantage that is not 0, or a term of the loss that needs none."""
     credit, loss = config.credit, config.loss
-    trained = [name for name in config.agents if credit.train_agents == "all" or name in credit.train_agents]
+    trained = [name for name in config.agents if credit.trains(name)]
     if all(config.agents[name].loss_weight == 0 for name in trained):
         keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
         raise ConfigError(f"{keys}: 0 for every agent that is trained, and nothing is left to train; raise one")

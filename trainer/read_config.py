@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from marsrl.rollout.agents.orchestration import ORCHESTRATIONS, agent_names
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
@@ -23,7 +24,8 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
     """The checked settings, and what they were made of.
 
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
-    by key, a list is replaced. `preset: none` inherits nothing. A policy that only a preset names is left out where no
+    by key, a list is replaced. `preset: none` inherits nothing. A layer that names an `orchestration` leaves behind the
+    agents of layers below which that team does not have. A policy that only a preset names is left out where no
     agent has it: who gives policies of his own to all agents does not get the preset's beside them.
 
     Args:
@@ -43,6 +45,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
         )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
+    _leave_out_agents_of_another_team(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
         return RunConfig.model_validate({**merged, "preset": "none"}), origin
@@ -117,6 +120,17 @@ def _last(layers: Sequence[Layer], key: str) -> str | None:
     """A value at the top as the last layer that gives one gives it."""
     values = [layer.settings.get(key) for layer in layers]
     return next((str(value) for value in reversed(values) if value is not None), None)
+
+
+def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """Take out another orchestration's agents where no layer names them that gives the orchestration, or one above."""
+    givers = [i for i, layer in enumerate(layers) if "orchestration" in layer.settings]
+    agents, name = merged.get("agents"), merged.get("orchestration")
+    if not givers or not isinstance(agents, dict) or not isinstance(name, str) or name not in ORCHESTRATIONS:
+        return
+    others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)} - set(agent_names(name))
+    own = {agent for layer in layers[givers[-1] :] for agent in agents if f"agents.{agent}" in layer.places}
+    merged["agents"] = {agent: settings for agent, settings in agents.items() if agent not in others - own}
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:

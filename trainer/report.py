@@ -21,7 +21,7 @@ from marsrl.trainer.metrics import MetricsRow, read_metrics
 from marsrl.trainer.report_trees import Trajectory, WholeSamples, shorten, trajectories_around
 from marsrl.trainer.run_directory import RunDirectory, write_atomically
 from marsrl.trainer.samples_log import sample_files
-from marsrl.trainer.summary import Estimate, Summary, load_summary
+from marsrl.trainer.summary import compared, load_summary
 from marsrl.trainer.trace import read_trace
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def write_report(directory: str | Path) -> Path:
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
     spans = read_trace(run.trace) if run.trace.exists() else []
     files = sample_files(run)
+    rows_of_agents = compared(summary.before, summary.after) if summary else compared(None, None)
     picture, colors, num_left_out = charts.timeline(spans) if spans else (None, {}, 0)
     trajectories: list[tuple[str, list[Trajectory]]] = []
     read = WholeSamples()
@@ -87,10 +88,8 @@ def write_report(directory: str | Path) -> Path:
         .render(
             name=run.path.resolve().name,
             summary=summary,
-            agents=_headline_rows(summary),
-            headline=charts.headline(_headline_rows(summary))
-            if summary and (summary.before or summary.after)
-            else None,
+            agents=rows_of_agents,
+            headline=charts.headline(rows_of_agents) if summary and (summary.before or summary.after) else None,
             last_step=rows[-1].step if rows else None,
             charts=[_chart(plan, rows) for plan in PLANS],
             num_non_finite=sum(value is None for row in rows for value in row.values.values()),
@@ -118,13 +117,6 @@ def _environment() -> Environment:
     )
     environment.filters["shorten"] = shorten
     return environment
-
-
-def _headline_rows(summary: Summary | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
-    """(name, before, after) of the table's four lines; None where nothing was evaluated."""
-    before, after = (summary.before, summary.after) if summary else (None, None)
-    names = ("solver", "verifier", "corrector", "system")
-    return [(name, getattr(before, name, None), getattr(after, name, None)) for name in names]
 
 
 def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:

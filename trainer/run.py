@@ -9,31 +9,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.ledger import Batch
 from marsrl.rollout.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Group
 from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
 from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.console import RunConsole
-from marsrl.trainer.credit import Credited
+from marsrl.trainer.credit import Credited, variance_inflation
 from marsrl.trainer.empty_steps import why_nothing_trains
 from marsrl.trainer.evaluate import Evaluator, Probe
 from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.metrics import MetricsLog
+from marsrl.trainer.mini_batches import Average
 from marsrl.trainer.report import write_report
 from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.samples_log import write_samples
 from marsrl.trainer.share import Share, Work
 from marsrl.trainer.step_metrics import step_metrics
 from marsrl.trainer.step_stats import StepStats
-from marsrl.trainer.summarise_run import meets_gate, summarise_run
+from marsrl.trainer.summarise_run import missed_gates, summarise_run
 from marsrl.trainer.summary import Evaluation, save_summary
 from marsrl.trainer.sync_probe import score_probe
 from marsrl.trainer.trace import TraceLog
@@ -180,14 +179,21 @@ class Run:
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
             return self.driver.scheduler.next_batch(self.versions, bar.update)
 
-    def groups_of(self, policy: str, batch: Batch) -> list[Group]:
-        return [group for group in batch.groups if self.agents[group.agent].policy == policy]
+    def agents_of(self, policy: str) -> list[str]:
+        return [name for name, agent in self.agents.items() if agent.policy == policy]
+
+    @property
+    def average(self) -> Average:
+        """How token losses become one."""
+        config = self.config
+        return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 
     def note_credit(self, credited: Credited) -> None:
-        """Rank 0: keep the advantages for the samples log."""
+        """Rank 0: keep the advantages for the samples log, and what a common baseline would cost."""
         assert self.driver is not None
         self.driver.credited.update(credited.advantages)
-        self.driver.row.update(credited.metrics)
+        if self.config.rollout.pipeline == "trajectory":  # else a step has parts of instances, mostly of one agent
+            self.driver.row.update(variance_inflation(credited.groups))
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
@@ -303,10 +309,9 @@ class Run:
             return
         with self.timed("evaluate"):
             result = self._evaluate(self.driver, f"evaluation at step {step}")
-        for name in ("solver", "verifier", "corrector", "system"):
-            mean = getattr(result, name).mean
-            if mean is not None:
-                self.driver.row[f"eval/{name}"] = mean
+        for name, found in result.rows.items():
+            if found.mean is not None:
+                self.driver.row[f"eval/{name}"] = found.mean
 
     def record(self, step: int, batch: Batch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
@@ -319,7 +324,7 @@ class Run:
             version=self.consumed_version,
             num_unfinished=driver.scheduler.num_unfinished,
             advantages=driver.credited,
-            verifiers=[spec.name for spec in driver.team.orchestration.agents if spec.role is Role.VERIFIER],
+            verifiers=driver.team.orchestration.verifiers,
             frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
         )
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
@@ -382,12 +387,8 @@ class Run:
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
         driver.before = self._evaluate(driver, "evaluation before")
-        if self.started is not None and not meets_gate(driver.before, self.config.warm_start):
-            self.console.warning(
-                f"the warm start missed its gate: Solver {driver.before.solver.mean}, wanted "
-                f"{self.config.warm_start.gate_solver}; Verifier {driver.before.verifier.mean}, wanted "
-                f"{self.config.warm_start.gate_verifier}; RL goes on from there"
-            )
+        if self.started is not None and (missed := missed_gates(driver.before, self.config.warm_start)):
+            self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))
 

@@ -12,10 +12,10 @@ from marsrl.trainer.packing import PackedBatch, TrainSequence, pack, plan_micro_
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What one optimizer update trains on."""
+    """What one optimizer update trains on. normaliser: the loss's denominator beside the sequences' weights, over all ranks."""
 
     sequences: tuple[TrainSequence, ...]
-    num_tokens: int  # the loss's denominator, over all ranks
+    normaliser: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update as a rank does it: its micro-batches, and the denominator over all ranks."""
+    """One optimizer update as a rank does it: its micro-batches, and the normaliser over all ranks."""
 
     micro_batches: tuple[PackedBatch, ...]
     normaliser: float
@@ -57,8 +57,7 @@ def share(work: Work | None, place: Share) -> list[Update]:
     Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
     """
     return [
-        Update(tuple(micro_batches(update.sequences, place)), float(update.num_tokens))
-        for update in _broadcast(work).updates
+        Update(tuple(micro_batches(update.sequences, place)), update.normaliser) for update in _broadcast(work).updates
     ]
 
 

@@ -23,7 +23,7 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     started = None
     if run.started is not None:
         solver = driver.before.solver.mean if driver.before else None
-        verifier = driver.before.verifier.mean if driver.before else None
+        verifier = driver.before.verifier.mean if driver.before and driver.before.verifier else None
         met = driver.before is not None and meets_gate(driver.before, config.warm_start)
         started = WarmStartRecord(
             cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
@@ -56,5 +56,16 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
 
 def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
     """Is the warm-started team mediocre: good enough to learn from its own samples, with room to become better?"""
-    measured = ((before.solver.mean, settings.gate_solver), (before.verifier.mean, settings.gate_verifier))
-    return all(mean is not None and low <= mean <= high for mean, (low, high) in measured)
+    return not missed_gates(before, settings)
+
+
+def missed_gates(before: Evaluation, settings: WarmStartConfig) -> list[str]:
+    """For each agent that is worse or better than it should be: what was found and what was wanted, for people."""
+    gates = [("Solver", before.solver, settings.gate_solver)]
+    if before.verifier is not None:
+        gates.append(("Verifier", before.verifier, settings.gate_verifier))
+    return [
+        f"{name} {found.mean}, wanted {(low, high)}"
+        for name, found, (low, high) in gates
+        if found.mean is None or not low <= found.mean <= high
+    ]

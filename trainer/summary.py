@@ -85,12 +85,25 @@ class CorrectorEstimate(Estimate):
 
 
 class Evaluation(Schema):
-    """One row set of the table: each agent, and the whole loop."""
+    """One row set of the table: each agent, and the whole loop. verifier, corrector: null where the team has none."""
 
     solver: Estimate
-    verifier: VerifierEstimate
-    corrector: CorrectorEstimate
+    verifier: VerifierEstimate | None = None
+    corrector: CorrectorEstimate | None = None
     system: Estimate
+
+    @property
+    def rows(self) -> dict[str, Estimate]:
+        """By name, in the order of the table; without what the team does not have."""
+        found = {"solver": self.solver, "verifier": self.verifier, "corrector": self.corrector, "system": self.system}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
+    """(name, before, after) of the table's lines; None where nothing was evaluated."""
+    rows = [{} if each is None else each.rows for each in (before, after)]
+    names = rows[0] or rows[1] or dict.fromkeys(("solver", "verifier", "corrector", "system"))
+    return [(name, rows[0].get(name), rows[1].get(name)) for name in names]
 
 
 class EngineRecord(Schema):

@@ -4,8 +4,8 @@ What the model then says about two and four segments is a prediction, set beside
 The paper's text, as far as our notes hold it, leaves open how many samples a stage plays once some are carried over. Both
 readings are simulated with the same sigma, for they are one and the same with one segment, where nothing is carried over:
 
-    step_s      as many new problems a stage as with one segment; carried-over samples come on top (our scheduler's default)
-    steady_s    as many samples a stage as with one segment; new problems take the places that carried-over ones leave
+    step_s      rollout.stage_size=new: as many new problems a stage as with one segment; carried-over samples come on top
+    steady_s    rollout.stage_size=total: as many samples a stage; new problems take the places that carried-over ones leave
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .cost_model import Constants, scaled
 from .lengths import MEDIAN_TOKENS, Lengths
-from .play import Outcome, Setting, play
+from .play import Outcome, Setting, StageSize, play
 
 PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
 """Seconds a step by segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k."""
@@ -52,15 +52,15 @@ class Fit:
 def fit(constants: Constants, setting: Setting = ULORL, median: float = MEDIAN_TOKENS) -> Fit:
     """Fit sigma to the time with one segment, then predict the others."""
 
-    def outcome(sigma: float, segments: int = 1, keeps_batch: bool = False) -> Outcome:
+    def outcome(sigma: float, segments: int = 1, stage_size: StageSize = "new") -> Outcome:
         warmup, steps = (0, 3) if segments == 1 else (_WARMUP, setting.steps)
-        changed = replace(setting, segments=segments, warmup=warmup, steps=steps, keeps_batch=keeps_batch)
+        changed = replace(setting, segments=segments, warmup=warmup, steps=steps, stage_size=stage_size)
         return play(changed, constants, Lengths(sigma, median))
 
     sigma = find_root(lambda s: outcome(s).step_s - PUBLISHED_S[1], *_SIGMAS, tolerance=2.0)
     if sigma is None:
         return Fit(None, {}, {}, {})
-    steady = {n: outcome(sigma, n, n > 1) for n in PUBLISHED_S}
+    steady = {n: outcome(sigma, n, "total" if n > 1 else "new") for n in PUBLISHED_S}
     return Fit(
         sigma,
         {n: outcome(sigma, n).step_s if n > 1 else steady[n].step_s for n in PUBLISHED_S},

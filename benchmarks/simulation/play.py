@@ -28,6 +28,7 @@ MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 
 
 Pipeline = Literal["agentic", "trajectory"]
+StageSize = Literal["new", "total"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Setting:
     overlap: int = 0
     is_solver_only: bool = False
     group_size: int = 8
-    keeps_batch: bool = False  # a stage plays problems x group_size samples, carried-over ones among them
+    stage_size: StageSize = "new"
     steps: int = 3  # that are measured
     warmup: int | None = None  # steps before them; default: until every agent of the first problems has played
 
@@ -107,6 +108,7 @@ class Simulation:
             engine="scripted",
             engines=setting.engines,
             prompts_per_step=setting.problems,
+            stage_size=setting.stage_size,
             group_size=setting.group_size,
             max_response_tokens=MAX_TOKENS // TOKEN_GRAIN,
             segments=setting.segments,
@@ -118,7 +120,6 @@ class Simulation:
         kind = EventScheduler if setting.overlap else Scheduler
         self.scheduler = kind(config, team, Problems(), seed=seed)
         self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
-        self._setting, self._config = setting, config
         self.version = 0
 
     def step(self) -> Step:
@@ -140,10 +141,6 @@ class Simulation:
         return Step(batch.groups, version, played_s - start, train_s, trained_s, int(batch.metrics["rollout/stages"]))
 
     def _next_batch(self) -> Batch:
-        if self._setting.keeps_batch:
-            room = max(0, self._setting.problems - round(self.scheduler.num_unfinished / self._setting.group_size))
-            # past the validator: there may be no room
-            self.scheduler.config = self._config.model_copy(update={"prompts_per_step": room})
         if isinstance(self.scheduler, Scheduler):
             return self.scheduler.next_batch({"main": self.version})
         self.scheduler.resume({"main": self.version})

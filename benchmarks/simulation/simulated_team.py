@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from marsrl.rollout.agents.orchestration import VerifierCorrector
+from marsrl.rollout.agents.orchestration import Solver, VerifierCorrector
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.pool import EnginePool
@@ -48,12 +48,6 @@ class StandInRenderer:
         return _TEXTS[ids[-1]] if len(ids) else ""
 
 
-class SolverOnly(VerifierCorrector):
-    """One agent, as in UloRL."""
-
-    agents = VerifierCorrector.agents[:1]
-
-
 class Problems:
     """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
 
@@ -81,7 +75,7 @@ _RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 
 def simulated_team(replicas: SimulatedReplicas, constants: Constants, *, is_solver_only: bool = False) -> Team:
-    kind = SolverOnly if is_solver_only else VerifierCorrector
+    kind = Solver if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = cast(ChatRenderer, StandInRenderer(constants))
     pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)

@@ -28,7 +28,8 @@ struct Tokens {
   const float* rollout_logprobs;
   const float* reference_logprobs;
   const uint8_t* gate;     // of the token's sample
-  const uint8_t* dropped;  // the token loses every term (sequence_mask)
+  const uint8_t* dropped;  // the token loses every term
+  const float* weight;     // factor on all terms, beside inverse_normaliser
   const int64_t* agent;    // null: all agent 0
   const float* logprobs;
   const float* entropy;
@@ -44,11 +45,12 @@ struct TokenInputs {
   float log_drift;      // of the policy before the update to the one that decoded; 0 without a correction
   float log_reference;  // of the policy to the reference; 0 without a KL term
   float gated, dropped;  // 0 or 1
+  float weight;          // 1 where it is not given
 };
 
 MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens& tokens, int64_t t) {
   const float logprob = tokens.logprobs[t];
-  TokenInputs inputs = {logprob, tokens.entropy[t], tokens.advantage[t], 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  TokenInputs inputs = {logprob, tokens.entropy[t], tokens.advantage[t], 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f};
   if (tokens.log_ratio)
     inputs.log_ratio = tokens.log_ratio[t];
   else if (tokens.old_logprobs)
@@ -58,6 +60,7 @@ MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens&
   if (objective.kl != kNoKl) inputs.log_reference = logprob - tokens.reference_logprobs[t];
   inputs.gated = tokens.gate && tokens.gate[t] ? 1.0f : 0.0f;
   inputs.dropped = tokens.dropped && tokens.dropped[t] ? 1.0f : 0.0f;
+  if (tokens.weight) inputs.weight = tokens.weight[t];
   return inputs;
 }
 
@@ -131,7 +134,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const double surrogate =
       static_cast<double>(pick(is_clip, kept_used, of_cispo)) * pick(is_clip, advantage, token.logprob);
 
-  const float scale = objective.inverse_normaliser;
+  const float scale = objective.inverse_normaliser * token.weight;
   const float kept_kl = masked > 0.0f ? 0.0f : kl, kept_kl_slope = masked > 0.0f ? 0.0f : kl_slope;
   const float kept_entropy = masked > 0.0f ? 0.0f : token.entropy;
   Term term;

@@ -36,6 +36,8 @@ def linear_policy_loss(
     rollout_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     normaliser: float | Tensor,
+    weights: Tensor | None = None,
+    dropped: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     main_grad: Tensor | None = None,
     tp_group: Any = None,
@@ -54,7 +56,7 @@ def linear_policy_loss(
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size: as in linear_logprob; targets are not read
             where the mask is off. Under tp_group the gradient of hidden is this shard's part.
-        objective, advantages ... normaliser: as in policy_loss. token_advantages with old_logprobs=None is the gradient
+        objective, advantages ... dropped: as in policy_loss. token_advantages with old_logprobs=None is the gradient
             of sum_t w_t log p_t: supervised training.
         main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
             writes it. The weight's own gradient is then None, or, where the weight has Megatron's
@@ -86,6 +88,8 @@ def linear_policy_loss(
         rollout_logprobs=rollout_logprobs,
         reference_logprobs=reference_logprobs,
         normaliser=normaliser,
+        weights=weights,
+        dropped=dropped,
     )
     check_targets(head.op, head.targets, mask, head.vocab_size)
     return _OP(hidden, weight, head, temperature, objective, tokens, main_grad)

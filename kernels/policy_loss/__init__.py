@@ -33,6 +33,8 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     normaliser: float | Tensor,
+    weights: Tensor | None = None,
+    dropped: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss of `objective` on given log-probs, differentiable through logprobs and entropy.
 
@@ -46,6 +48,8 @@ def policy_loss(
         old_logprobs: [T] float of the policy before the update; None = pseudo on-policy: ratio 1, gradient of A log p.
         rollout_logprobs, reference_logprobs: [T] float; needed by correction and by kl.
         normaliser: number or one-element tensor; the loss is divided by it, once.
+        weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
+        dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -69,6 +73,8 @@ def policy_loss(
         rollout_logprobs=rollout_logprobs,
         reference_logprobs=reference_logprobs,
         normaliser=normaliser,
+        weights=weights,
+        dropped=dropped,
     )
     return _OP(logprobs, entropy, objective, tokens)
 

@@ -24,6 +24,8 @@ def policy_tokens(
     rollout_logprobs: Tensor | None,
     reference_logprobs: Tensor | None,
     normaliser: float | Tensor,
+    weights: Tensor | None = None,
+    dropped: Tensor | None = None,
 ) -> PolicyTokens:
     """The arguments as PolicyTokens; ValueError names the argument, what was found and what was expected."""
     if not isinstance(objective, PolicyObjective):
@@ -42,8 +44,12 @@ def policy_tokens(
         advantages_of_tokens = advantages.index_select(0, sequence_of)
     if mask is not None:
         check(op, "mask", mask, (num_tokens,), (torch.bool,), device)
+    if weights is not None:
+        check(op, "weights", weights, (num_sequences,), FLOATS, device)
     if gate is not None:
         check(op, "gate", gate, (num_sequences,), (torch.bool,), device)
+    if dropped is not None:
+        check(op, "dropped", dropped, (num_tokens,), (torch.bool,), device)
     if agent_of is not None:
         check(op, "agent_of", agent_of, (num_sequences,), INTEGERS, device)
         check_range(op, "agent_of", agent_of, num_agents - 1)
@@ -81,4 +87,6 @@ def policy_tokens(
         rollout_logprobs=rollout_logprobs if objective.correction != "none" else None,
         reference_logprobs=reference_logprobs if objective.kl != "none" else None,
         normaliser=normaliser,
+        weights=None if weights is None else weights.index_select(0, sequence_of),
+        dropped=dropped,
     )

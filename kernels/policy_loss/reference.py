@@ -60,6 +60,8 @@ def policy_terms(
     is_masked = torch.zeros_like(logp, dtype=torch.bool)
     if tokens.gate is not None and objective.mpt_probability is not None:
         is_masked = tokens.gate[kept] & (logp.detach().exp() >= objective.mpt_probability)
+    if tokens.dropped is not None:
+        is_masked = is_masked | tokens.dropped[kept]
     if objective.correction != "none":
         log_drift = old - of_kept(tokens.rollout_logprobs)
         if objective.correction == "tis":
@@ -75,6 +77,8 @@ def policy_terms(
 
     loss = -surrogate + objective.kl_coef * kl - objective.entropy_coef * entropy
     loss = torch.where(is_masked, torch.zeros_like(loss), loss) / tokens.normaliser
+    if tokens.weights is not None:
+        loss = loss * of_kept(tokens.weights)
     return Terms(loss, kl, is_clipped & ~is_masked, is_masked)
 
 

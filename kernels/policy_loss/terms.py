@@ -33,12 +33,13 @@ def policy_terms(
             rollout_logprobs=_float32_or_none(tokens.rollout_logprobs),
             reference_logprobs=_float32_or_none(tokens.reference_logprobs),
             gate=None if tokens.gate is None else tokens.gate.contiguous(),
-            dropped=dropped,
+            dropped=None if dropped is None else dropped.contiguous(),
             mask=None if tokens.mask is None else tokens.mask.contiguous(),
             agent_of=None if tokens.agent_of is None else tokens.agent_of.long().contiguous(),
             logprobs=logprobs,
             entropy=entropy,
             normaliser=tokens.normaliser,
+            weights=_float32_or_none(tokens.weights),
         )
     )
 
@@ -65,7 +66,7 @@ def _of_whole_sequences(
     kernels: RowKernels, objective: PolicyObjective, tokens: PolicyTokens, logprobs: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """(log_ratio [T] float32 | None, dropped [T] bool | None): what depends on a sequence as a whole."""
-    log_ratio = dropped = None
+    log_ratio, dropped = None, tokens.dropped
     if objective.ratio == "sequence" and tokens.old_logprobs is not None:
         mean = kernels.sequence_means(_float32(logprobs - tokens.old_logprobs), tokens)
         log_ratio = mean.float().index_select(0, tokens.sequence_of)
@@ -74,5 +75,6 @@ def _of_whole_sequences(
         trainer = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
         drift = kernels.sequence_means(_float32(trainer - tokens.rollout_logprobs), tokens).float().exp()
         keeps = (drift >= objective.correction_low) & (drift <= objective.correction_high)
-        dropped = torch.logical_not(keeps).index_select(0, tokens.sequence_of)
+        leaves = torch.logical_not(keeps).index_select(0, tokens.sequence_of)
+        dropped = leaves if dropped is None else leaves | dropped
     return log_ratio, dropped

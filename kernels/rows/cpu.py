@@ -151,6 +151,7 @@ def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tenso
         "reference_logprobs": inputs.reference_logprobs,
         "gate": inputs.gate,
         "dropped": inputs.dropped,
+        "weight": inputs.weights,
         "agent": inputs.agent_of,
         "logprobs": inputs.logprobs,
         "entropy": inputs.entropy,

@@ -48,9 +48,9 @@ class TermInputs:
     """What a token's loss term is computed from: packed arrays [T], contiguous, None where not given.
 
     advantages, old_logprobs, rollout_logprobs, reference_logprobs: float32. log_ratio float32: of the sequence, in
-    place of logprobs - old_logprobs. gate, mask: bool. dropped bool: the token loses every term (sequence_mask).
-    agent_of int64. logprobs, entropy float32: complete at a token when it is evaluated. normaliser: number, or one
-    element on the device.
+    place of logprobs - old_logprobs. gate, mask: bool. dropped bool: the token loses every term. agent_of int64.
+    logprobs, entropy float32: complete at a token when it is evaluated. normaliser: number, or one element on the
+    device. weights float32: factor on all terms of a token, beside 1 / normaliser.
     """
 
     objective: PolicyObjective
@@ -67,6 +67,7 @@ class TermInputs:
     logprobs: Tensor
     entropy: Tensor
     normaliser: float | Tensor
+    weights: Tensor | None
 
 
 class RowsInOneWalk(Protocol):

@@ -219,6 +219,7 @@ class TritonPolicyTerms:
                 _bytes(inputs.dropped),
                 _bytes(inputs.mask),
                 inputs.agent_of,
+                inputs.weights,
                 inputs.logprobs,
                 inputs.entropy,
                 self._inverse_normaliser,

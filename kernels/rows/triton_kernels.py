@@ -206,6 +206,7 @@ def policy_terms(
     dropped,
     mask,
     agent_of,
+    weights,
     logprobs,
     entropy,
     inverse_normaliser,  # [1] float32
@@ -238,6 +239,8 @@ def policy_terms(
     ent = tl.load(entropy + tokens, mask=is_kept, other=0.0)
     advantage = tl.load(advantages + tokens, mask=is_kept, other=0.0)
     scale = tl.load(inverse_normaliser)
+    if weights is not None:
+        scale = scale * tl.load(weights + tokens, mask=is_kept, other=0.0)
     old = logp
     if old_logprobs is not None:
         old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)

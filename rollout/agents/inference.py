@@ -1,4 +1,4 @@
-"""The inference loop of the Verifier-Corrector system for one problem, as a state machine that decodes nothing.
+"""The inference loop of a team for one problem, as a state machine that decodes nothing.
 
 thread = EvaluationThread(team, problem, "eval/7")
 while (ask := thread.next_ask()) is not None:
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsrl.rollout.agents.orchestration import VerifierCorrector
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Ask, Finish, Problem, Sample
 
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class EvaluationThread:
-    """One problem through Solver, then Verifier and Corrector in turn.
+    """One problem through Solver, then Verifier and Corrector in turn; in a team without Verifier the solution counts.
 
     A candidate is accepted after `accept_after` consecutive "correct" verdicts. Otherwise the thread ends after
     `max_iterations` Verifier calls or at a truncated correction, and the candidate most often judged correct counts
@@ -46,7 +46,7 @@ class EvaluationThread:
 
     def __init__(
         self,
-        team: VerifierCorrector,
+        team: Orchestration,
         problem: Problem,
         rollout_id: str,
         *,
@@ -106,7 +106,11 @@ class EvaluationThread:
         if not is_whole:
             self._end(sample, False, "truncated solution")
             return
-        verifier = "verifier1" if sample.agent == "solver" else "verifier2"
+        verifiers = self._team.verifiers
+        if not verifiers:
+            self._end(sample, False, "nobody verifies")
+            return
+        verifier = verifiers[0] if sample.agent == self._first_ask.agent else verifiers[-1]
         self._pending = self._team.ask_about(verifier, sample, self._first_ask)
 
     def _receive_report(self, ask: Ask, report: Sample) -> None:

@@ -1,7 +1,9 @@
 """How a team plays a problem: what each agent reads, what its outputs are worth, and who is asked next.
 
-solver -> verifier1 -> corrector1 -> verifier2 -> corrector2        (MarsRL; a Corrector is asked only about
-                                                                    reports that flag an error)
+verifier_corrector   solver -> verifier1 -> corrector1 -> verifier2 -> corrector2    (MarsRL; a Corrector is asked only
+                                                                                     about reports that flag an error)
+solver               solver                                                          (plain RL of one agent)
+
 ask = team.first_ask(rollout_id, problem)
 messages = team.messages(ask)                       -> render, decode a group, decode its text
 sample = team.parse(sample)                         -> answer or verdict
@@ -15,7 +17,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar
 
 from marsrl.rollout.agents.parsers import THINK_OPEN, compat_report, compat_verdict, visible
 from marsrl.rollout.agents.picks import is_right, pick
@@ -27,29 +29,8 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Group, Message, Problem, 
 FinishedGroup = tuple[Ask, Group]
 
 
-class Orchestration(Protocol):
-    """A team's rules. Pure: no engine, no clock, no random source of its own."""
-
-    name: str
-    agents: tuple[AgentSpec, ...]
-
-    def first_ask(self, rollout_id: str, problem: Problem) -> Ask: ...
-
-    def messages(self, ask: Ask) -> tuple[Message, ...]: ...
-
-    def parse(self, sample: Sample) -> Sample: ...
-
-    def needs_judge(self, sample: Sample) -> bool: ...
-
-    def reward(self, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward: ...
-
-    def is_eligible(self, sample: Sample, for_agent: str) -> bool: ...
-
-    def next_asks(self, finished: Sequence[FinishedGroup], rng: random.Random) -> list[Ask]: ...
-
-
-class VerifierCorrector:
-    """The Verifier-Corrector reasoning system (arXiv 2511.11373): five agents in a row, agentic rewards.
+class Orchestration:
+    """A team's rules: agents in a row, the first a Solver, with agentic rewards. No engine, no clock, no random source.
 
     Args:
         agents: settings by agent name; an agent that is not named has the defaults.
@@ -57,14 +38,8 @@ class VerifierCorrector:
         num_picks: outputs of one agent and rollout instance that are handed on.
     """
 
-    name = "verifier_corrector"
-    agents: tuple[AgentSpec, ...] = (
-        AgentSpec("solver", Role.SOLVER, None),
-        AgentSpec("verifier1", Role.VERIFIER, "solver"),
-        AgentSpec("corrector1", Role.CORRECTOR, "verifier1"),
-        AgentSpec("verifier2", Role.VERIFIER, "corrector1"),
-        AgentSpec("corrector2", Role.CORRECTOR, "verifier2"),
-    )
+    name: ClassVar[str]
+    agents: ClassVar[tuple[AgentSpec, ...]]
 
     def __init__(self, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int = 2) -> None:
         self._specs = {spec.name: spec for spec in self.agents}
@@ -85,6 +60,11 @@ class VerifierCorrector:
 
     def role(self, agent: str) -> Role:
         return self._spec(agent).role
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The agents that give verdicts, in the order of play; none in a team without."""
+        return tuple(spec.name for spec in self.agents if spec.role is Role.VERIFIER)
 
     def first_ask(self, rollout_id: str, problem: Problem) -> Ask:
         return Ask(rollout_id, problem, "solver")
@@ -162,12 +142,17 @@ class VerifierCorrector:
         return Reward(agrees, agrees, {"verdict": agrees})
 
     def is_eligible(self, sample: Sample, for_agent: str) -> bool:
-        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong."""
+        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong.
+
+        With agents.<name>.pick_unparsable also one that says something, but no answer or no verdict.
+        """
         if sample.finish is not Finish.STOP or sample.reward.is_missing or math.isnan(sample.reward.correct):
             return False
+        may_be_unparsable = self.settings[for_agent].pick_unparsable and self.shown(sample) != ""
         if self.role(for_agent) is Role.CORRECTOR:
-            return sample.verdict is False
-        return sample.answer is not None
+            is_flagged = sample.verdict is None and self.settings[sample.agent].missing_verdict == "wrong"
+            return sample.verdict is False or (may_be_unparsable and is_flagged)
+        return sample.answer is not None or may_be_unparsable
 
     def next_asks(self, finished: Sequence[FinishedGroup], rng: random.Random) -> list[Ask]:
         """The asks of the next agent about one agent's finished groups of one rollout instance, sorted by parent uid.
@@ -207,7 +192,32 @@ def _starts_in_thought(sample: Sample) -> bool:
     return sample.prompt_text.rstrip().endswith(THINK_OPEN)
 
 
-_ORCHESTRATIONS = {VerifierCorrector.name: VerifierCorrector}
+class VerifierCorrector(Orchestration):
+    """The Verifier-Corrector reasoning system (arXiv:2511.11373): five agents."""
+
+    name = "verifier_corrector"
+    agents = (
+        AgentSpec("solver", Role.SOLVER, None),
+        AgentSpec("verifier1", Role.VERIFIER, "solver"),
+        AgentSpec("corrector1", Role.CORRECTOR, "verifier1"),
+        AgentSpec("verifier2", Role.VERIFIER, "corrector1"),
+        AgentSpec("corrector2", Role.CORRECTOR, "verifier2"),
+    )
+
+
+class Solver(Orchestration):
+    """One agent: plain RL (UloRL, arXiv:2507.19766; "only Solver's samples" of arXiv:2511.11373, Table 2)."""
+
+    name = "solver"
+    agents = (AgentSpec("solver", Role.SOLVER, None),)
+
+
+ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {kind.name: kind for kind in (VerifierCorrector, Solver)}
+
+
+def agent_names(orchestration: str) -> tuple[str, ...]:
+    """Those of the orchestration of this name, in the order of play."""
+    return tuple(spec.name for spec in _find(orchestration).agents)
 
 
 def whole_team(orchestration: str, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
@@ -217,12 +227,12 @@ def whole_team(orchestration: str, agents: Mapping[str, AgentConfig]) -> dict[st
 
 def build_orchestration(
     name: str, agents: Mapping[str, AgentConfig], default_prompts: str, num_picks: int = 2
-) -> VerifierCorrector:
+) -> Orchestration:
     """The orchestration of this name; ValueError names the ones there are."""
     return _find(name)(agents, default_prompts, num_picks)
 
 
-def _find(name: str) -> type[VerifierCorrector]:
-    if name not in _ORCHESTRATIONS:
-        raise ValueError(f"orchestration is {name!r}; there are {', '.join(sorted(_ORCHESTRATIONS))}")
-    return _ORCHESTRATIONS[name]
+def _find(name: str) -> type[Orchestration]:
+    if name not in ORCHESTRATIONS:
+        raise ValueError(f"orchestration is {name!r}; there are {', '.join(sorted(ORCHESTRATIONS))}")
+    return ORCHESTRATIONS[name]

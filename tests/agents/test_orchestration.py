@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marsrl.rollout.agents.inference import EvaluationThread
-from marsrl.rollout.agents.orchestration import VerifierCorrector, build_orchestration
+from marsrl.rollout.agents.orchestration import Orchestration, build_orchestration
 from marsrl.rollout.agents.picks import PickRule, is_right, pick
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import MISSING, Ask, Finish, Group, Problem, Reward, Sample, Segment
@@ -247,6 +247,53 @@ def test_only_a_finished_rewarded_report_that_flags_an_error_is_handed_to_a_corr
     assert [(a.agent, a.report and a.report.uid) for a in asks] == [("corrector1", "flags")]
 
 
+def test_what_could_not_be_read_is_handed_on_where_that_is_asked_for() -> None:
+    def picked(agents: dict[str, AgentConfig], group: tuple[Ask, Group]) -> set[str | None]:
+        team = build_orchestration("verifier_corrector", agents, "math", num_picks=9)
+        return {ask.parent.uid if ask.parent else None for ask in team.next_asks([group], random.Random(0))}
+
+    answers = finished(
+        "solver",
+        [
+            sample("good", answer="1", correct=1.0),
+            sample("no-answer", correct=0.0),
+            sample("in-thought", correct=0.0, text="<think> 7"),
+            sample("long", correct=0.0, finish=Finish.LENGTH),
+            sample("missing"),
+        ],
+    )
+    asks_all = AgentConfig(pick_unparsable=True)
+    assert picked({}, answers) == {"good"}
+    assert picked({"verifier1": asks_all}, answers) == {"good", "no-answer"}
+    assert picked({"corrector1": asks_all}, answers) == {"good"}
+    reports = finished(
+        "verifier1",
+        [
+            sample("flags", "verifier1", verdict=False, correct=1.0),
+            sample("passes", "verifier1", verdict=True, correct=0.0),
+            sample("without-verdict", "verifier1", correct=0.0),
+        ],
+        sample("s", correct=0.0),
+    )
+    assert picked({}, reports) == {"flags"}
+    assert picked({"corrector1": asks_all}, reports) == {"flags", "without-verdict"}
+    accepts = AgentConfig(missing_verdict="correct")
+    assert picked({"corrector1": asks_all, "verifier1": accepts}, reports) == {"flags"}
+
+
+def test_a_solver_alone_is_asked_once_and_nobody_after_it() -> None:
+    team = build_orchestration("solver", {}, "math")
+    assert list(team.settings) == ["solver"] and team.verifiers == ()
+    assert TEAM.verifiers == ("verifier1", "verifier2")
+    assert team.next_asks([finished("solver", [sample("s", answer="1", correct=1.0)])], random.Random(0)) == []
+    for text, reason in (("\\boxed{7}", "nobody verifies"), ("<think>", "truncated solution")):
+        thread, asked = play([("solver", text, Finish.STOP)], team)
+        assert (asked, thread.next_ask(), thread.outcome.reason) == (["solver"], None, reason)
+        assert (thread.outcome.final.text, thread.outcome.num_iterations) == (text, 0)
+    with pytest.raises(ValueError, match="agents.verifier1: solver has no such agent; it has solver"):
+        build_orchestration("solver", {"verifier1": AgentConfig()}, "math")
+
+
 def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
@@ -309,7 +356,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 def play(
-    script: list[tuple[str, str, Finish]], team: VerifierCorrector = TEAM, **rules: int | bool
+    script: list[tuple[str, str, Finish]], team: Orchestration = TEAM, **rules: int | bool
 ) -> tuple[EvaluationThread, list[str]]:
     """Answer the thread's asks from the script of (agent, text, finish); the agents that were asked."""
     thread = EvaluationThread(team, PROBLEM, "e", **rules)  # type: ignore[arg-type]

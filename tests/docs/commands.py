@@ -41,6 +41,11 @@ DEFAULT_RUN = Way(
     FIRST_VERSION + ", from a policy that is in the cache",
     "the warm start and the end, smaller: the other tests of this file",
 )
+SOLVER_RUN = Way(
+    f"{HERE}::test_another_team_passes_its_checks",
+    "with --dry-run added",
+    "to the end, smaller and scripted: tests/integration/test_scripted_team.py",
+)
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
 GPUS = Way(
     f"{HERE}::test_a_run_on_gpus_passes_its_checks",
@@ -88,6 +93,7 @@ WAYS = {
     OWN % "/models/Qwen3-0.6B": OWN_MODEL,
     OWN % "/path/to/model": OWN_MODEL,
     "torchrun trainer/main.py": DEFAULT_RUN,
+    "torchrun trainer/main.py orchestration=solver": SOLVER_RUN,
     "python -m marsrl.trainer.main": MODULE,
     "torchrun -m marsrl.trainer.main": MODULE,
     "python trainer/main.py --dry-run task=math ...": PRINTS,

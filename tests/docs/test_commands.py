@@ -86,10 +86,14 @@ def test_a_run_on_gpus_passes_its_checks(
     command: str, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = desk.words(command, lambda name: published_model(desk.folder / name, name))
-    nodes, ranks = (int(words[words.index(word) + 1]) if word in words else 1 for word in ("--nnodes", "--nproc-per-node"))
+    nodes, ranks = (
+        int(words[words.index(word) + 1]) if word in words else 1 for word in ("--nnodes", "--nproc-per-node")
+    )
     monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what vLLM and Megatron say: tests/plan/test_presets.py
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: True
+    )  # what vLLM and Megatron say: tests/plan/test_presets.py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):
@@ -99,6 +103,14 @@ def test_a_run_on_gpus_passes_its_checks(
     assert "samples a step" in shown
     del preset["policies"]["main"]["model"]
     assert holds(preset["policies"], yaml.safe_load(shown[: shown.index("batch arithmetic:")])["policies"])
+
+
+@pytest.mark.parametrize("command", run_by("test_another_team_passes_its_checks"))
+def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([*desk.words(command, Path), "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"]) == ["solver"]
+    assert "one agent: 64 samples a step" in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_found_by_its_module"))

@@ -149,7 +149,9 @@ def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
         with pytest.raises(RuntimeError, match="prefix cache, which are of older weights"):
             publish(engine, new, judge, checkpoint(kind), 1)
         patch.setattr(engine, "_refuse_old_prefixes", lambda _: None)  # an engine that does not count them
-        with pytest.raises(RuntimeError, match="of the 16 last tokens, which an engine may compute through its prefix cache"):
+        with pytest.raises(
+            RuntimeError, match="of the 16 last tokens, which an engine may compute through its prefix cache"
+        ):
             publish(engine, perturbed(old, "self_attn", seed=1), judge, checkpoint(kind), 2)
     publish(engine, old, judge, checkpoint(kind), 0)
 
@@ -164,7 +166,9 @@ def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
 def test_a_layer_of_vllm_that_computes_with_another_setting_is_named(kind, setting, spoil, vllm_engine, checkpoint):
     engine, settings = vllm_engine(kind), read_shape(checkpoint(kind)).settings()
     assert engine.info().settings == {name: (float(value),) for name, value in settings.items()}
-    module = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model().model.layers[1].self_attn
+    module = (
+        engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model().model.layers[1].self_attn
+    )
     before = module.q_norm.variance_epsilon, module.rotary_emb.base
     spoil(module)
     with pytest.raises(ValueError, match=rf"engine 0 \(vllm\..* computes with {setting}"):

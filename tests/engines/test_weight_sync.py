@@ -134,7 +134,9 @@ def test_an_engine_that_computes_otherwise_than_the_trainer_is_named(sync, tenso
     def other(seqs):
         return judge.probe(checkpoint("qwen3"), perturbed(tensors, "layers.1.mlp.down_proj", scale=1e-3), list(seqs))
 
-    with pytest.raises(RuntimeError, match=r"version 0: trainer and engine 0 disagree on the probe .* median .* checksum agreed"):
+    with pytest.raises(
+        RuntimeError, match=r"version 0: trainer and engine 0 disagree on the probe .* median .* checksum agreed"
+    ):
         sync.publish(tensors.items(), 0, other)
 
 

@@ -144,6 +144,25 @@ def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> Non
     assert "<script>alert(1)</script>" not in page and "&lt;script&gt;" in page
 
 
+def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
+    play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_directory = play("orchestration=solver", "run.steps=2", "run.eval_every=2", "loss.aggregation=sequence")
+    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    assert {r.agent for r in samples} == {"solver"} and len(samples) == 2 * 2 * 4
+    last = read_metrics(run_directory / "metrics.jsonl")[-1].values
+    assert {name for name in last if name.startswith("eval/")} == {"eval/solver", "eval/system"}
+    assert not any(word in name for name in last for word in ("verifier", "verdicts", "corrector", "drmas"))
+    assert last["actor/empty_steps"] == 0 and last["actor/grad_norm"] > 0
+    summary = load_summary(run_directory / "summary.json")
+    assert summary.before is not None and summary.before.solver == summary.before.system
+    page = (run_directory / "report.html").read_text()
+    table = page[page.index("Before and after") : page.index("</table>")]
+    assert "system" in table and "which plays alone" in page
+    shown = capsys.readouterr().err
+    assert "system" in shown and not any("orrector" in text or "erifier" in text for text in (table, shown))
+
+
 def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:

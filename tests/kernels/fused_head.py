@@ -57,7 +57,7 @@ def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
     """policy_case around the true log-probs of the head, so that ratios lie around 1; on the CPU."""
     objective, is_off_policy = OBJECTIVES[name]
     hidden, weight, targets = case
-    arguments, _ = policy_case(hidden.shape[0])
+    arguments, _ = policy_case(hidden.shape[0], name=name)
     logits = hidden.double() @ weight.double().t()
     true = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].float().cpu()
     for key in ("old_logprobs", "rollout_logprobs", "reference_logprobs"):
@@ -205,7 +205,7 @@ def compare_policy_loss_of_logprobs(
 ) -> None:
     """policy_loss with poison in all that is masked, against the definition without."""
     objective, is_off_policy = OBJECTIVES[name]
-    arguments, logprobs = policy_case(num_tokens)
+    arguments, logprobs = policy_case(num_tokens, name=name)
     logprobs[5] = -1e-4  # p > 0.99
     entropy = torch.rand(num_tokens)
     arguments["objective"] = objective

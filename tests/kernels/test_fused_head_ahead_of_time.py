@@ -82,6 +82,7 @@ def test_the_terms_of_a_chunk(target, name):
         rollout_logprobs=floats(TOKENS) if objective.correction != "none" else None,
         reference_logprobs=floats(TOKENS) if objective.kl != "none" else None,
         normaliser=4096.0,
+        weights=floats(TOKENS) if name == "sequence ratio" else None,
     )
     with compiled_launches(target) as reports:
         terms = policy_terms(TritonRowKernels(), objective, tokens, floats(TOKENS), floats(TOKENS))

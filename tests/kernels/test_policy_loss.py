@@ -56,6 +56,19 @@ def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count()
     assert one(math.log(0.98), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([True]))[1] == -2.0
 
 
+def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
+    objective = PolicyObjective(kl="k1", kl_coef=0.5, entropy_coef=0.25)
+    given = {"old_logprobs": None, "reference_logprobs": torch.tensor([math.log(0.5)])}
+    loss, slope, _ = one(math.log(0.3), 2.0, objective, **given)
+    weighted = one(math.log(0.3), 2.0, objective, **given, weights=torch.tensor([0.125]))
+    assert weighted[:2] == pytest.approx((loss / 8, slope / 8)) and weighted[2].agent_sums["loss"].item() == weighted[0]
+    dropped = one(math.log(0.3), 2.0, objective, **given, dropped=torch.tensor([True]))
+    assert dropped[:2] == (0, 0) and dropped[2].agent_sums["masked_tokens"].item() == 1
+    first = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
+    same = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None, weights=torch.ones(1))
+    assert first[:2] == same[:2]  # to the last digit
+
+
 def test_token_advantages_are_weights_of_supervised_training():
     logprobs = -torch.rand(9)
     logprobs.requires_grad_()
@@ -97,6 +110,8 @@ def test_all_tokens_masked_is_a_loss_of_zero(num_tokens):
         ({"agent_of": torch.tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
         ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
         ({"gate": torch.ones(6)}, "gate has dtype float32, expected bool"),
+        ({"weights": torch.ones(60)}, r"weights has shape \[60\], expected \[6\]"),
+        ({"dropped": torch.ones(6, dtype=torch.bool)}, r"dropped has shape \[6\], expected \[60\]"),
         ({"old_logprobs": torch.ones(59)}, r"old_logprobs has shape \[59\], expected \[60\]"),
         ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
         ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),

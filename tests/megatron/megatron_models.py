@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from marsrl.rollout.types import Finish, Group, Sample
+from marsrl.trainer.credit import Credited
+from marsrl.trainer.mini_batches import Average, mini_batches
 from marsrl.trainer.packing import PackedBatch, TrainSequence, pack
+from marsrl.trainer.share import MiniBatch
 
 VOCAB = 61  # odd: tensor parallelism pads it
 
@@ -80,6 +84,18 @@ def sequences(
 
 def micro_batches(samples: list[TrainSequence], cuts: int, *, align: int = 1) -> list[PackedBatch]:
     return [pack(samples[i::cuts], align=align) for i in range(cuts)]
+
+
+def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
+    """All of them as one update, each a group of its own."""
+    groups = []
+    for s in samples:
+        nothing = (s.rollout_logprobs, (), Finish.STOP)
+        sample = Sample(s.uid, s.uid, "p", str(s.agent), s.uid, None, s.prompt_ids, s.token_ids, s.is_sampled, *nothing)
+        groups.append(Group(s.uid, s.uid, str(s.agent), (sample,)))
+    credited = Credited(tuple(groups), tuple(samples), {s.uid: s.num_sampled for s in samples})
+    (update,) = mini_batches(credited, 1, average, seed=0, step=1).updates
+    return update
 
 
 def num_trained(samples: list[TrainSequence]) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from megatron_models import micro_batches, num_trained, save_model, sequences
+from megatron_models import averaged, micro_batches, num_trained, save_model, sequences
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
+from marsrl.trainer.mini_batches import Average
 from marsrl.trainer.packing import TrainSequence, pack
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
@@ -85,21 +86,32 @@ def test_router_weights_that_are_not_normalised_follow_config_json(tmp_path: Pat
 
 
 def plain_step(
-    folder: Path, samples: list[TrainSequence], mpt: MptConfig
+    folder: Path, samples: list[TrainSequence], mpt: MptConfig, average: Average
 ) -> tuple[dict[str, Tensor], float, float, int]:
     """(weights after one step, loss, gradient norm, masked tokens): GRPO with DMMPT, one sequence at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
-    total, masked = torch.zeros(()), 0
+    masked = 0
+    terms: dict[int, list[Tensor]] = {}  # of each sample's tokens, by agent
     for sample in samples:
-        logp, entropy = hf_logprobs(model, sample)
+        logp, entropy = own, _ = hf_logprobs(model, sample)
+        if mpt.temperature == 1:
+            own, entropy = hf_logprobs(model, dataclasses.replace(sample, temperature=1.0))
         keep = torch.ones_like(logp)
         if mpt.scope == "sample" and sample.is_positive and float(entropy.mean()) < mpt.entropy:
-            keep = (logp.detach().exp() < mpt.probability).float()
+            keep = (own.detach().exp() < mpt.probability).float()
         masked += int((keep == 0).sum())
         ratio = (logp - logp.detach()).exp()
-        total = total - (keep * ratio * sample.advantage).sum()
-    loss = total / num_trained(samples)
+        agent = sample.agent if average.denominator == "agent" else 0
+        terms.setdefault(agent, []).append(-keep * ratio * sample.advantage)
+    mean = {
+        "token": lambda each: torch.cat(each).mean(),
+        "sequence": lambda each: torch.stack([tokens.mean() for tokens in each]).mean(),
+        "sequence_sum_constant": lambda each: (
+            torch.stack([tokens.sum() for tokens in each]).mean() / average.max_tokens
+        ),
+    }[average.aggregation]
+    loss = torch.stack([mean(each) for each in terms.values()]).sum()
     loss.backward()
     parameters = [p for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)
@@ -117,19 +129,22 @@ def plain_step(
 
 
 @pytest.mark.parametrize(
-    ("kind", "mpt"),
+    ("kind", "mpt", "average"),
     [
-        ("qwen2", MptConfig(scope="off")),
-        ("qwen3", MptConfig(scope="sample", entropy=3.972, probability=0.02)),  # gates two of three positive samples
-        ("qwen3_moe", MptConfig(scope="sample", entropy=3.98, probability=0.01)),
+        ("qwen2", MptConfig(scope="off"), Average("sequence_sum_constant", "agent", 40)),
+        # gates two of three positive samples
+        ("qwen3", MptConfig(scope="sample", entropy=3.972, probability=0.02), Average("sequence", "agent")),
+        ("qwen3_moe", MptConfig(scope="sample", entropy=3.98, probability=0.01), Average()),
+        ("qwen2", MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1), Average("token", "agent")),
     ],
 )
-def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, tmp_path: Path) -> None:
+def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, average: Average, tmp_path: Path) -> None:
     folder = save_model(kind, tmp_path / "m")
-    samples = sequences(8)
+    samples = [dataclasses.replace(s, temperature=0.6 if mpt.temperature == 1 else 1.0) for s in sequences(8)]
     policy = learner(folder, mpt=mpt)
-    stats = policy.step(micro_batches(samples, 2), normaliser=num_trained(samples))
-    after, loss, norm, masked = plain_step(folder, samples, mpt)
+    update = averaged(samples, average)
+    stats = policy.step(micro_batches(list(update.sequences), 2), normaliser=update.normaliser)
+    after, loss, norm, masked = plain_step(folder, samples, mpt, average)
     assert stats.loss == pytest.approx(loss, abs=5e-7)
     assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
     assert sum(stats.agent_sums["masked_tokens"]) == masked and sum(stats.agent_sums["tokens"]) == num_trained(samples)

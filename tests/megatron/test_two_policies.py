@@ -90,15 +90,10 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
         )
     run = Run(settings, RunDirectory(folder), RunConsole(1), learners, None, None, {})
     for step in range(1, 4):
-        batch = stage(step)
+        credited = credit(stage(step).groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
         for name, learner in run.learners.items():
-            groups = (
-                run.groups_of(name, batch)
-                if len(learners) > 1
-                else [g for g in batch.groups if g.agent == AGENT_OF[name]]
-            )
-            credited = credit(groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
-            work = mini_batches(credited, groups, settings.trainer.updates_per_step, seed=0, step=step)
+            mine = credited.of(run.agents_of(name) if len(learners) > 1 else [AGENT_OF[name]])
+            work = mini_batches(mine, settings.trainer.updates_per_step, run.average, seed=0, step=step)
             stats = train_step(learner, share(work, run.share_of_this_rank))
             assert stats.num_updates == 2 and sum(stats.agent_sums["tokens"]) > 0
     return {name: weights(learner) for name, learner in learners.items()}

@@ -1,4 +1,5 @@
-"""Several updates, the KL reference and replayed experts do not depend on the layout: two gloo ranks against one."""
+"""Several updates, the KL reference, replayed experts and means over samples and agents do not depend on the layout: two
+gloo ranks against one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of two gloo ranks: a step of two updates with KL and replayed experts, under each layout."""
+"""A job of two gloo ranks: a step of two updates with KL, replayed experts and a mean a sample and agent, each layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron_models import num_trained, sequences
+from megatron_models import averaged, sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
+from marsrl.trainer.mini_batches import Average
 from marsrl.trainer.packing import TrainSequence, pack
 from marsrl.trainer.share import Update
 from marsrl.trainer.updates import train_step
@@ -50,9 +51,10 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
     places = learner.data_size
     updates = []
     for part in (samples[:4], samples[4:]):
-        batches = [pack(part[::2], align=2), pack(part[1::2], align=2)]
+        update = averaged(part, Average("sequence", "agent"))
+        batches = [pack(update.sequences[i::2], align=2) for i in range(2)]
         mine = batches if places == 1 else batches[dist.get_rank() :: places]
-        updates.append(Update(tuple(mine), num_trained(part)))
+        updates.append(Update(tuple(mine), update.normaliser))
     found = []
     for _ in range(2):
         stats = train_step(learner, updates)

@@ -112,7 +112,11 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
         if sender is not None:  # over the same wire again
             engines.ask("forget")
             report = sync.publish(learner.held(), 2, lambda _: probe)
-        found[kind] = {"held": engines.ask("held"), "bytes": report.num_bytes, "probe": report.probe and report.probe.largest}
+        found[kind] = {
+            "held": engines.ask("held"),
+            "bytes": report.num_bytes,
+            "probe": report.probe and report.probe.largest,
+        }
         found[kind]["peak"] = engines.ask("peak")
         if sender is not None:
             name = sorted(found[kind]["held"][0])[-2]

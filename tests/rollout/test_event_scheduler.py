@@ -333,6 +333,16 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
     assert drawn < 2 * 30
 
 
+def test_carried_over_samples_take_the_places_of_new_problems() -> None:
+    drawn = {}
+    for stage_size in ("new", "total"):
+        play = Play(letter_config(segments=24, stage_size=stage_size))
+        for _ in range(8):
+            play.train(1, rounds_while_training=0)
+        drawn[stage_size] = play.scheduler.state.num_instances
+    assert 0 < drawn["total"] < drawn["new"] // 2
+
+
 def test_stragglers_are_dropped_once_their_group_is_too_old() -> None:
     config = letter_config(segments=16, group_completion="drop_stragglers", max_group_age=1, overlap=1)
     play = Play(config)

@@ -179,6 +179,22 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Pat
     assert player.state.num_instances == 3  # 12 samples are on their way; nothing was added to them
 
 
+def test_carried_over_samples_come_beside_new_problems_or_in_their_place(tmp_path: Path, scheduler: Make) -> None:
+    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
+        return "= " * 40 if request.uid.endswith((":0", ":1")) else "="  # nothing to pick; half of a group goes on
+
+    played = {}
+    for stage_size in ("new", "total"):
+        config = SMALL.model_copy(update={"segments": 4, "stage_size": stage_size})
+        player = scheduler(tmp_path / stage_size, config, script=script)
+        drawn = []
+        for version in range(4):
+            stages(player, 1, version)
+            drawn.append(player.state.num_instances)
+        played[stage_size] = drawn
+    assert played == {"new": [3, 6, 9, 12], "total": [3, 4, 5, 6]}  # of 12 places 6, 8, 10 are taken
+
+
 @pytest.mark.parametrize("segments", [1, 4])
 def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, scheduler: Make, segments: int

@@ -108,7 +108,7 @@ def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
 
 
 def test_a_stage_of_constant_size_takes_as_many_new_problems_as_there_are_places_left() -> None:
-    setting = replace(TINY, segments=4, is_solver_only=True, keeps_batch=True, problems=6)
+    setting = replace(TINY, segments=4, is_solver_only=True, stage_size="total", problems=6)
     simulation = Simulation(setting, CONSTANTS, Lengths(1.2))
     played = []
     generate = simulation.replicas.call

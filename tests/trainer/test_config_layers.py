@@ -150,6 +150,27 @@ def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path
     assert message.startswith("credit.train_agents names 'prover'; the agents are solver, verifier1, ")
 
 
+def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path: Path) -> None:
+    for path in (
+        None,
+        "qwen3_8b",
+        written(tmp_path, "agents: {solver: {temperature: 0.5}, verifier2: {pick: random}}"),
+    ):
+        config, _ = read_config(path, ["orchestration=solver"])
+        assert list(config.agents) == ["solver"]
+        assert config.agents["solver"] == read_config(path)[0].agents["solver"]
+    message = refusal(None, "orchestration=solver", "agents.verifier1.pick=random")
+    assert message == "agents.verifier1: solver has no such agent; it has solver (agents.verifier1: command line)"
+    text = "orchestration: solver\nagents: {solver: {temperature: 0.5}}"
+    both = written(tmp_path, text.replace("{solver:", "{corrector1: {}, solver:"))
+    assert "agents.corrector1: solver has no such agent" in refusal(both)
+    assert list(read_config(written(tmp_path, text))[0].agents) == ["solver"]
+    back = read_config(written(tmp_path, text), ["orchestration=verifier_corrector"])[0]
+    assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
+    assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
+    assert "orchestration is 'debate'; there are solver, verifier_corrector" in refusal(None, "orchestration=debate")
+
+
 def refusal(path: Path | None, *words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read_config(path, words)

@@ -80,6 +80,52 @@ def test_a_mean_over_agents_is_a_baseline_over_agents() -> None:
     assert credit(groups, CreditConfig(normalise="agent"), AGENTS).sequences == ()
 
 
+def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
+    groups = [
+        group("0/solver", [1, 1, 0]),
+        group("0/solver:0/verifier1", [0, 0, 1, 0], "verifier1"),
+        group("1/solver", [0, 0, 1]),
+    ]
+    one = {"solver": AgentConfig(), "verifier1": AgentConfig()}
+    two = {"solver": AgentConfig(policy="a"), "verifier1": AgentConfig(policy="b")}
+    rules = CreditConfig(normalise="global")
+    expected = credit(groups, rules, one)
+    found = credit(groups, rules, two)
+    parts = [found.of([name]) for name in two]  # as the loop cuts it, by policy
+    assert {uid: a for part in parts for uid, a in part.advantages.items()} == expected.advantages
+    assert sorted(s.uid for part in parts for s in part.sequences) == sorted(s.uid for s in expected.sequences)
+    assert [part.num_tokens for part in parts] == [18, 12] and expected.num_tokens == 30
+    assert {g.agent for g in parts[0].groups} == {"solver"} and len(parts[0].groups) == 2
+    # the Verifier stays in the Solver's baseline when it is not trained, and out of all that is
+    alone = credit(groups, rules.model_copy(update={"train_agents": ("solver",)}), one)
+    assert alone.advantages == parts[0].advantages and alone.counted == parts[0].counted
+    apart = [credit(groups[::2], rules, one).advantages[uid] for uid in alone.advantages]
+    assert apart != pytest.approx(list(alone.advantages.values()), abs=0.1)
+
+
+def test_an_outcome_finds_what_agents_of_another_policy_or_without_training_said() -> None:
+    groups = [
+        group("0/solver", [0, 1, 0]),
+        Group(
+            "v",
+            "0",
+            "verifier1",
+            (sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False, rollout_id="0"),),
+        ),
+        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent="v:0", rollout_id="0"),)),
+    ]
+    agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
+    rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
+    credited = credit(groups, rules, agents)
+    # corrected: solver:0 counts 1, as the report and the correction do; solver:2 is the one failure of five
+    assert credited.advantages == pytest.approx(
+        {"0/solver:0": 0.5, "0/solver:1": 0.5, "0/solver:2": -2.0, "v:0": 0.5}, rel=1e-4
+    )
+    assert {uid: s.reward.value for g in credited.of(["corrector1"]).groups for s in g.samples for uid in [s.uid]} == {
+        "c:0": 1
+    }
+
+
 def test_loss_weight_scales_an_agents_advantages() -> None:
     credited = credit([group("0/solver:0/verifier1", [1, 0], "verifier1")], CreditConfig(), AGENTS)
     assert [s.advantage for s in credited.sequences] == pytest.approx([0.5, -0.5], rel=1e-5)
@@ -100,13 +146,37 @@ def test_tool_text_is_not_in_the_denominator() -> None:
     assert credited.sequences[0].num_sampled == 2
 
 
-def test_positive_is_the_judgement_before_penalties() -> None:
-    samples = (
-        replace(sample("0/solver:0", 0.9), reward=Reward(0.9, 1.0, {"task": 1.0, "format": -0.1})),
-        sample("0/solver:1", 0.0),
+def test_positive_is_a_success_before_penalties_that_is_better_than_its_baseline() -> None:
+    def positive(*rewards: Reward, success: float = 1.0, keep_zero: bool = False, **rules: object) -> list[bool]:
+        samples = tuple(replace(sample(f"0/solver:{i}", 0.0), reward=r) for i, r in enumerate(rewards))
+        groups = [Group("0/solver", "0", "solver", samples)]
+        credited = credit(groups, CreditConfig.model_validate(rules), AGENTS, success=success, keep_zero=keep_zero)
+        return [s.is_positive for s in credited.sequences]
+
+    penalised = Reward(0.9, 1.0, {"task": 1.0, "format": -0.1})
+    assert positive(penalised, Reward(0.0, 0.0)) == [True, False]
+    assert positive(penalised, Reward(1.0, 1.0)) == [False, True]  # right, but worse than the other
+    assert positive(Reward(0.6, 0.6), Reward(0.2, 0.2)) == [False, False]
+    assert positive(Reward(0.6, 0.6), Reward(0.2, 0.2), success=0.5) == [True, False]
+    assert positive(Reward(1.0, 1.0), Reward(1.0, 1.0), keep_zero=True) == [False, False]
+
+
+def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
+    judged = [sample("0/solver:0", 0), sample("0/solver:1", 1)]
+    reports = (
+        sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False),  # finds the error, which stays
+        sample("v:1", 0, agent="verifier1", parent="0/solver:1", verdict=False),  # a false alarm, repaired
     )
-    credited = credit([Group("0/solver", "0", "solver", samples)], CreditConfig(), AGENTS)
-    assert [s.is_positive for s in credited.sequences] == [True, False]
+    fixes = [sample("c:0", 0, agent="corrector1", parent="v:0"), sample("c:1", 1, agent="corrector1", parent="v:1")]
+    groups = [
+        Group("0/solver", "0", "solver", tuple(judged)),
+        Group("v", "0", "verifier1", reports),
+        *(Group(f.uid, "0", "corrector1", (f,)) for f in fixes),
+    ]
+    agents = {**AGENTS, "corrector1": AgentConfig()}
+    for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
+        credited = credit(groups, CreditConfig.model_validate({"reward_scheme": scheme}), agents)
+        assert {s.uid for s in credited.of(["verifier1"]).sequences if s.is_positive} == expected
 
 
 def test_outcome_rewards_are_the_mean_correctness_of_the_leaves_below() -> None:
@@ -143,14 +213,12 @@ def test_an_outcome_is_the_mean_over_known_leaves_and_a_verdict_counts_what_it_j
     fixes = tuple(sample(f"c:{i}", r, agent="corrector1", parent="v:0") for i, r in enumerate([1, 0, math.nan]))
     lost = (sample("c:9", math.nan, agent="corrector1", parent=s2),)
     groups = [solver, Group("v", "0", "verifier1", reports), Group("c", "0", "corrector1", fixes + lost)]
-    found = {s.uid: s.reward for g in outcome_rewards(groups, groups) for s in g.samples}
+    found = {s.uid: s.reward for g in outcome_rewards(groups) for s in g.samples}
     assert [found[uid].value for uid in (s0, s1, "v:0", "v:1", "v:2", "v:3")] == pytest.approx(
         [(1 + 0 + 0) / 3, 0.3, 0.5, 0.0, 0.3, 0.4]
     )
     assert [r.is_missing for uid, r in found.items()] == [uid in (s2, "c:2", "c:9") for uid in found]
-    assert found[s0].correct == 0 and found["v:0"].correct == 0.9 and found["v:0"].parts == {"outcome": 0.5}
-    (only,) = outcome_rewards(groups[:1], groups)  # others count as leaves, without being trained
-    assert [s.reward.value for s in only.samples[:2]] == pytest.approx([1 / 3, 0.3])
+    assert found["v:0"] == Reward(0.5, 0.5, {"outcome": 0.5})  # of an outcome nothing is taken off
 
 
 def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
@@ -196,22 +264,29 @@ def test_a_sequence_is_its_sample() -> None:
     assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 
 
+def inflation(**factors: float) -> dict[str, float]:
+    return {f"drmas/{agent}/variance_inflation": value for agent, value in factors.items()}
+
+
 def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
     # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
-    found = variance_inflation(groups)
-    assert found == pytest.approx(
-        {"drmas/solver/variance_inflation": 5 / 3, "drmas/verifier1/variance_inflation": 1 / 3}
+    assert variance_inflation(groups) == pytest.approx(inflation(solver=5 / 3, verifier1=1 / 3))
+    # an easy and a hard prompt: their means differ, and that is no difference between agents
+    other = [group("1/solver", [0, 0, 1, math.nan]), group("1/solver:0/verifier1", [0, 1], "verifier1")]
+    # all five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12
+    assert variance_inflation(other) == pytest.approx(inflation(solver=(2 / 9 + 1 / 225) * 25 / 6, verifier1=13 / 12))
+    assert variance_inflation([*groups, *other]) == pytest.approx(  # a prompt weighs as many as the agent's calls
+        inflation(solver=(4 * 5 / 3 + 3 * 17 / 18) / 7, verifier1=(4 / 3 + 2 * 13 / 12) / 6)
     )
-    assert credit(groups, CreditConfig(), AGENTS).metrics == found
-    missing = [group("m", [math.nan], "corrector1"), group("n", [math.nan, 1], "verifier2"), group("b", [1], "a")]
-    assert list(variance_inflation([*groups, *missing])) == [
-        f"drmas/{agent}/variance_inflation" for agent in ("a", "solver", "verifier1", "verifier2")
-    ]
+    flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
+    assert variance_inflation([*groups, *flat]) == variance_inflation(groups)
+    alone = group("3/solver", [1, 0])  # nobody was asked about it: a common baseline is its own
+    assert variance_inflation([*groups, alone])["drmas/solver/variance_inflation"] == pytest.approx((20 / 3 + 2) / 6)
 
 
 def test_rewards_without_spread_have_no_variance_to_inflate() -> None:
-    assert variance_inflation([group("0/solver", [1, 1]), group("v", [1], "verifier1")]) == {}
+    assert variance_inflation([group("0/solver", [1, 1]), group("0/v", [1], "verifier1")]) == {}
     assert variance_inflation([group("0/solver", [math.nan])]) == {}
     assert variance_inflation([group("0/solver", [1, 0])]) == {"drmas/solver/variance_inflation": 1.0}
 
@@ -220,3 +295,9 @@ def test_nothing_to_credit_is_an_empty_batch() -> None:
     credited = credit([], CreditConfig(), AGENTS)
     assert credited.sequences == ()
     assert credited.num_tokens == 0
+
+
+def test_one_sample_of_the_last_agent_is_a_batch_too() -> None:
+    agents = {name: AgentConfig() for name in ("solver", "verifier1", "corrector1")}
+    credited = credit([group("c", [1], "corrector1")], CreditConfig(singleton="raw"), agents)
+    assert [(s.agent, s.advantage) for s in credited.sequences] == [(2, pytest.approx(1, rel=1e-4))]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.tasks.arithmetic import parse_chain
-from marsrl.trainer.evaluate import Evaluator
+from marsrl.trainer.config import WarmStartConfig
+from marsrl.trainer.evaluate import Evaluator, Probe
+from marsrl.trainer.summarise_run import meets_gate, missed_gates
+from marsrl.trainer.summary import Evaluation
 
 VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, probe_size=20, temperature=1.0, top_p=1.0)
@@ -96,6 +101,20 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     loop = result.verifier.loop_confusion
     assert loop is not None
     assert loop.right_wrong + loop.wrong_wrong == 40 * 4  # four Verifier calls a problem
+
+
+def test_a_solver_alone_is_the_system_and_nothing_is_probed(tmp_path: Path, scripted_team: Any) -> None:
+    five, _, task = scripted_team(tmp_path, script=perfect_critics)
+    team = replace(five, orchestration=build_orchestration("solver", {}, task.prompts))
+    judged, with_critics = (Evaluator(each, CONFIG, task, max_tokens=40, seed=0) for each in (team, five))
+    assert judged.make_probe(VERSIONS) == Probe() and judged.num_decoded == 0
+    alone = judged.evaluate(VERSIONS)
+    assert alone.verifier is None and alone.corrector is None and list(alone.rows) == ["solver", "system"]
+    assert alone.solver == alone.system == with_critics.evaluate(VERSIONS).solver
+    assert Evaluation.model_validate_json(alone.model_dump_json()) == alone
+    low = WarmStartConfig(gate_solver=(0.9, 1.0), gate_verifier=(0.0, 0.1))
+    assert missed_gates(alone, low) == [f"Solver {alone.solver.mean}, wanted (0.9, 1.0)"]
+    assert meets_gate(alone, WarmStartConfig(gate_solver=(0.1, 0.9), gate_verifier=(0.0, 0.1)))
 
 
 def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,21 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.credit import credit
-from marsrl.trainer.mini_batches import mini_batches
+from marsrl.trainer.mini_batches import Average, mini_batches
 
 AGENTS = {"solver": AgentConfig()}
 
 
-def group(name: str, rewards: list[float], tokens: int = 3) -> Group:
+TOKENS = Average()
+
+
+def group(name: str, rewards: list[float], tokens: int = 3, agent: str = "solver") -> Group:
     samples = [
         Sample(
             uid=f"{name}:{i}",
             rollout_id=name,
             problem_id="p",
-            agent="solver",
+            agent=agent,
             group_id=name,
             parent_uid=None,
             prompt_ids=np.array([1, 2], np.int32),
@@ -33,7 +38,7 @@ def group(name: str, rewards: list[float], tokens: int = 3) -> Group:
         )
         for i, reward in enumerate(rewards)
     ]
-    return Group(name, name, "solver", tuple(samples))
+    return Group(name, name, agent, tuple(samples))
 
 
 GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
@@ -42,9 +47,9 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
     credited = credit(GROUPS, CreditConfig(), AGENTS)
-    work = mini_batches(credited, GROUPS, number, seed=0, step=1)
+    work = mini_batches(credited, number, TOKENS, seed=0, step=1)
     assert len(work.updates) == number
-    assert sum(update.num_tokens for update in work.updates) == credited.num_tokens  # of the zero-spread group too
+    assert sum(update.normaliser for update in work.updates) == credited.num_tokens  # of the zero-spread group too
     assert sorted(s.uid for s in work.sequences) == sorted(s.uid for s in credited.sequences)
     of_group: dict[str, set[int]] = {}
     for i, update in enumerate(work.updates):
@@ -56,10 +61,8 @@ def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
 
 
 def test_the_cut_follows_seed_and_step_alone() -> None:
-    credited = credit(GROUPS, CreditConfig(), AGENTS)
-
     def cut(seed: int, step: int, groups: list[Group] = GROUPS) -> list[list[str]]:
-        work = mini_batches(credited, groups, 3, seed=seed, step=step)
+        work = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, TOKENS, seed=seed, step=step)
         return [sorted({s.uid[0] for s in update.sequences}) for update in work.updates]
 
     # the group beside "2" has no spread; no other cut tomorrow, or a run that goes on would train otherwise
@@ -72,16 +75,44 @@ def test_mini_batches_share_what_is_counted() -> None:
     groups = [*without_spread, group("6/solver", [1, 0]), group("7/solver", [1, 0]), group("8/solver", [1, 0])]
     credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
     for step in range(9):
-        updates = mini_batches(credited, groups, 3, seed=0, step=step).updates
-        assert [(len(update.sequences), update.num_tokens) for update in updates] == [(2, 6)] * 3
+        updates = mini_batches(credited, 3, TOKENS, seed=0, step=step).updates
+        assert [(len(update.sequences), update.normaliser) for update in updates] == [(2, 6)] * 3
 
 
 def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
     credited = credit(GROUPS[:2], CreditConfig(), AGENTS)
-    assert [len(u.sequences) for u in mini_batches(credited, GROUPS[:2], 4, seed=0, step=1).updates] == [4, 4]
+    assert [len(u.sequences) for u in mini_batches(credited, 4, TOKENS, seed=0, step=1).updates] == [4, 4]
     none = credit(GROUPS[-1:], CreditConfig(), AGENTS)
-    (empty,) = mini_batches(none, GROUPS[-1:], 4, seed=0, step=1).updates
-    assert empty.sequences == () and empty.num_tokens == 12
+    (empty,) = mini_batches(none, 4, TOKENS, seed=0, step=1).updates
+    assert empty.sequences == ()
+
+
+@pytest.mark.parametrize("denominator", ["all", "agent"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum_constant"])
+def test_denominators_are_those_of_the_formula(aggregation: str, denominator: str) -> None:
+    """The factor on each token against the definition over lists; groups without spread count, missing rewards do not."""
+    agents = {"solver": AgentConfig(), "verifier1": AgentConfig()}
+    groups = [
+        group("0", [1, 0], tokens=4),
+        group("1", [1, 0, math.nan], tokens=7),
+        group("2", [1, 1], tokens=5),
+        group("3", [0, 1], tokens=2, agent="verifier1"),
+        group("4", [0, 1], tokens=0, agent="verifier1"),
+    ]
+    average = Average(aggregation, denominator, max_tokens=9)  # type: ignore[arg-type]
+    (update,) = mini_batches(credit(groups, CreditConfig(), agents), 1, average, seed=0, step=1).updates
+    counted = [(s.agent, len(s.token_ids)) for g in groups for s in g.samples if not s.reward.is_missing]
+    for sequence in update.sequences:
+        agent, length = list(agents)[sequence.agent], sequence.num_tokens - 2
+        rivals = [n for name, n in counted if denominator == "all" or name == agent]
+        expected = {
+            "token": 1 / sum(rivals),
+            "sequence": 1 / (len(rivals) * max(1, length)),
+            "sequence_sum_constant": 1 / (len(rivals) * 9),
+        }
+        assert sequence.weight / update.normaliser == pytest.approx(expected[aggregation], rel=1e-12)
+    if (aggregation, denominator) in (("token", "all"), ("sequence_sum_constant", "all")):
+        assert all(sequence.weight == 1 for sequence in update.sequences)  # nothing is multiplied
 
 
 def test_a_kl_term_and_its_reference_go_together() -> None:

@@ -105,6 +105,18 @@ def test_normalisation_over_an_instance_needs_whole_trajectories() -> None:
     read_config(None, ["credit.normalise=agent", "rollout.pipeline=trajectory"])
 
 
+def test_a_size_that_counts_what_is_carried_over_needs_a_pipeline_that_carries() -> None:
+    words = ("rollout.stage_size=total", "rollout.segments=4")
+    assert "rollout.pipeline=trajectory carries none" in refusal(*words, "rollout.pipeline=trajectory")
+    assert read_config(None, words)[0].rollout.stage_size == "total"
+
+
+def test_a_temperature_of_the_gate_is_a_word_or_one() -> None:
+    assert read_config(None)[0].mpt.temperature == "sampling"
+    assert read_config(None, ["mpt.temperature=1"])[0].mpt.temperature == 1
+    assert refusal("mpt.temperature=0.7").startswith("mpt.temperature: ")
+
+
 def test_an_agent_of_an_unknown_policy_is_refused() -> None:
     assert "agents.solver.policy is 'big', which is not under `policies` (main)" in refusal("agents.solver.policy=big")
 

@@ -120,8 +120,17 @@ class PolicyModel(GPTModel):
             logprobs[rows] = self._statistics(batch, hidden, weight, rows).logprobs
         return logprobs
 
-    def _statistics(self, batch: PackedBatch, hidden: Tensor, weight: Tensor, rows: Tensor) -> Any:
-        temperature = batch.temperature[rows] if isinstance(batch.temperature, Tensor) else batch.temperature
+    def _statistics(
+        self,
+        batch: PackedBatch,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        temperature: Tensor | float | None = None,
+    ) -> Any:
+        """Log-probs and entropy [R] of these rows; temperature None: those that they were sampled at."""
+        if temperature is None:
+            temperature = batch.temperature[rows] if isinstance(batch.temperature, Tensor) else batch.temperature
         with torch.no_grad():
             return linear_logprob(
                 hidden.detach()[rows],
@@ -133,7 +142,7 @@ class PolicyModel(GPTModel):
             )
 
     def _loss(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> HeadResult:
-        gate = self._gate(batch, loss, hidden, weight)
+        gate, dropped = self._gate(batch, loss, hidden, weight)
         policy = linear_policy_loss(
             hidden,
             weight,
@@ -145,11 +154,13 @@ class PolicyModel(GPTModel):
             cu_seqlens=batch.cu_seqlens,
             agent_of=batch.agent_of,
             num_agents=loss.num_agents,
-            gate=gate,
+            gate=gate if dropped is None else None,
             old_logprobs=loss.old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
             reference_logprobs=loss.reference_logprobs,
             normaliser=loss.normaliser,
+            weights=batch.weights,
+            dropped=dropped,
             temperature=batch.temperature,
             main_grad=self._main_grad(weight),
             tp_group=self.pg_collection.tp,
@@ -164,8 +175,13 @@ class PolicyModel(GPTModel):
         buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
         return buffer
 
-    def _gate(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> Tensor | None:
-        """Whose mastered tokens are masked: one sweep over the same hidden states, before the loss is formed.
+    def _gate(
+        self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Whose mastered tokens are masked [S], and with mpt.temperature=1 which tokens these are [T]; None: nobody's,
+        and those that the loss finds by itself, at the sampling temperature.
+
+        One sweep over the same hidden states, before the loss is formed.
 
         Scope `sample` sweeps the positive samples alone, and nothing when there are none (the others have no gate
         whatever their entropy, so theirs is left 0); a sample's mean is over the context-parallel ranks that it is cut
@@ -173,15 +189,20 @@ class PolicyModel(GPTModel):
         the learner checks that).
         """
         if loss.mpt.scope == "off":
-            return None
+            return None, None
         is_batch = loss.mpt.scope == "batch"
         rows, group = batch.trained_rows if is_batch else batch.positive_rows, self._gate_group(is_batch)
         if not rows.numel() and group is None:
-            return None
+            return None, None
         entropy = torch.zeros(batch.num_tokens, device=hidden.device)
+        is_mastered = torch.zeros(batch.num_tokens, dtype=torch.bool, device=hidden.device)
+        is_own = loss.mpt.temperature == 1
         if rows.numel():
-            entropy[rows] = self._statistics(batch, hidden, weight, rows).entropy
-        return mpt_gate(
+            found = self._statistics(batch, hidden, weight, rows, 1.0 if is_own else None)
+            entropy[rows] = found.entropy
+            if is_own:
+                is_mastered[rows] = found.logprobs.exp() >= loss.mpt.probability
+        gate = mpt_gate(
             entropy,
             batch.mask,
             batch.cu_seqlens,
@@ -190,6 +211,10 @@ class PolicyModel(GPTModel):
             scope=loss.mpt.scope,
             process_group=group,
         )
+        if not is_own:
+            return gate, None
+        of_tokens = gate.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
+        return gate, is_mastered & of_tokens
 
     def _gate_group(self, is_batch: bool) -> Any:
         if is_batch:
