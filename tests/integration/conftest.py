@@ -22,11 +22,13 @@ ARITHMETIC = (
 )
 SMALL = (
     "evaluate={num_problems: 12, probe_size: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
-    "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}",  # a poor Solver has few right-and-wrong pairs
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "rollout.vllm.max_num_seqs=64",
     "rollout.vllm.kv_cache_mib=64",
+)
+TEAM = (
+    "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"  # a poor Solver has few right-and-wrong pairs
 )
 
 
@@ -43,7 +45,8 @@ class Runner:
     def command(self, name: str, *words: str, ranks: int = 1) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         task = () if "task=math" in words else ARITHMETIC
-        return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *task, *SMALL, *words]
+        team = () if "orchestration=solver" in words else (TEAM,)
+        return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *task, *team, *SMALL, *words]
 
     def start(self, name: str, *words: str, ranks: int = 1) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -20,11 +20,10 @@ LEARNABLE = (
     "warm_start={max_solver_steps: 600, short_steps: 30, solver_loss: 0.08, max_team_steps: 16, decay_steps: 24, "
     "table_drills: 256, equality_drills: 0, slip_solver_phase1: 0.03, "
     "slip_solver: 0.35, slip_verifier: 0.2, slip_corrector: 0.25}",
-    "credit.train_agents=[solver]",  # the whole team plays; a policy so small cannot also serve the others in 14 steps
+    "orchestration=solver",  # a policy so small cannot also serve the others in 14 steps
     "policies.main.optimizer.lr=6e-4",
     "rollout.prompts_per_step=16",
     "rollout.group_size=8",
-    "rollout.picks=1",
 )
 
 
