@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+SILENCE_S = 40.0  # default of run.silence_s
+
 
 class Settings(BaseModel):
     """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.agents.orchestration import whole_team
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
+from marsrl.rollout.config import SILENCE_S, AgentConfig, EvaluateConfig, OpenAIOptions, RolloutConfig, Settings
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -30,6 +30,11 @@ class RunSection(Settings):
     keep_every: int = Field(0, ge=0, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = Field(
         False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
+    )
+    silence_s: float = Field(
+        SILENCE_S,
+        gt=0,
+        description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
     )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
