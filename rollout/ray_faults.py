@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import ray
 from ray.exceptions import (
@@ -68,8 +69,10 @@ def check_head() -> None:
 
     Ray itself says nothing for a minute when its head is gone, and then aborts this process.
     """
-    node = ray._private.worker._global_node
-    for kind, process in node.dead_processes() if node is not None else ():
+    node: Any = ray._private.worker._global_node
+    if node is None:
+        return
+    for kind, process in node.dead_processes():
         if kind in _NEEDED:
             raise RuntimeError(
                 f"Ray is gone: its {kind} (process {process.pid}) has ended with {_status(process.returncode)}; its logs are "

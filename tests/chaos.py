@@ -28,286 +28,26 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide packages of their names
 sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
-from small_run import ARITHMETIC, MAIN, SMALL
+from books import Loss
+from trial import SILENCE_S, WORDS, Trial
 
-from marsrl.rollout.ledger import RolloutState
-from marsrl.rollout.state import decode
-from marsrl.trainer.manifest import damage
 from marsrl.trainer.metrics import read_metrics
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
 
-GROUP_SIZE = 4  # of SMALL
-SILENCE_S, GRACE_S = 12.0, 10.0
+GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take
 START_S = 600.0  # for a run to come to its first step on a loaded machine
 END_S = 120.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
-GONE_S = 15.0  # for the processes of a run to be gone after it
-DISK_MIB = 400
-FAULTS_A_RUN = 6
-WORDS = re.compile(r"run\.resume=(auto|previous)")
-
-
-class Loss(Exception):
-    """Something was lost, left behind, or said wrongly."""
-
-
-@dataclass
-class Life:
-    """One process of a run, from its start to its end."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    began: float
-    words: str
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    @property
-    def last_line(self) -> str:
-        """The last one of ours: torchrun's follow it."""
-        ours = [line for line in self.output.splitlines() if line.startswith("marsrl: ")]
-        return ours[-1] if ours else ""
-
-
-@dataclass
-class Trial:
-    """A run with its settings; lives follow each other."""
-
-    name: str
-    folder: Path  # of all trials: short, Ray's sockets lie in it
-    cache: Path
-    engine: str
-    rng: random.Random
-    overlap: int = 0
-    segments: int = 1
-    ranks: int = 1
-    engines: int = 1
-    disk: Path | None = None
-    life: Life | None = None
-    num_lives: int = 0
-    resume: str = ""  # what the last line said to go on with
-    forgiven: set[str] = field(default_factory=set)  # damaged by us, named in a refusal
-    pids: set[int] = field(default_factory=set)  # of trainers
-
-    def __post_init__(self) -> None:
-        draw = self.rng.randint
-        self.overlap, self.segments, self.ranks, self.engines = draw(0, 1), draw(1, 2), draw(1, 2), draw(1, 2)
-        for name in ("tmp", "ray", "logs", "runs"):
-            (self.folder / name).mkdir(exist_ok=True)
-        if os.geteuid() == 0:
-            disk = self.folder / "runs" / f"disk-{self.name}"
-            disk.mkdir()
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(disk)]
-            if subprocess.run(mount, capture_output=True).returncode == 0:
-                self.disk = disk
-
-    def __str__(self) -> str:
-        return f"{self.name} overlap={self.overlap} segments={self.segments} ranks={self.ranks} engines={self.engines}"
-
-    @property
-    def directory(self) -> RunDirectory:
-        return RunDirectory((self.disk or self.folder / "runs") / self.name)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        places = {"TMPDIR": str(self.folder / "tmp"), "RAY_TMPDIR": str(self.folder / "ray")}
-        mine = {"MARSRL_CACHE": str(self.cache), "MARSRL_CHAOS": str(self.folder), "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **places, **mine, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-    def command(self, *words: str) -> list[str]:
-        launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-        settings = [
-            f"run.dir={self.directory.path.parent}", f"run.name={self.name}", "run.evaluate=false",
-            "run.checkpoint_every=1", "run.keep_checkpoints=3", f"run.silence_s={SILENCE_S:g}",
-            f"rollout.engine={self.engine}", f"rollout.overlap={self.overlap}", f"rollout.segments={self.segments}",
-            f"rollout.engines={self.engines}", "rollout.object_store_mib=80", "rollout.deadline_s=60",
-        ]  # fmt: skip
-        return [*launcher, "--nproc-per-node", str(self.ranks), str(MAIN), *ARITHMETIC, *SMALL, *settings, *words]
-
-    def start(self, *more: str) -> Life:
-        """Go on by the words that the last line said."""
-        words = [f"run.resume={self.resume}"] if self.resume else []
-        return self._start([*words, *more] if more else [*words, "run.steps=100000"])
-
-    def _start(self, words: list[str]) -> Life:
-        self.num_lives += 1
-        log = self.folder / "logs" / f"{self.name}-{self.num_lives}.log"
-        with open(log, "wb") as out:
-            process = subprocess.Popen(
-                self.command(*words),
-                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
-                start_new_session=True,
-            )  # fmt: skip
-        return Life(process, log, time.monotonic(), " ".join(words))
-
-    # What there is.
-
-    def processes(self, name: str = "") -> list[psutil.Process]:
-        """Of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
-        mark, found = str(self.folder), []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("MARSRL_CHAOS") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                    command = process.cmdline()
-                    is_named = process.name().startswith(name) or "".join(command[:1]).startswith(name)
-                    if process.pid != os.getpid() and is_named:
-                        found.append(process)
-        return found
-
-    def trainers(self) -> list[psutil.Process]:
-        """By rank."""
-        assert self.life is not None
-        ranks = {}
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.life.process.pid).children():
-                if "RANK" in child.environ():
-                    ranks[int(child.environ()["RANK"])] = child
-        self.pids |= {child.pid for child in ranks.values()}
-        return [ranks[rank] for rank in sorted(ranks)]
-
-    def step(self) -> int:
-        """Of the latest checkpoint; 0 before the first."""
-        latest = self.directory.checkpoints / "latest"
-        with contextlib.suppress(OSError):
-            return int(latest.read_text().strip().removeprefix("step_"))
-        return 0
-
-    def row(self) -> int:
-        """The last step of metrics.jsonl."""
-        path = self.directory.metrics
-        rows = read_metrics(path) if path.exists() else []
-        return rows[-1].step if rows else 0
-
-    # What is waited for.
-
-    def train_on(self, steps: int, limit_s: float) -> None:
-        """Until `steps` more are checkpointed, of this life."""
-        assert self.life is not None
-        goal, end = self.step() + steps, time.monotonic() + limit_s
-        while self.step() < goal:
-            if self.life.process.poll() is not None:
-                raise Loss(f"the run ended by itself with {self.life.process.returncode}: {self.life.last_line}")
-            if time.monotonic() > end:
-                raise Loss(f"no step in {limit_s:.0f} s")
-            self.trainers()
-            time.sleep(0.5)
-
-    def ended(self, limit_s: float, says: str, *, status: int | None = None) -> str:
-        """The last line of a life that ends now; the next one goes on by it."""
-        assert self.life is not None
-        life, self.life = self.life, None
-        try:
-            code = life.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.life = life
-            raise Loss(f"still runs after {limit_s:.0f} s") from None
-        if (code == 0) != (status == 0):
-            raise Loss(f"ended with status {code}: {life.last_line}")
-        self._nothing_left()
-        line = life.last_line
-        if not re.search(says, line):
-            raise Loss(f"the last line is {line!r}, expected {says!r}")
-        found = WORDS.findall(line)
-        self.resume = found[-1] if found else "auto"
-        return line
-
-    def kill(self) -> None:
-        """Whatever still runs of it."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        if self.life is not None:
-            self.life.process.wait()
-            self.life = None
-
-    def close(self) -> None:
-        self.kill()
-        if self.disk is not None:
-            subprocess.run(["umount", "-l", str(self.disk)], check=True)
-
-    # What is proven.
-
-    def _nothing_left(self) -> None:
-        end = time.monotonic() + GONE_S
-        while (left := self.processes()) and time.monotonic() < end:
-            time.sleep(0.2)
-        if left:
-            named = [f"{p.pid} {p.name()}" for p in left]
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            raise Loss(f"processes are left: {', '.join(named)}")
-
-    def weights_left(self, pids: set[int]) -> list[str]:
-        folders = Path("/dev/shm").glob("marsrl-weights-*")
-        return [each.name for each in folders if int(each.name.split("-")[2]) in pids]
-
-    def no_files_left(self) -> None:
-        """Of a process that was not killed, and that the next start has cleaned up after one that was."""
-        if left := self.weights_left(self.pids):
-            raise Loss(f"in /dev/shm: {', '.join(left)}")
-        if left := sorted(path.name for path in (self.folder / "tmp").iterdir()):
-            raise Loss(f"in the temporary directory: {', '.join(left)}")
-
-    def check(self) -> None:
-        """The books of a run that stands still."""
-        run = self.directory
-        if not run.path.exists():
-            return
-        rows = [row.step for row in read_metrics(run.metrics)] if run.metrics.exists() else []
-        if rows != list(range(1, len(rows) + 1)):
-            raise Loss(f"metrics.jsonl has the steps {rows}")
-        for step in run.steps_on_disk():
-            if (files := damage(run.checkpoint(step))) and run.checkpoint(step).name not in self.forgiven:
-                raise Loss(f"{run.checkpoint(step).name}: {'; '.join(files)}")
-        latest = run.latest_checkpoint()
-        if latest is None:
-            return
-        if len(rows) < latest.step:
-            raise Loss(f"metrics.jsonl ends at {len(rows)}, the checkpoint is of step {latest.step}")
-        self._check_samples(latest.path, latest.step)
-
-    def _check_samples(self, checkpoint: Path, last: int) -> None:
-        files = sample_files(self.directory)
-        uids: Counter[str] = Counter()
-        groups: Counter[str] = Counter()
-        for step in range(1, last + 1):
-            if step not in files:
-                raise Loss(f"the samples of step {step} are missing")
-            of_step = Counter(sample.group_id for sample in read_samples(files[step]))
-            uids.update(sample.uid for sample in read_samples(files[step]))
-            groups.update(of_step.keys())
-            if broken := [group for group, count in of_step.items() if count != GROUP_SIZE]:
-                raise Loss(f"step {step}: groups that are not of {GROUP_SIZE} samples: {broken}")
-        books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).scheduler
-        in_flight = [*books.open, *(ask.group_id for ask in books.pending), *(group.group_id for group in books.closed)]
-        groups.update([*in_flight, *(group.group_id for batch in books.ready for group in batch.groups)])
-        if twice := [uid for uid, count in uids.items() if count > 1]:
-            raise Loss(f"samples that were trained twice: {twice[:5]} ({len(twice)})")
-        if twice := [group for group, count in groups.items() if count > 1]:
-            raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
-        drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
-        there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
-        if drawn != there:
-            raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
-
+FAULTS_A_RUN = 8
 
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
 
@@ -554,7 +294,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     losses: list[str] = []
     num_runs = 0
-    while time.monotonic() < end and (words.faults is None or sum(counts.values()) < words.faults):
+    is_interrupted = False
+    while not is_interrupted and time.monotonic() < end and sum(counts.values()) != words.faults:
         num_runs += 1
         run = Trial(f"run{num_runs}", folder, cache, words.engine, rng)
         print(f"# {run}", flush=True)
@@ -574,12 +315,14 @@ def main() -> int:
                 print(f"{kind} after step {at}: {time.monotonic() - began:.0f} s: {said}", flush=True)
             kind = "end"
             bring_to_its_end(run)
+        except KeyboardInterrupt:
+            is_interrupted = True
         except Loss as loss:
             losses.append(f"{run}: {kind}: {loss}")
             print(f"LOST {losses[-1]} (log {run.num_lives})", flush=True)
         finally:
             if run.disk is not None and (words.keep or any(f"{run}: " in loss for loss in losses)):
-                shutil.copytree(run.disk, folder / f"kept-{run.name}", ignore=shutil.ignore_patterns("ballast"))
+                shutil.copytree(run.disk / run.name, folder / "runs" / run.name)
             run.close()
     of_kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"{sum(counts.values())} faults in {num_runs} runs, seed {words.seed}: {of_kinds}; {len(losses)} with a loss")
