@@ -182,7 +182,8 @@ class Trial:
             raise Loss(f"ended with status {code}: {life.last_line}")
         self._nothing_left()
         line = life.last_line
-        if not re.search(says, line):
+        has_begun = "# settings:" in life.output  # before that a signal ends a program that has no words yet
+        if (line or has_begun) and not re.search(says, line):
             raise Loss(f"the last line is {line!r}, expected {says!r}")
         found = WORDS.findall(line)
         self.resume = found[-1] if found else "auto"
