@@ -258,13 +258,13 @@ def bring_to_its_end(run: Trial) -> None:
     """What a user who goes on gets."""
     if run.life is not None:
         sigterm_torchrun(run)
-    last = run.step() + 1
+    last, before = run.step() + 1, run.files()
     run.life = run.start(f"run.steps={last}")
     run.ended(START_S, "", status=0)
     run.check()
     if run.row() != last:
         raise Loss(f"the end is step {last}, metrics.jsonl ends at {run.row()}")
-    run.no_files_left()
+    run.no_files_left(before)
 
 
 def shuffled(kinds: list[str], rng: random.Random) -> Iterator[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # small_run, books, which the tests import
 from small_run import ARITHMETIC, MAIN, SMALL
 
 

@@ -220,11 +220,15 @@ class Trial:
         folders = Path("/dev/shm").glob("marsrl-weights-*")
         return [each.name for each in folders if int(each.name.split("-")[2]) in pids]
 
-    def no_files_left(self) -> None:
-        """Of a process that was not killed, and that the next start has cleaned up after one that was."""
+    def files(self) -> set[str]:
+        """In the temporary directory; torch's cache of compiled code is to stay there."""
+        return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
+
+    def no_files_left(self, before: set[str]) -> None:
+        """By a run that came to its end, nor by those before: but for torchrun's folders of runs that failed, `before`."""
         if left := self.weights_left(self.pids):
             raise Loss(f"in /dev/shm: {', '.join(left)}")
-        if left := sorted(path.name for path in (self.folder / "tmp").iterdir()):
+        if left := sorted(self.files() - {name for name in before if name.startswith("torchelastic_")}):
             raise Loss(f"in the temporary directory: {', '.join(left)}")
 
     def check(self) -> None:
