@@ -19,7 +19,7 @@ class Loss(Exception):
 
 
 def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
-    """Metrics, checkpoints, samples and instances of a run. damaged: checkpoints that need not be whole.
+    """Metrics, checkpoints, samples and instances of a run. damaged: checkpoints, or `latest`, that need not be whole.
 
     Raises:
         Loss: something is missing, or there twice.
@@ -33,7 +33,7 @@ def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozense
         folder = run.checkpoint(step)
         if folder.name not in damaged and (files := damage(folder)):
             raise Loss(f"{folder.name}: {'; '.join(files)}")
-    latest = run.latest_checkpoint()
+    latest = run.latest_checkpoint() if "latest" not in damaged else None
     if latest is None:
         return
     if len(rows) < latest.step:
