@@ -39,7 +39,7 @@ sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
 from books import Loss
-from trial import SILENCE_S, WORDS, Trial
+from trial import NO_STEP, SILENCE_S, WORDS, Trial
 
 from marsrl.trainer.metrics import read_metrics
 
@@ -210,10 +210,10 @@ def remove_latest(run: Trial) -> str:
     if run.rng.random() < 0.5:
         pointer.unlink()
     else:
-        pointer.write_text("step_99999\n")
+        pointer.write_text(f"{NO_STEP}\n")
     run.forgiven.add("latest")
     run.life = run.start()
-    return run.ended(START_S, r"latest (is missing|names step_99999).*run\.resume=previous")
+    return run.ended(START_S, rf"latest (is missing|names {NO_STEP}).*run\.resume=previous")
 
 
 KINDS: dict[str, Callable[[Trial], str]] = {
@@ -319,8 +319,8 @@ def main() -> int:
             bring_to_its_end(run)
         except KeyboardInterrupt:
             is_interrupted = True
-        except Loss as loss:
-            losses.append(f"{run}: {kind}: {loss}")
+        except Exception as loss:  # also a file that cannot be read: counted, told, and the next run begins
+            losses.append(f"{run}: {kind}: {loss!r}")
             print(f"LOST {losses[-1]} (log {run.num_lives})", flush=True)
         finally:
             if run.disk is not None and (words.keep or any(f"{run}: " in loss for loss in losses)):

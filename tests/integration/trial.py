@@ -23,6 +23,7 @@ GROUP_SIZE = 4  # of SMALL
 SILENCE_S = 12.0
 GONE_S = 15.0  # for the processes of a run to be gone after it
 DISK_MIB = 400
+NO_STEP = "step_99999"  # what `latest` is made to name
 WORDS = re.compile(r"run\.resume=(auto|previous)")
 
 
@@ -143,8 +144,11 @@ class Trial:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def step(self) -> int:
-        """Of the latest checkpoint; 0 before the first."""
+        """Of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
         latest = self.directory.checkpoints / "latest"
+        on_disk = self.directory.steps_on_disk()
+        if "latest" in self.forgiven and (not latest.exists() or latest.read_text().strip() == NO_STEP):
+            return on_disk[-1]
         with contextlib.suppress(OSError):
             return int(latest.read_text().strip().removeprefix("step_"))
         return 0
