@@ -14,6 +14,7 @@ MOST_RANKS = 65_536  # processes, threads, GPUs
 MOST_TOKENS = 1 << 24  # of one sequence
 MOST_MIB = 1 << 24  # 16 TiB
 LONGEST_S = 30 * 86_400.0
+SILENCE_S = 40.0  # default of run.silence_s
 
 
 class Settings(BaseModel):

@@ -25,6 +25,7 @@ import ray
 from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 from ray.exceptions import RayError
 
+from marsrl.rollout.engine_pulse import EnginePulse
 from marsrl.rollout.engines.build import EngineSpec, build_engine
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
@@ -36,7 +37,7 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.engines.recovery import Lost
 from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.engines.replicas import Timed, timed
-from marsrl.rollout.ray_faults import check_ray, judged
+from marsrl.rollout.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -46,10 +47,11 @@ _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
 _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
-_ABORT_S = 60.0  # an engine that is not heard of for so long when it is to end what it decodes is lost
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
-_CALLS_AT_ONCE = _COLLECTS + 2  # beside them num_decoded, and submit or abort
+_LONGEST_START = 10  # times that, where its process answers all the while
+_CALLS_AT_ONCE = _COLLECTS + 3  # beside them num_decoded, is_there, and submit or abort
+_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
 
 
 class RayCluster:
@@ -142,6 +144,7 @@ def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
             log_to_driver=False,
             configure_logging=False,
             _node_ip_address="127.0.0.1",
+            _system_config={"gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S},
         )
 
 
@@ -236,6 +239,9 @@ class EngineActor:
     def info(self) -> Timed:
         return timed(self._engine.info)
 
+    def is_there(self) -> None:
+        """Answered whatever else is under way."""
+
     def num_decoded(self) -> int:
         return self._engine.num_decoded()
 
@@ -272,16 +278,20 @@ class EngineActor:
 
 
 class RayReplicas:
-    """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent for deadline_s is answered for by Lost.
+    """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent is answered for by Lost.
 
     deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
         engines do not exist before `start` has been called on each.
+    silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (engine_pulse.py).
     """
 
     can_restart = True
 
-    def __init__(self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: float, deadline_s: float) -> None:
+    def __init__(
+        self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: float, deadline_s: float, silence_s: float
+    ) -> None:
         self._cluster, self._specs, self._num_gpus, self._deadline_s = cluster, list(specs), num_gpus, deadline_s
+        self._pulse = EnginePulse(silence_s)
         self._actors: list[Any] = []
         self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
         self._submitting: dict[Any, int] = {}
@@ -311,6 +321,7 @@ class RayReplicas:
             for call in [call for call, at in calls.items() if at == replica]:
                 del calls[call]
         self._lost.pop(replica, None)
+        self._pulse.forget(replica)
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
         self._actors[replica] = self._start(self._specs[replica])
@@ -331,7 +342,11 @@ class RayReplicas:
         calls = list(self._collecting)
         ray.wait(calls, num_returns=1, timeout=timeout_s)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
+        check_head()
         self._settle_submits()
+        self._pulse.listen(self._actors)
+        for replica in busy:
+            self._note(replica, self._silent(replica))
         answers: list[tuple[int, Timed | Lost]] = []
         for call in done:
             replica = self._collecting.pop(call)
@@ -344,7 +359,7 @@ class RayReplicas:
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:
-        end = time.monotonic() + min(_ABORT_S, self._deadline_s)
+        end = time.monotonic() + min(self._pulse.silence_s, self._deadline_s)
         self._settle_submits(end - time.monotonic())  # none may arrive behind the abort
         calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
         for replica, answer in self._answers(calls, "abort", within_s=max(0.0, end - time.monotonic())).items():
@@ -388,24 +403,49 @@ class RayReplicas:
         on_wait: Callable[[], None] | None = None,
         within_s: float | None = None,
     ) -> dict[int, Timed | Lost]:
-        """By replica; Lost where there is none within_s seconds (default: the deadline, and some more: engines have the
-        same one and say so themselves)."""
+        """By replica; Lost where it is silent, or there is none within_s seconds (default: the deadline, and some more:
+        engines have the same one and say so themselves)."""
         if within_s is None:
             within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
             if method == "start":
                 within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
         answers: dict[int, Timed | Lost] = {}
-        pending, end = list(calls), time.monotonic() + within_s
-        while pending and (left := end - time.monotonic()) > 0:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(left, _PROGRESS_S))
+        pending, began = list(calls), time.monotonic()
+        while pending:
+            left = began + within_s - time.monotonic()
+            timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
             answers.update((calls[call], _answer(call, method)) for call in done)
             if method == "start":
                 seconds = [each.end - each.start for each in answers.values() if isinstance(each, Timed)]
                 self._slowest_start_s = max([self._slowest_start_s, *seconds])
+            check_head()
+            self._pulse.listen(self._actors)
+            for call in list(pending):
+                if lost := self._overdue(calls[call], method, time.monotonic() - began, within_s):
+                    answers[calls[call]] = lost
+                    pending.remove(call)
             if pending and on_wait is not None:
                 on_wait()
-        silent = Lost(f"no answer to {method} in {within_s:g} s (rollout.deadline_s = {self._deadline_s:g})")
-        return answers | {calls[call]: silent for call in pending}
+        return answers
+
+    def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
+        """Whether an engine that has been asked elapsed_s ago is given up. A start may take longer while it is heard."""
+        if method == "start":
+            is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
+            is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
+        elif lost := self._silent(replica):
+            return lost
+        else:
+            is_over = elapsed_s >= within_s
+        if not is_over:
+            return None
+        return Lost(f"no answer to {method} in {elapsed_s:.0f} s (rollout.deadline_s = {self._deadline_s:g})")
+
+    def _silent(self, replica: int) -> Lost | None:
+        if self._pulse.silent_for_s(replica) < self._pulse.silence_s:
+            return None
+        return Lost(f"its process has said nothing for run.silence_s = {self._pulse.silence_s:g} s")
 
     def _settle_submits(self, timeout_s: float = 0.0) -> None:
         """A refused submit raises here; an engine that has not taken one within timeout_s is lost, where that is not 0."""
@@ -416,7 +456,7 @@ class RayReplicas:
         for call in pending if timeout_s else ():
             self._note(self._submitting.pop(call), Lost(f"requests were not taken within {timeout_s:g} s"))
 
-    def _note(self, replica: int, answer: Timed | Lost) -> None:
+    def _note(self, replica: int, answer: Timed | Lost | None) -> None:
         if isinstance(answer, Lost):
             self._lost.setdefault(replica, answer)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import ray
 from ray.exceptions import (
     ObjectLostError,
@@ -19,6 +22,7 @@ from marsrl.rollout.engines.recovery import Lost
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
 _DECODING = ("generate", "submit", "collect", "abort")
+_NEEDED = ("gcs_server", "raylet")
 _LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its memory monitor has killed
 _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
@@ -62,6 +66,7 @@ def how_it_died(error: BaseException) -> str:
 
 def check_ray(error: BaseException | None = None) -> None:
     """Raise RuntimeError where the cluster has lost this process's own node, and with it every way to an engine."""
+    check_head()
     here = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
         raise RuntimeError(
@@ -69,6 +74,26 @@ def check_ray(error: BaseException | None = None) -> None:
             f"its logs are in /tmp/ray/session_latest/logs; start Ray again where rollout.ray_address names a cluster, and "
             f"{_GO_ON}"
         ) from error
+
+
+def check_head() -> None:
+    """Raise RuntimeError where a process of Ray that this process has started has ended; costs nothing.
+
+    Ray itself says nothing for a minute when its head is gone, and then aborts this process.
+    """
+    node: Any = ray._private.worker._global_node
+    if node is None:
+        return
+    for kind, process in node.dead_processes():
+        if kind in _NEEDED:
+            raise RuntimeError(
+                f"Ray is gone: its {kind} (process {process.pid}) has ended with {_status(process.returncode)}; its logs are "
+                f"in {node.get_logs_dir_path()}; {_GO_ON}"
+            )
+
+
+def _status(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def _first_line(error: BaseException) -> str:

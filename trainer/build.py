@@ -6,6 +6,7 @@ all:     process groups, the warm start where no model is given, one learner a p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from marsrl.trainer.console import RunConsole
 from marsrl.trainer.evaluate import Evaluator
 from marsrl.trainer.existing_run import as_it_began
 from marsrl.trainer.heartbeat import heartbeat
+from marsrl.trainer.last_words import where_to_go_on
 from marsrl.trainer.learner import Learner
 from marsrl.trainer.megatron import parallel
 from marsrl.trainer.megatron.layout import resolve
@@ -73,7 +75,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         senders = {name: WireSender(_wire(config)) for name in trained} if config.sync.backend != "shm" else {}
         for sender in senders.values():
             stack.callback(sender.close)
-        beat = heartbeat() if world_size() > 1 else None
+        beat = None
+        if world_size() > 1:
+            beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
         if beat is not None:
             stack.enter_context(beat)  # before rank 0 starts engines, which may take minutes
         driver = stack.enter_context(_driver(checked, directory, models, console, senders)) if rank() == 0 else None
@@ -83,7 +87,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
 
 
 def _longest_wait_s(config: RunConfig) -> float:
-    """How long ranks may wait in a collective for rank 0. Dead ranks are found by the heartbeat, long before.
+    """How long ranks may wait in a collective for rank 0. Silent and dead ranks are found by the heartbeat, long before.
 
     A stage whose engines are lost as often as one may be, each found after deadline_s; and three hours for what else rank 0
     does alone: engines that start, evaluations, checkpoints.
@@ -196,6 +200,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                     seed=config.run.seed,
                     num_policies=config.num_served_policies,
                     host=checked.host,
+                    silence_s=config.run.silence_s,
                 )
             stack.callback(pools[name].close)
         orchestration = build_orchestration(

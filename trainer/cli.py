@@ -96,7 +96,10 @@ def _evaluate(add: AddParser) -> None:
 
     def run(words: argparse.Namespace) -> int:
         from marsrl.trainer.evaluate_alone import evaluate_alone
+        from marsrl.trainer.run_directory import refuse_file_of_a_run
 
+        if words.json:
+            refuse_file_of_a_run(Path(words.json))
         evaluate_alone(words.config, words.settings, words.json)
         return 0
 
@@ -174,7 +177,10 @@ def _plan(add: AddParser) -> None:
         from marsrl.trainer.plan.command import as_json, show
         from marsrl.trainer.plan.plan import make_plan
         from marsrl.trainer.read_config import read_config
+        from marsrl.trainer.run_directory import refuse_file_of_a_run
 
+        if words.json:
+            refuse_file_of_a_run(Path(words.json))
         settings = list(words.settings)
         if words.response is not None:
             settings.append(f"rollout.max_response_tokens={words.response}")

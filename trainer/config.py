@@ -13,6 +13,7 @@ from marsrl.rollout.config import (
     MOST_MIB,
     MOST_RANKS,
     MOST_TOKENS,
+    SILENCE_S,
     AgentConfig,
     EvaluateConfig,
     OpenAIOptions,
@@ -46,6 +47,12 @@ class RunSection(Settings):
     keep_every: int = Field(0, ge=0, le=MOST, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = Field(
         False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
+    )
+    silence_s: float = Field(
+        SILENCE_S,
+        gt=0,
+        le=LONGEST_S,
+        description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
     )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 

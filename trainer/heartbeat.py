@@ -3,27 +3,34 @@
 A collective does not tell a dead rank from a slow one: its timeout is longer than the longest rollout, which all ranks
 but the first spend waiting in one. torchrun stops the ranks of a machine when one of them dies, not those of others.
 
-    rank r: beat/r = 1, 2, 3, ...  (every BEAT_S)        rank 0 looks at all beats, the others at rank 0's
+    rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 looks at all beats, the others at rank 0's
     who finds a silent one: lost = "rank 17 ..."         everybody looks at lost, and stops
+    on the machine of the silent one: SIGKILL for it     torchrun would wait half a minute for it to hear of SIGTERM
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-BEAT_S = 5.0
-SILENT_S = 40.0  # stopped within 60 s: this, two beats, and what rank 0 takes to close its engines
+BEAT_S = 5.0  # at most; a short run.silence_s makes it shorter
 GRACE_S = 10.0  # for the main thread to come back from a collective; then the process ends without it
+
+
+class RankLost(RuntimeError):
+    """Another rank is silent or has ended: why this one stops."""
 
 
 class Heartbeat:
@@ -31,7 +38,11 @@ class Heartbeat:
 
     Args:
         store: a connection of its own: a client answers one question at a time, and a rank may be waiting in it.
-        stop: called once, in the thread, with the reason.
+        silence_s: it is found, and told, within this time that a rank says nothing (run.silence_s).
+        go_on: what a user is told to go on with.
+        stop: called once, in the thread, with the reason and the beats of those that are silent.
+
+    A run that was stopped leaves the body with RankLost, whatever else that stop has raised there.
     """
 
     def __init__(
@@ -40,14 +51,17 @@ class Heartbeat:
         rank: int,
         world_size: int,
         *,
-        stop: Callable[[str], None] | None = None,
-        beat_s: float = BEAT_S,
-        silent_s: float = SILENT_S,
+        silence_s: float,
+        go_on: Callable[[], str] = str,
+        stop: Callable[[str, Sequence[str]], None] | None = None,
+        beat_s: float | None = None,
     ) -> None:
-        self._store, self._rank, self._beat_s, self._silent_s = store, rank, beat_s, silent_s
+        self._store, self._rank, self._silence_s, self._go_on = store, rank, silence_s, go_on
+        self._beat_s = beat_s if beat_s is not None else min(BEAT_S, silence_s / 8)
         self._watched = [r for r in range(world_size) if r != rank] if rank == 0 else [0]
         self._stop = stop or self._stop_process
         self._left = threading.Event()
+        self._reason: str | None = None
         self._error: BaseException | None = None  # what this rank leaves with
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -61,61 +75,77 @@ class Heartbeat:
         self._error = error
         self._left.set()
         self._thread.join(timeout=GRACE_S)  # a store that does not answer must not hold up the way out
+        if self._reason is not None and error is not None and not isinstance(error, RankLost):
+            raise RankLost(self._reason) from error
 
     def _run(self) -> None:
         counts = dict.fromkeys(self._watched, b"")
         changed = dict.fromkeys(self._watched, time.monotonic())  # a rank that never beats is silent from now on
-        beat, reason = 0, None
-        while reason is None and not self._left.wait(self._beat_s):
+        silence_s = self._silence_s - 2 * self._beat_s  # a beat comes late by one, and is looked at late by one
+        beat, silent = 0, list[str]()
+        while self._reason is None and not self._left.wait(self._beat_s):
             beat += 1
             try:
                 self._store.set(f"beat/{self._rank}", f"{beat} {socket.gethostname()} {os.getpid()}")
                 if self._store.check(["lost"]):
-                    reason = self._store.get("lost").decode()
+                    self._reason, silent = json.loads(self._store.get("lost"))
                     break
                 for r in self._watched:
                     now = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
                     if now != counts[r]:
                         counts[r], changed[r] = now, time.monotonic()
-                since = time.monotonic() - self._silent_s
-                silent = [r for r in self._watched if changed[r] < since and counts[r] != b"done"]
-                if silent:
-                    named = ", ".join(f"rank {r}{_place(counts[r])}" for r in silent)
-                    reason = f"silent for {self._silent_s:.0f} s: {named}"
-                    self._store.set("lost", reason)
+                since = time.monotonic() - silence_s
+                lost = [r for r in self._watched if changed[r] < since and counts[r] != b"done"]
+                if lost:
+                    named = ", ".join(f"rank {r}{_place(counts[r])}" for r in lost)
+                    silent = [counts[r].decode() for r in lost]
+                    self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
+                    self._store.set("lost", json.dumps([self._reason, silent]))
             except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
-                reason = f"rank 0 or its machine is gone: the store does not answer ({str(error).splitlines()[0]})"
-        if reason is not None:
-            self._stop(reason)
+                gone = f"rank 0 or its machine is gone: the store does not answer ({str(error).splitlines()[0]})"
+                self._reason, silent = gone, [counts[0].decode()] if 0 in counts else []
+        if self._reason is not None:
+            self._stop(self._reason, silent)
             return
         try:
             if self._error is None:
                 self._store.set(f"beat/{self._rank}", "done")
             else:
                 how = f"{type(self._error).__name__}: {self._error}"
-                self._store.set("lost", f"rank {self._rank} ({socket.gethostname()}) ended with {how}")
+                told = f"rank {self._rank} ({socket.gethostname()}) ended with {how}"
+                self._store.set("lost", json.dumps([told, []]))
         except RuntimeError:
             return  # the others are gone already, and so is their interest
 
-    def _stop_process(self, reason: str) -> None:
-        print(
-            f"marsrl: rank {self._rank} stops: {reason}; go on from the last checkpoint with run.resume=auto",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
+        print(f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)  # main.py's way out, if the main thread hears of it
+        for beat in silent:
+            _kill_sibling(beat)  # a collective with it ends with an error, now
         if not self._left.wait(GRACE_S):
             os._exit(1)
 
 
-def heartbeat() -> Heartbeat:
+def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
     """Of this rank, on a connection of its own to the store of the process group."""
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(datetime.timedelta(seconds=SILENT_S))
-    return Heartbeat(dist.PrefixStore("marsrl/heartbeat", store), dist.get_rank(), dist.get_world_size())
+    store.set_timeout(datetime.timedelta(seconds=silence_s))
+    store = dist.PrefixStore("marsrl/heartbeat", store)
+    return Heartbeat(store, dist.get_rank(), dist.get_world_size(), silence_s=silence_s, go_on=go_on)
 
 
 def _place(beat: bytes) -> str:
     """The machine and process of a beat; nothing where there was none."""
     _, host, pid = beat.decode().split(" ") if beat else ("", "", "")
     return f" ({host}, process {pid})" if host else ""
+
+
+def _kill_sibling(beat: str) -> None:
+    """SIGKILL for the process of a beat where it is a child of our launcher: numbers mean something on one machine only."""
+    if not beat:
+        return
+    _, host, pid = beat.split(" ")
+    with contextlib.suppress(OSError):  # it has ended, or this system has no /proc
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if host == socket.gethostname() and parent == os.getppid():
+            os.kill(int(pid), signal.SIGKILL)

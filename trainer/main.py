@@ -20,6 +20,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import ctypes  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
@@ -69,6 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         if is_first:
             say_last("marsrl: interrupted before the run began")
         return 130
+    finally:
+        _leave_launcher_folder()
 
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
@@ -145,6 +148,16 @@ def _end_with_launcher() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != launcher:
         raise KeyboardInterrupt  # it died before it could be watched
+
+
+def _leave_launcher_folder() -> None:
+    """Remove what torchrun has made for this rank in the temporary directory and never removes: empty folders alone."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folders = list(Path(file).parents) if file else []
+    made = [i for i, folder in enumerate(folders) if folder.name.startswith("torchelastic_")]
+    with contextlib.suppress(OSError):  # other ranks' are in it, or an error that torchrun is about to read
+        for folder in folders[: made[0] + 1] if made else ():
+            folder.rmdir()
 
 
 if __name__ == "__main__":

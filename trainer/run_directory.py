@@ -293,6 +293,13 @@ class RunDirectory:
         return Checkpoint(path, int(found[1]))
 
 
+def refuse_file_of_a_run(path: Path) -> None:
+    """Raise ValueError where a command is to replace a file of a run: only the run that holds its lock does that."""
+    for folder in path.absolute().parents:
+        if path.exists() and (folder / "lock").is_file() and (folder / "config.yaml").is_file():
+            raise ValueError(f"{path} is a file of the run in {folder} and is not replaced; name another file")
+
+
 def _named(steps: list[int]) -> str:
     return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
 

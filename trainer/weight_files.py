@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
 _PREFIX = "marsrl-weights-"
-_YOUNG_S = 60.0  # between a folder and its lock lies a moment
+_YOUNG_S = (
+    10.0  # between a folder and its lock lies a moment; whoever restarts a killed run at once takes longer to get here
+)
 _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _MOST_A_CALL = 1 << 30  # Linux writes 2 GiB - 4 KiB a call at most
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from marsrl.rollout.config import OpenAIOptions, RolloutConfig, VllmOptions
+from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import Engine
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
@@ -81,6 +81,7 @@ def make_pool(
     num_policies: int = 1,
     scripted: Callable[[], Engine] | None = None,
     host: TrainerHost | None = None,
+    silence_s: float = SILENCE_S,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
 
@@ -91,6 +92,7 @@ def make_pool(
         scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
         placement).
         host: where this process is; None: found out.
+        silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
 
     Raises:
         ValueError: rollout.engine=scripted without `scripted`.
@@ -105,7 +107,7 @@ def make_pool(
     specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
-    return _ray_pool(policy, config, specs, num_policies, host or this_host(config.ray_address))
+    return _ray_pool(policy, config, specs, num_policies, host or this_host(config.ray_address), silence_s)
 
 
 def _specs(
@@ -158,7 +160,12 @@ def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec])
 
 
 def _ray_pool(
-    policy: str, config: RolloutConfig, specs: Sequence[EngineSpec], num_policies: int, host: TrainerHost
+    policy: str,
+    config: RolloutConfig,
+    specs: Sequence[EngineSpec],
+    num_policies: int,
+    host: TrainerHost,
+    silence_s: float,
 ) -> EnginePool:
     """Actors of the cluster; colocated ones of all policies share each GPU."""
     from marsrl.rollout.ray_cluster import RayCluster, RayReplicas
@@ -178,7 +185,7 @@ def _ray_pool(
         cluster.close()
         raise
     pool = EnginePool(
-        RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s),
+        RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s, silence_s=silence_s),
         policy,
         slots=config.vllm.max_num_seqs,
         deadline_s=config.deadline_s,

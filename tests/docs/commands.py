@@ -146,6 +146,9 @@ WAYS = {
     "python benchmarks/probe.py --honest 200": PROBE,
     "python benchmarks/weight_sync.py": SYNC,
     "python benchmarks/weight_sync.py --mib 256 --repeats 5": SYNC,
+    "python tests/chaos.py --minutes 20 --seed 7": Way(
+        "tests/integration/test_chaos.py::test_two_faults_cost_nothing", "two faults of two kinds, with our own engine"
+    ),
 }
 
 

@@ -15,11 +15,16 @@ import ray
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
+from marsrl.rollout import engine_pulse
 from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engine_pulse import EnginePulse
 from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.ray_cluster import RayReplicas
 from marsrl.rollout.ray_faults import how_it_died, judged
 from marsrl.trainer.weight_sync import WeightSync
+
+SILENCE_S = 6.0  # shorter than the deadline
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,9 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
         engine="local", threads=1, object_store_mib=80, deadline_s=12.0, vllm=VllmOptions(max_num_seqs=16)
     )
     with disturbed_starts(signal.SIGKILL, signal.SIGSTOP) as disturber:
-        pool = make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128)
+        pool = make_pool(
+            "main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128, silence_s=SILENCE_S
+        )
     with pool:
         assert disturber.sent == [signal.SIGKILL, signal.SIGSTOP]
         assert pool.take_faults().engine_restarts >= 2  # a loaded machine may take longer than the deadline once more
@@ -72,7 +79,9 @@ def asks(count: int, length: int = 90) -> list:
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_said(pool, checkpoint, judge) -> None:
+def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_said(
+    pool, checkpoint, judge, caplog
+) -> None:
     directory = checkpoint("qwen3_moe")
     new = perturbed(tensors_of(directory), "experts")
     sync = WeightSync(pool, vocab_size=160)
@@ -97,7 +106,7 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     assert faults.engine_restarts >= 1 and faults.resubmitted >= 24 and faults.failed == 0
     assert sum(pool.num_decoded()) >= before + 200 + 24 * 90  # the count of the dead one is kept
 
-    # SIGSTOP among requests that come and go: found out by the deadline
+    # SIGSTOP among requests that come and go
     (second,) = actors()
     pool.submit(asks(24), version=1)
     second.send_signal(signal.SIGSTOP)
@@ -106,6 +115,7 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
         results += pool.collect(1.0)
     assert_right(results)
     assert pool.take_faults().engine_restarts >= 1
+    assert "its process has said nothing for run.silence_s = 6 s" in caplog.text
     psutil.wait_procs([second], timeout=60)
     assert not second.is_running()
 
@@ -116,6 +126,60 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     sync.close()
     assert report.probe.median < 1e-5
     assert {result.version for result in pool.generate(asks(24), version=2)} == {2}
+
+
+class Answers:
+    """In place of ray and of an actor: what is asked has been answered where `are_there` says so."""
+
+    are_there, now, called = True, 0.0, 0
+
+    @property
+    def is_there(self) -> Answers:
+        return self
+
+    def remote(self) -> int:
+        self.called += 1
+        return self.called
+
+    def wait(self, calls: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+        return (calls, []) if self.are_there else ([], calls)
+
+
+def listened(pulse: EnginePulse, engine: Answers, seconds: int) -> float:
+    for _ in range(seconds):
+        engine.now += 1.0
+        pulse.listen([engine])
+    return pulse.silent_for_s(0)
+
+
+def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Answers()
+    monkeypatch.setattr(engine_pulse, "ray", engine)
+    pulse = EnginePulse(40.0, clock=lambda: engine.now)
+    assert listened(pulse, engine, 30) == 0
+    assert engine.called <= 7  # asked a few times in a silence, not each time
+    engine.are_there = False
+    engine.now += 3600  # the trainer trained, or was stopped itself
+    assert listened(pulse, engine, 30) in (28, 29, 30)
+    engine.are_there = True
+    assert listened(pulse, engine, 1) == 0
+
+
+def test_a_slow_start_is_waited_for_while_its_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Answers()
+    monkeypatch.setattr(engine_pulse, "ray", engine)
+    replicas = RayReplicas(None, [], num_gpus=0, deadline_s=25.0, silence_s=40.0)  # type: ignore[arg-type]
+    replicas._pulse = EnginePulse(40.0, clock=lambda: engine.now)
+    listened(replicas._pulse, engine, 60)
+    assert replicas._overdue(0, "start", elapsed_s=60, within_s=50) is None
+    assert replicas._overdue(0, "start", elapsed_s=499, within_s=50) is None
+    assert "no answer to start in 500 s" in replicas._overdue(0, "start", elapsed_s=500, within_s=50).reason
+    assert "no answer to score in 50 s" in replicas._overdue(0, "score", elapsed_s=50, within_s=50).reason
+    engine.are_there = False
+    listened(replicas._pulse, engine, 46)
+    assert replicas._overdue(0, "start", elapsed_s=49, within_s=50) is None
+    assert "no answer to start in 60 s" in replicas._overdue(0, "start", elapsed_s=60, within_s=50).reason
+    assert "said nothing for run.silence_s = 40 s" in replicas._overdue(0, "score", elapsed_s=41, within_s=50).reason
 
 
 def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:

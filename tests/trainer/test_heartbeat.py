@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -13,26 +14,26 @@ from marsrl.trainer.heartbeat import Heartbeat
 class Rank:
     """A heartbeat that keeps what it would have stopped the process for."""
 
-    def __init__(self, store: dist.Store, rank: int, *, silent_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, *, silence_s: float) -> None:
         self.stopped, self.reason = threading.Event(), ""
-        self.heartbeat = Heartbeat(store, rank, 3, stop=self._stop, beat_s=0.02, silent_s=silent_s)
+        self.heartbeat = Heartbeat(store, rank, 3, stop=self._stop, beat_s=0.02, silence_s=silence_s)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, silent: Sequence[str]) -> None:
         self.reason = reason
         self.stopped.set()
 
 
 def test_all_hear_which_rank_is_silent() -> None:
     store = dist.HashStore()
-    ranks = [Rank(store, r, silent_s=2.0) for r in range(2)]  # the third was killed before its first beat
+    ranks = [Rank(store, r, silence_s=2.0) for r in range(2)]  # the third was killed before its first beat
     with ranks[0].heartbeat, ranks[1].heartbeat:
         assert all(rank.stopped.wait(60) for rank in ranks)
-    assert all("silent for 2 s" in rank.reason and "rank 2" in rank.reason for rank in ranks)
+    assert all("silent for run.silence_s = 2 s" in rank.reason and "rank 2" in rank.reason for rank in ranks)
 
 
 def test_all_hear_which_rank_ended_with_an_error() -> None:
     store = dist.HashStore()
-    ranks = [Rank(store, r, silent_s=1e9) for r in range(3)]
+    ranks = [Rank(store, r, silence_s=1e9) for r in range(3)]
     with ranks[0].heartbeat, ranks[1].heartbeat:
         with contextlib.suppress(MemoryError), ranks[2].heartbeat:
             raise MemoryError("no room")
@@ -42,7 +43,7 @@ def test_all_hear_which_rank_ended_with_an_error() -> None:
 
 def test_a_rank_that_is_done_is_not_missed() -> None:
     store = dist.HashStore()
-    ranks = [Rank(store, r, silent_s=1.0) for r in (0, 2)]
+    ranks = [Rank(store, r, silence_s=1.0) for r in (0, 2)]
     store.set("beat/1", "done")
     with ranks[0].heartbeat:
         with ranks[1].heartbeat:
@@ -53,7 +54,7 @@ def test_a_rank_that_is_done_is_not_missed() -> None:
 def test_a_heartbeat_that_is_left_before_the_end_says_so_once() -> None:
     """A run enters it before its engines start and leaves it before they are closed."""
     store = dist.HashStore()
-    rank, told = Rank(store, 0, silent_s=1e9), list[bytes]()
+    rank, told = Rank(store, 0, silence_s=1e9), list[bytes]()
     with contextlib.suppress(MemoryError), contextlib.ExitStack() as stack:
         stack.enter_context(rank.heartbeat)
         stack.callback(lambda: told.append(store.get("lost")))  # closing engines

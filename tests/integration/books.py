@@ -1,0 +1,67 @@
+"""What must hold of a run's directory whenever its processes have ended, however they ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from pathlib import Path
+
+from marsrl.rollout.ledger import RolloutState
+from marsrl.rollout.state import decode
+from marsrl.trainer.manifest import damage
+from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.samples_log import read_samples, sample_files
+
+
+class Loss(Exception):
+    """Something was lost, left behind, or said wrongly."""
+
+
+def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
+    """Metrics, checkpoints, samples and instances of a run. damaged: checkpoints, or `latest`, that need not be whole.
+
+    Raises:
+        Loss: something is missing, or there twice.
+    """
+    if not run.path.exists():
+        return
+    rows = [row.step for row in read_metrics(run.metrics)] if run.metrics.exists() else []
+    if rows != list(range(1, len(rows) + 1)):
+        raise Loss(f"metrics.jsonl has the steps {rows}")
+    for step in run.steps_on_disk():
+        folder = run.checkpoint(step)
+        if folder.name not in damaged and (files := damage(folder)):
+            raise Loss(f"{folder.name}: {'; '.join(files)}")
+    latest = run.latest_checkpoint() if "latest" not in damaged else None
+    if latest is None:
+        return
+    if len(rows) < latest.step:
+        raise Loss(f"metrics.jsonl ends at {len(rows)}, the checkpoint is of step {latest.step}")
+    _check_samples(run, latest.path, latest.step, group_size)
+
+
+def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
+    """Of the steps up to the last one: each sample once, each Solver group of a problem trained or in the checkpoint's books."""
+    files = sample_files(run)
+    uids: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
+    for step in range(1, last + 1):
+        if step not in files:
+            raise Loss(f"the samples of step {step} are missing")
+        of_step = Counter(sample.group_id for sample in read_samples(files[step]))
+        uids.update(sample.uid for sample in read_samples(files[step]))
+        groups.update(of_step.keys())
+        if broken := [group for group, count in of_step.items() if count != group_size]:
+            raise Loss(f"step {step}: groups that are not of {group_size} samples: {broken}")
+    books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).scheduler
+    in_flight = [*books.open, *(ask.group_id for ask in books.pending), *(group.group_id for group in books.closed)]
+    groups.update([*in_flight, *(group.group_id for batch in books.ready for group in batch.groups)])
+    if twice := [uid for uid, count in uids.items() if count > 1]:
+        raise Loss(f"samples that were trained twice: {twice[:5]} ({len(twice)})")
+    if twice := [group for group, count in groups.items() if count > 1]:
+        raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
+    drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
+    there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
+    if drawn != there:
+        raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
