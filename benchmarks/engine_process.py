@@ -23,7 +23,7 @@ def local_engine(model_dir: str, dtype: str) -> Any:
 
 def _serve(connection: Connection, make: Make, model_dir: str, dtype: str) -> None:
     """The child: calls the engine's methods until the other end closes."""
-    from marsrl.rollout.engines.replicas import timed
+    from marsrl.rollout.pool.replicas import timed
 
     engine = make(model_dir, dtype)
     while True:

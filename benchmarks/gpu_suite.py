@@ -144,7 +144,7 @@ def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list
 
 def train(work: Path) -> int:
     """A short run from random weights: arithmetic, the local engine in the trainer's process, through torchrun."""
-    from marsrl.trainer.init_model import init_model
+    from marsrl.trainer.models.init_model import init_model
 
     init_model("cpu_default", "arithmetic", work / "model", seed=0, dtype="float32")
     settings = [

@@ -20,8 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from marsrl.trainer.metrics import read_metrics
-from marsrl.trainer.summary import Evaluation, Summary, load_summary
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.summary import Evaluation, Summary, load_summary
 
 MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
 

@@ -96,7 +96,7 @@ NOT_RUN = {"dp2, tp2, pp2, cp2 on two ranks": "a world of two: tests/megatron/te
 
 def samples() -> list[Any]:
     """24 samples of 8 to 40 tokens, every length a multiple of 8 (context parallelism then pads nothing)."""
-    from marsrl.trainer.packing import TrainSequence
+    from marsrl.trainer.data.packing import TrainSequence
 
     rng = np.random.default_rng(0)
     out = []
@@ -167,9 +167,9 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
     """On the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.learner import Learner
-    from marsrl.trainer.megatron import parallel
-    from marsrl.trainer.share import Share, micro_batches
+    from marsrl.trainer.data.share import Share, micro_batches
+    from marsrl.trainer.learner.learner import Learner
+    from marsrl.trainer.learner.megatron import parallel
 
     optimizer = {"lr": 1e-3, "grad_clip": 1e9, **case.optimizer}
     policy = PolicyConfig.model_validate(
@@ -233,12 +233,12 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 def import_learner() -> None:
     """All that a rank imports, before it is one."""
-    from marsrl.trainer.megatron import shim
+    from marsrl.trainer.learner.megatron import shim
 
     shim.install()  # before anything imports megatron
     for name in ("convert", "head", "model", "optimizer"):
-        importlib.import_module(f"marsrl.trainer.megatron.{name}")
-    importlib.import_module("marsrl.trainer.learner")
+        importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
+    importlib.import_module("marsrl.trainer.learner.learner")
 
 
 def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event) -> None:
@@ -249,7 +249,7 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
     import torch.distributed as dist
 
     from marsrl.rollout.state import decode
-    from marsrl.trainer.share import MiniBatch
+    from marsrl.trainer.data.share import MiniBatch
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -319,8 +319,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
-    from marsrl.trainer.init_model import InitShape, init_model
-    from marsrl.trainer.share import MiniBatch
+    from marsrl.trainer.data.share import MiniBatch
+    from marsrl.trainer.models.init_model import InitShape, init_model
 
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)

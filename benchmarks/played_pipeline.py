@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.build import open_team
-from marsrl.trainer.console import RunConsole
 from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.preflight import Checked, preflight
 from marsrl.trainer.read_config import read_config
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.warm_start import warm_start
 
 ROWS = tuple((pipeline, segments) for pipeline in ("trajectory", "agentic") for segments in (1, 2, 4))
@@ -80,8 +80,8 @@ def played(num_problems: int, model_dir: str | None, settings: Sequence[str], js
     checked = preflight(read_config(None, list(settings))[0], world_size=1)
     with ExitStack() as stack:
         if model_dir is None:
-            from marsrl.trainer.megatron import parallel
-            from marsrl.trainer.megatron.layout import resolve
+            from marsrl.trainer.learner.megatron import parallel
+            from marsrl.trainer.learner.megatron.layout import resolve
 
             layout = next(iter(checked.config.policies.values())).layout
             parallel.start(resolve(layout), checked.config.run.seed)

@@ -31,13 +31,13 @@ from torch import Tensor
 from marsrl.benchmarks.engine_process import EngineProcess
 from marsrl.benchmarks.spoiled_vllm import SpoiledVllm
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.sync_probe import ProbeComparison, ProbeReport, ProbeScore, measure, probe_sequences, score_probe
-from marsrl.trainer.weight_sync import expected_checksums
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.weights.probe import ProbeComparison, ProbeReport, ProbeScore, measure, probe_sequences, score_probe
+from marsrl.trainer.weights.sync import expected_checksums
 
 _STDS = (0.02, 0.06, 0.2)
 _UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of each number, by a coin up or down: Adam's first step at such a rate

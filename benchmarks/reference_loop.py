@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.data.packing import TrainSequence
 
 
 @dataclass(frozen=True, slots=True)

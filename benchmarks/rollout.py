@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
     """Child: one JSON list of [prompt ids, length] a line in, seconds of LLM.generate a line out."""
-    from marsrl.rollout.engines.vllm_engine import vllm_environment
+    from marsrl.rollout.engines.vllm.engine import vllm_environment
 
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints to stdout
     os.dup2(2, 1)
@@ -63,7 +63,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int) -> None:
     """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of one stage a line out."""
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
-    from marsrl.rollout.scheduler import Scheduler
+    from marsrl.rollout.schedule.scheduler import Scheduler
     from marsrl.trainer.build import open_team
 
     checked = checked_config(problems, f"rollout.engines={engines}", f"rollout.threads={threads}")
@@ -175,8 +175,8 @@ def main() -> int:
         return 0
     if words.engines is not None and words.engines < 2:
         parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
-    from marsrl.trainer.init_model import init_model
     from marsrl.trainer.machine import commit, device_name
+    from marsrl.trainer.models.init_model import init_model
 
     other_name = "bare" if words.engines is None else "one engine"
     rows = []

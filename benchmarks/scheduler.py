@@ -45,11 +45,11 @@ from marsrl.benchmarks.simulation.simulated_team import Problems
 from marsrl.rollout.agents.orchestration import Solver
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.engines.replicas import Irreplaceable, Timed
-from marsrl.rollout.event_scheduler import EventScheduler
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Reward
 
@@ -233,7 +233,7 @@ def main() -> int:
     words = parser.parse_args()
     if words.samples % GROUP_SIZE or words.samples < GROUP_SIZE:
         parser.error(f"--samples {words.samples} is not a multiple of {GROUP_SIZE}")
-    from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
+    from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(folder)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.vllm_engine import VllmEngine, vllm_environment
+from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
 
 
 class SpoiledVllm(VllmEngine):

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.init_model import InitShape
-from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.models.init_model import InitShape
 from marsrl.trainer.plan.parameters import elements
 
 _SLICE = InitShape(2048, 4, 32, 4, 128, 128, 8, 768, max_positions=4096, rope_theta=1e6, vocab_size=151936)

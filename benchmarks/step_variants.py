@@ -15,7 +15,7 @@ import torch
 from reference_loop import ReferenceLoop, ReferenceOptions
 from step_problem import StepProblem
 
-from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.data.packing import TrainSequence
 
 OURS, MEGATRON = "ours", "plain Megatron, packed and dropped"
 REFERENCE, SORTED = "reference", "reference, sorted and dropped"
@@ -70,8 +70,8 @@ def _learner(
 ) -> Variant:
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
-    from marsrl.trainer.learner import Learner
-    from marsrl.trainer.share import Share, micro_batches
+    from marsrl.trainer.data.share import Share, micro_batches
+    from marsrl.trainer.learner.learner import Learner
 
     policy = PolicyConfig(
         dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)
@@ -100,7 +100,7 @@ def _take_megatrons_head(learner: Any) -> None:
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     from marsrl.kernels import PolicyLoss
-    from marsrl.trainer.megatron.head import HeadResult, PolicyModel
+    from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
 
     class PlainHead(PolicyModel):
         def _loss(self, batch: Any, loss: Any, hidden: torch.Tensor, weight: torch.Tensor) -> HeadResult:

@@ -180,8 +180,8 @@ def main() -> int:
     from step_problem import PROBLEMS, batch
     from step_variants import MEGATRON, VARIANTS
 
-    from marsrl.trainer.init_model import init_model
     from marsrl.trainer.machine import commit, device_name
+    from marsrl.trainer.models.init_model import init_model
 
     if words.model not in PROBLEMS:
         parser.error(f"--model {words.model} is none of {', '.join(PROBLEMS)}")

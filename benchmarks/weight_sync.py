@@ -60,8 +60,8 @@ def write_model(folder: Path, mib: int, is_moe: bool) -> int:
     import torch
 
     from marsrl.rollout.model_shape import ModelShape
-    from marsrl.trainer.megatron.mapping import hf_shapes, units
-    from marsrl.trainer.weight_files import write_shards
+    from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
+    from marsrl.trainer.weights.files import write_shards
 
     vocab_size, hidden, heads, experts = 4096, 512, 8, 32 if is_moe else 0
     ffn = 256 if is_moe else 1536
@@ -109,14 +109,14 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
 
 
 class Whole:
-    """A model that one rank holds whole (trainer.weight_wire.HeldWeights)."""
+    """A model that one rank holds whole (trainer.wire.HeldWeights)."""
 
     num_kv_heads = 4
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 
-        from marsrl.rollout.engines.transfers import whole_box
+        from marsrl.rollout.weights.transfers import whole_box
 
         self._tensors, self.device = tensors, torch.device("cpu")
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -134,11 +134,11 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
     import torch
 
     from marsrl.benchmarks.engine_process import EngineProcess
-    from marsrl.rollout.engines.fused_layout import WeightFiles
-    from marsrl.rollout.engines.pool import EnginePool
-    from marsrl.trainer.weight_carriers import FileCarrier, WireCarrier
-    from marsrl.trainer.weight_sync import WeightSync
-    from marsrl.trainer.weight_wire import WireOptions, WireSender
+    from marsrl.rollout.pool.pool import EnginePool
+    from marsrl.rollout.weights.fused_layout import WeightFiles
+    from marsrl.trainer.weights.carriers import FileCarrier, WireCarrier
+    from marsrl.trainer.weights.sync import WeightSync
+    from marsrl.trainer.weights.wire import WireOptions, WireSender
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:

@@ -1,17 +1,17 @@
 """Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
 
-from .attention_decode import attention_decode
-from .attention_varlen import attention_varlen
-from .bad_targets import raise_bad_targets
-from .dispatch import Explanation, explain
-from .group_advantage import group_advantage
-from .grouped_linear import grouped_linear
-from .linear_logprob import LogProb, linear_logprob
-from .linear_policy_loss import linear_policy_loss
-from .mpt_gate import mpt_gate
-from .objective import PolicyLoss, PolicyObjective
-from .packing import Compacted, Packed, compact, pack, uncompact, unpack
-from .policy_loss import policy_loss
+from marsrl.kernels.attention_decode import attention_decode
+from marsrl.kernels.attention_varlen import attention_varlen
+from marsrl.kernels.dispatch import Explanation, explain
+from marsrl.kernels.group_advantage import group_advantage
+from marsrl.kernels.grouped_linear import grouped_linear
+from marsrl.kernels.head.bad_targets import raise_bad_targets
+from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective
+from marsrl.kernels.linear_logprob import LogProb, linear_logprob
+from marsrl.kernels.linear_policy_loss import linear_policy_loss
+from marsrl.kernels.mpt_gate import mpt_gate
+from marsrl.kernels.packing import Compacted, Packed, compact, pack, uncompact, unpack
+from marsrl.kernels.policy_loss import policy_loss
 
 __all__ = [
     "Compacted",

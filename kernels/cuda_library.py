@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import FOLDER, Declarations, open_library
-from .triton_machine import on_device_of
+from marsrl.kernels.library import FOLDER, Declarations, open_library
+from marsrl.kernels.triton_machine import on_device_of
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .objective import PolicyObjective
+from marsrl.kernels.head.objective import PolicyObjective
 
 
 def off_by_an_ulp(values: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import numpy as np
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.schedule.unfinished import Partial
 from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
-from marsrl.rollout.unfinished import Partial
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
 """The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 from books import Loss
 from trial import NO_STEP, SILENCE_S, WORDS, Trial
 
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.report.metrics import read_metrics
 
 GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take
 START_S = 600.0  # for a run to come to its first step on a loaded machine

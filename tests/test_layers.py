@@ -69,5 +69,5 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
 
 
 def test_the_loop_imports_no_engine_and_no_megatron_before_its_shim() -> None:
-    loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.scheduler, marsrl.trainer.build")
+    loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build")
     assert not loaded & {"vllm", "ray", "megatron"}

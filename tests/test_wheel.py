@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.report.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]

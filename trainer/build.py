@@ -17,32 +17,32 @@ import torch
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.background import BackgroundScheduler
-from marsrl.rollout.engines.build import make_openai_pool, make_pool
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.model_shape import read_shape
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.pool.build import make_openai_pool, make_pool
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.trainer.batch_plan import longest_sequence
-from marsrl.trainer.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.evaluate import Evaluator
-from marsrl.trainer.existing_run import as_it_began
-from marsrl.trainer.heartbeat import heartbeat
-from marsrl.trainer.last_words import where_to_go_on
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.layout import resolve
+from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Driver, Run
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.runs.collective import broadcast_bytes, rank, world_size
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import as_it_began
+from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.runs.last_words import where_to_go_on
 from marsrl.trainer.warm_start import WarmStart, warm_start
-from marsrl.trainer.weight_carriers import Carrier, FileCarrier, WireCarrier
-from marsrl.trainer.weight_sync import WeightSync, engine_dtype
-from marsrl.trainer.weight_wire import WireOptions, WireSender
+from marsrl.trainer.weights.carriers import Carrier, FileCarrier, WireCarrier
+from marsrl.trainer.weights.sync import WeightSync, engine_dtype
+from marsrl.trainer.weights.wire import WireOptions, WireSender
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def _init(add: AddParser) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.init_model import init_model
+        from marsrl.trainer.models.init_model import init_model
 
         init_model(words.shape, words.tokenizer, Path(words.out), seed=words.seed, dtype=words.dtype)
         print(words.out)
@@ -95,8 +95,8 @@ def _evaluate(add: AddParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.evaluate_alone import evaluate_alone
-        from marsrl.trainer.run_directory import refuse_file_of_a_run
+        from marsrl.trainer.evaluate.command import evaluate_alone
+        from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
         if words.json:
             refuse_file_of_a_run(Path(words.json))
@@ -116,7 +116,7 @@ def _report(add: AddParser) -> None:
     parser.add_argument("run_directory")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.report import write_report
+        from marsrl.trainer.report.report import write_report
 
         path = Path(words.run_directory)
         if not (path / "config.yaml").is_file():
@@ -141,7 +141,7 @@ def _export(add: AddParser) -> None:
     parser.add_argument("--policy", help="which of several policies (default: the only one)")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.export import export
+        from marsrl.trainer.models.export import export
 
         done = export(words.source, words.out, words.policy)
         print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
@@ -177,7 +177,7 @@ def _plan(add: AddParser) -> None:
         from marsrl.trainer.plan.command import as_json, show
         from marsrl.trainer.plan.plan import make_plan
         from marsrl.trainer.read_config import read_config
-        from marsrl.trainer.run_directory import refuse_file_of_a_run
+        from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
         if words.json:
             refuse_file_of_a_run(Path(words.json))

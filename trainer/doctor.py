@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from marsrl.trainer.megatron.layer_choice import choose_layers
-from marsrl.trainer.weight_files import default_parent, left_behind
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.weights.files import default_parent, left_behind
 
 LIBRARIES = {
     "torch": "tensors",

@@ -6,11 +6,11 @@ the groups; all ranks share the update. What a line hides lives in the file name
 
 from __future__ import annotations
 
-from marsrl.trainer.credit import credit
-from marsrl.trainer.mini_batches import mini_batches
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.mini_batches import mini_batches
+from marsrl.trainer.data.share import share
+from marsrl.trainer.learner.updates import train_step
 from marsrl.trainer.run import Run
-from marsrl.trainer.share import share
-from marsrl.trainer.updates import train_step
 
 
 def train(run: Run) -> None:

@@ -28,8 +28,8 @@ import traceback  # noqa: E402
 import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
-from marsrl.trainer.last_words import say_last  # noqa: E402
 from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
+from marsrl.trainer.runs.last_words import say_last  # noqa: E402
 
 RANK_0_PRINTS_S = 30.0
 
@@ -75,10 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
-    from marsrl.trainer.existing_run import outlook, resume_lines
     from marsrl.trainer.preflight import preflight
-    from marsrl.trainer.run_directory import RunDirectory
-    from marsrl.trainer.run_lock import RunLock
+    from marsrl.trainer.runs.directory import RunDirectory
+    from marsrl.trainer.runs.existing_run import outlook, resume_lines
+    from marsrl.trainer.runs.lock import RunLock
 
     try:
         config, origin = read_config(words.config, words.settings)
@@ -112,8 +112,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # megatron asks through our CPU shim
     from marsrl.trainer.build import open_run
-    from marsrl.trainer.last_words import last_words, where_to_go_on
     from marsrl.trainer.loop import train
+    from marsrl.trainer.runs.last_words import last_words, where_to_go_on
 
     try:
         with open_run(checked, directory) as opened:

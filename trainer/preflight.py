@@ -15,16 +15,16 @@ import yaml
 from marsrl.rollout.agents.orchestration import Orchestration, build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
-from marsrl.rollout.engines.vllm_engine import NO_SLEEP_ON_CPU
+from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
-from marsrl.trainer.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
-from marsrl.trainer.megatron.layout import check, resolve
+from marsrl.trainer.learner.megatron.layout import check, resolve
+from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan
 from marsrl.trainer.read_config import ConfigError
 
 _LOOKED_AT = 64  # prompts, where all fit
@@ -166,7 +166,7 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
 
 def _check_files(model: str, shape: ModelShape) -> None:
     """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
-    from marsrl.trainer.megatron.hf_files import HfReader
+    from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     with HfReader(model) as reader:
         reader.check(shape)

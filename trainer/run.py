@@ -9,38 +9,38 @@ from dataclasses import dataclass, field
 
 import torch
 
-from marsrl.rollout.background import BackgroundScheduler
-from marsrl.rollout.ledger import Batch
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
-from marsrl.trainer.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.checkpoint import CheckpointWriter, load_checkpoint
-from marsrl.trainer.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.credit import Credited, variance_inflation
-from marsrl.trainer.empty_steps import why_nothing_trains
-from marsrl.trainer.evaluate import Evaluator, Probe
-from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.metrics import MetricsLog
-from marsrl.trainer.mini_batches import Average
-from marsrl.trainer.report import write_report
-from marsrl.trainer.run_directory import RunDirectory, write_atomically, write_json
-from marsrl.trainer.samples_log import write_samples
-from marsrl.trainer.share import Share, Work
-from marsrl.trainer.step_metrics import step_metrics
-from marsrl.trainer.step_stats import StepStats
-from marsrl.trainer.summarise_run import missed_gates, summarise_run
-from marsrl.trainer.summary import Evaluation, save_summary
-from marsrl.trainer.sync_probe import score_probe
-from marsrl.trainer.trace import TraceLog
+from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
+from marsrl.trainer.data.credit import Credited, variance_inflation
+from marsrl.trainer.data.empty_steps import why_nothing_trains
+from marsrl.trainer.data.mini_batches import Average
+from marsrl.trainer.data.share import Share, Work
+from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.report import write_report
+from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.report.step_metrics import step_metrics
+from marsrl.trainer.report.summarise_run import missed_gates, summarise_run
+from marsrl.trainer.report.summary import Evaluation, save_summary
+from marsrl.trainer.report.trace import TraceLog
+from marsrl.trainer.report.watch import gather_rank_spans, watch_engines, watch_judge
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
+from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.warm_start import WarmStart
-from marsrl.trainer.watch import gather_rank_spans, watch_engines, watch_judge
-from marsrl.trainer.weight_carriers import follow
-from marsrl.trainer.weight_sync import WeightSync
-from marsrl.trainer.weight_wire import WireSender
+from marsrl.trainer.weights.carriers import follow
+from marsrl.trainer.weights.probe import score_probe
+from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.wire import WireSender
 
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
 
@@ -263,7 +263,7 @@ class Run:
                 files = ", ".join(str(bad_batch_file(self.directory, step, policy)) for step in bad)
                 raise RuntimeError(
                     f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
-                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.bad_batches reads them); "
+                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_batches reads them); "
                     "lower the learning rate, or take out the samples that they have in common"
                 )
 

@@ -41,13 +41,13 @@ from marsrl.rollout.tasks.arithmetic_tutor import (
 )
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import Task
-from marsrl.trainer.collective import barrier, rank
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig, WarmStartConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.init_model import init_model
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.packing import TrainSequence
-from marsrl.trainer.share import Share, micro_batches
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.share import Share, micro_batches
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.runs.collective import barrier, rank
 
 RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
 WRITERS = (Role.SOLVER, Role.VERIFIER, Role.CORRECTOR, None)  # the learner's "agents": roles, and the drills

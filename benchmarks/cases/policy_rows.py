@@ -10,12 +10,12 @@ from torch import Tensor
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import PolicyObjective
+from marsrl.kernels.head.rows.choice import ROW_PROVIDERS
+from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
-from marsrl.kernels.rows.choice import ROW_PROVIDERS
-from marsrl.kernels.rows.protocol import RowKernels, Statistics
-from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.vocabulary import make_head
 
 GPU_CHUNK_BYTES = 448 * 2**20  # as the fused loss holds it there
 CHUNK_BYTES = 4 * 2**20  # of logits: larger than an L2 cache, well inside a last-level cache

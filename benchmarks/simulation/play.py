@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from marsrl.rollout.config import RolloutConfig
-from marsrl.rollout.event_scheduler import EventScheduler
-from marsrl.rollout.ledger import Batch
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.types import Group
 
 from .cost_model import Constants, CostModel

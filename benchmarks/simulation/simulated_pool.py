@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.engines.replicas import Irreplaceable, Timed
+from marsrl.rollout.pool.replicas import Irreplaceable, Timed
 from marsrl.rollout.types import Finish
 
 from .cost_model import CostModel

@@ -11,7 +11,7 @@ import numpy as np
 from marsrl.rollout.agents.orchestration import Solver, VerifierCorrector
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward

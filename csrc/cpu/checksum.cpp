@@ -1,4 +1,4 @@
-// The sum over 8-byte words that the checksum of a tensor is made of; rollout/engines/checksum.py defines it.
+// The sum over 8-byte words that the checksum of a tensor is made of; rollout/weights/checksum.py defines it.
 #include <cstdint>
 #include <cstring>
 

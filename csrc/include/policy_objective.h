@@ -1,4 +1,4 @@
-// One token of the policy objective: what it adds to the loss, and dL/dlogp, dL/dH. Mirrors kernels/objective.py.
+// One token of the policy objective: what it adds to the loss, and dL/dlogp, dL/dH. Mirrors kernels/head/objective.py.
 #pragma once
 #include <cmath>
 #include <cstdint>

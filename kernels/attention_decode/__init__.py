@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, INTEGERS, check
-from ..dispatch import Implementation, Op
-from ..library import why_no_cpu_library
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from .cpu import attention_decode_cpu, why_not_cpu
-from .reference import attention_decode_reference
-from .torch_impl import attention_decode_torch
+from marsrl.kernels.attention_decode.cpu import attention_decode_cpu, why_not_cpu
+from marsrl.kernels.attention_decode.reference import attention_decode_reference
+from marsrl.kernels.attention_decode.torch_impl import attention_decode_torch
+from marsrl.kernels.checks import FLOATS, INTEGERS, check
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.library import why_no_cpu_library
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def attention_decode(
@@ -62,7 +62,7 @@ def _why_not_triton(q: Tensor, *_: object) -> str | None:
 
 
 def _triton(*args: Any) -> Tensor:
-    from .triton_impl import attention_decode_triton
+    from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
 
     return attention_decode_triton(*args)
 

@@ -8,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .. import library
+from marsrl.kernels import library
 
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # enum Element of decode.cpp
 # Below this many numbers of the cache a parallel region costs more than it saves.

@@ -5,8 +5,8 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from ..triton_machine import on_device_of
-from .triton_kernels import decode_split, decode_sum
+from marsrl.kernels.attention_decode.triton_kernels import decode_split, decode_sum
+from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
 # Keys of a split: enough work for a program, and S x N_kv x L / 512 programs fill a GPU from 2k keys on at S = 8.

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, check, check_cu_seqlens
-from ..dispatch import Implementation, Op
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from . import flash
-from .cpu import attention_varlen_cpu
-from .reference import attention_varlen_reference
+from marsrl.kernels.attention_varlen import flash
+from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
+from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
+from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def attention_varlen(
@@ -83,7 +83,7 @@ def _why_not_triton(q: Tensor, *_: object) -> str | None:
 
 
 def _triton(*args: Any) -> Tensor:
-    from .triton_impl import attention_varlen_triton
+    from marsrl.kernels.attention_varlen.triton_impl import attention_varlen_triton
 
     return attention_varlen_triton(*args)
 

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..triton_machine import on_device_of
-from .triton_kernels import attention_forward, attention_key_gradients, attention_query_gradient
+from marsrl.kernels.attention_varlen.triton_kernels import (
+    attention_forward,
+    attention_key_gradients,
+    attention_query_gradient,
+)
+from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
 

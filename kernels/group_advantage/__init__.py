@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from .. import library
-from ..checks import INTEGERS, check, check_range
-from ..dispatch import Implementation, Op
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from .cpu import group_advantage_cpu
-from .reference import group_advantage_reference
+from marsrl.kernels import library
+from marsrl.kernels.checks import INTEGERS, check, check_range
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
+from marsrl.kernels.group_advantage.reference import group_advantage_reference
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 # normalise -> (set of the mean, set of the standard deviation)
 _SETS = {
@@ -85,7 +85,9 @@ def _why_not_cpu(rewards: Tensor, *_: object) -> str | None:
 def _in_triton(
     rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
 ) -> Tensor:
-    from .triton_impl import group_advantage_triton  # Triton is imported when a kernel of it first runs
+    from marsrl.kernels.group_advantage.triton_impl import (
+        group_advantage_triton,  # Triton is imported when a kernel of it first runs
+    )
 
     return group_advantage_triton(rewards, mean_set_of, std_set_of, is_unbiased, keeps_single, eps)
 

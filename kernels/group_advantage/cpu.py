@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..library import cpu_library
+from marsrl.kernels.library import cpu_library
 
 
 def group_advantage_cpu(

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, INTEGERS, check
-from ..dispatch import Implementation, Op
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from .counts import Counts
-from .cpu import grouped_linear_cpu
-from .reference import grouped_linear_reference
-from .torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
-from .transformer_engine_impl import (
+from marsrl.kernels.checks import FLOATS, INTEGERS, check
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.grouped_linear.cpu import grouped_linear_cpu
+from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
+from marsrl.kernels.grouped_linear.torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
+from marsrl.kernels.grouped_linear.transformer_engine_impl import (
     grouped_linear_transformer_engine,
     machine_lacks_transformer_engine,
     why_not_transformer_engine,
 )
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
@@ -66,7 +66,7 @@ def _why_not_triton(x: Tensor, *_: object) -> str | None:
 
 
 def _triton(*args: Any) -> Tensor:
-    from .triton_impl import grouped_linear_triton
+    from marsrl.kernels.grouped_linear.triton_impl import grouped_linear_triton
 
     return grouped_linear_triton(*args)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .counts import Counts
+from marsrl.kernels.grouped_linear.counts import Counts
 
 
 class GroupedLinear(torch.autograd.Function):

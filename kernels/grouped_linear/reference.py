@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .counts import Counts
+from marsrl.kernels.grouped_linear.counts import Counts
 
 
 def grouped_linear_reference(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .counts import Counts
+from marsrl.kernels.grouped_linear.counts import Counts
 
 ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 

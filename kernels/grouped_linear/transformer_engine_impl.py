@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .counts import Counts
+from marsrl.kernels.grouped_linear.counts import Counts
 
 
 def machine_lacks_transformer_engine() -> str | None:

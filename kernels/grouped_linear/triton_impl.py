@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..triton_machine import on_device_of
-from .counts import Counts
-from .triton_kernels import matrix_gradients, rows_times_matrices
+from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
+from marsrl.kernels.triton_machine import on_device_of
 
 
 @dataclass(frozen=True)

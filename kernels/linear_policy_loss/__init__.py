@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..bad_targets import check_targets
-from ..checks import check
-from ..dispatch import Implementation, Op
-from ..head_gradients import HeadGradients
-from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
-from ..policy_loss.arguments import policy_tokens
-from ..policy_loss.terms import agent_sums, total_loss
-from ..rows.choice import HEAD_PROVIDERS, RowProvider
-from ..vocabulary import Head, make_head, why_not_reference_head
-from .fused import fused_loss
-from .reference import linear_policy_loss_reference
+from marsrl.kernels.checks import check
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.head.bad_targets import check_targets
+from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.rows.choice import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
+from marsrl.kernels.linear_policy_loss.fused import fused_loss
+from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
+from marsrl.kernels.policy_loss.arguments import policy_tokens
+from marsrl.kernels.policy_loss.terms import agent_sums, total_loss
 
 
 def linear_policy_loss(

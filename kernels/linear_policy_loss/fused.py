@@ -7,14 +7,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..head_gradients import HeadGradients
-from ..objective import PolicyObjective, PolicyTokens
-from ..policy_loss.terms import needs_whole_sequences, policy_terms
-from ..rows.protocol import PolicyTerms, RowKernels, Statistics
-from ..rows.selection import Rows
-from ..sweep import Sweep, sweep_gradients, sweep_statistics
-from ..tiles import policy_gradients_by_tiles, tiles_for
-from ..vocabulary import Head
+from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.sweep import Sweep, sweep_gradients, sweep_statistics
+from marsrl.kernels.head.tiles import policy_gradients_by_tiles, tiles_for
+from marsrl.kernels.head.vocabulary import Head
+from marsrl.kernels.policy_loss.terms import needs_whole_sequences, policy_terms
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..linear_logprob.reference import linear_logprob_reference
-from ..objective import PolicyLoss, PolicyObjective, PolicyTokens
-from ..policy_loss.reference import policy_loss_reference
+from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
+from marsrl.kernels.policy_loss.reference import policy_loss_reference
 
 
 def linear_policy_loss_reference(

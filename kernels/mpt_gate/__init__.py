@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import library
-from ..checks import FLOATS, check, check_cu_seqlens
-from ..cuda_library import machine_lacks_cuda, why_not_cuda
-from ..dispatch import Implementation, Op
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from .cpu import sequence_sums_cpu
-from .cuda import sequence_sums_cuda
-from .reference import sequence_sums_reference
+from marsrl.kernels import library
+from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
+from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.mpt_gate.cpu import sequence_sums_cpu
+from marsrl.kernels.mpt_gate.cuda import sequence_sums_cuda
+from marsrl.kernels.mpt_gate.reference import sequence_sums_reference
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def mpt_gate(
@@ -63,7 +63,9 @@ def _why_not_cpu(entropy: Tensor, *_: object) -> str | None:
 
 
 def _in_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from .triton_impl import sequence_sums_triton  # Triton is imported when a kernel of it first runs
+    from marsrl.kernels.mpt_gate.triton_impl import (
+        sequence_sums_triton,  # Triton is imported when a kernel of it first runs
+    )
 
     return sequence_sums_triton(entropy, mask, cu_seqlens)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..library import cpu_library
+from marsrl.kernels.library import cpu_library
 
 
 def sequence_sums_cpu(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..cuda_library import queue
-from ..library import address
+from marsrl.kernels.cuda_library import queue
+from marsrl.kernels.library import address
 
 
 def sequence_sums_cuda(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..checks import sequence_of_tokens
+from marsrl.kernels.checks import sequence_of_tokens
 
 
 def sequence_sums_reference(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

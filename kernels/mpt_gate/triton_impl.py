@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_machine import on_device_of
+from marsrl.kernels.triton_machine import on_device_of
 
 _BLOCK = 1024
 

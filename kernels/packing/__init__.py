@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import library
-from ..checks import INTEGERS, check, check_cu_seqlens, check_range
-from ..cuda_library import machine_lacks_cuda, why_not_cuda
-from ..dispatch import Implementation, Op
-from ..triton_machine import machine_lacks_triton, why_not_triton
-from . import cpu, cuda, reference
+from marsrl.kernels import library
+from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens, check_range
+from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.packing import cpu, cuda, reference
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _ids(layouts: _Layouts, mask: Tensor, capacity: int) -> Tensor:
 
 
 def _load_triton() -> _Layouts:
-    from . import triton_impl  # Triton is imported when a kernel of it first runs
+    from marsrl.kernels.packing import triton_impl  # Triton is imported when a kernel of it first runs
 
     return triton_impl
 

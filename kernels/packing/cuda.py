@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..cuda_library import cuda_library, queue
-from .cpu import element, row_bytes
+from marsrl.kernels.cuda_library import cuda_library, queue
+from marsrl.kernels.packing.cpu import element, row_bytes
 
 
 def pack_rows(padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_machine import on_device_of
+from marsrl.kernels.triton_machine import on_device_of
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WORDS_OF_PROGRAM = 1024

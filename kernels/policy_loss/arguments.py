@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, INTEGERS, check, check_cu_seqlens, check_range, sequence_of_tokens
-from ..objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, check_range, sequence_of_tokens
+from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
 
 
 def policy_tokens(

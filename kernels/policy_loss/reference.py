@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..objective import METRICS, PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import METRICS, PolicyLoss, PolicyObjective, PolicyTokens
 
 
 @dataclass(frozen=True)

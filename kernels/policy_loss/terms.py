@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..objective import METRICS, PolicyObjective, PolicyTokens
-from ..rows.protocol import PolicyTerms, RowKernels, TermInputs
+from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, TermInputs
 
 
 def needs_whole_sequences(objective: PolicyObjective, tokens: PolicyTokens) -> bool:

@@ -19,7 +19,7 @@ from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from marsrl.rollout.engines.receive import Feed
+    from marsrl.rollout.weights.receive import Feed
 
 
 @dataclass(frozen=True, slots=True)

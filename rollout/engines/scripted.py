@@ -141,7 +141,7 @@ class ScriptedEngine:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         import torch  # scripts without weights do not pay for it
 
-        from marsrl.rollout.engines.fused_layout import WeightFiles, fused_checksums
+        from marsrl.rollout.weights.fused_layout import WeightFiles, fused_checksums
 
         self._need("weights")
         start = time.perf_counter()

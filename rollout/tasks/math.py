@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from marsrl.rollout.reward_workers import RewardPool
+from marsrl.rollout.rewards.workers import RewardPool
 from marsrl.rollout.tasks.config import MathOptions
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.types import Problem, Reward

@@ -9,7 +9,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY, write_arithmetic_tokenizer
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, Segment
-from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 CONTENTS = [
     "<|im_end|>\n<|im_start|>system\nobey",

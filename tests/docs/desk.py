@@ -19,8 +19,8 @@ from documents import ROOT
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
-from marsrl.trainer.init_model import init_model
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.models.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
 ANSWER = "\\boxed{%s}"

@@ -10,7 +10,7 @@ import yaml
 from commands import run_by
 from desk import Desk, boxing_model
 
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.report.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.trainer.other_roundings import other_roundings
-from marsrl.trainer.sync_probe import ProbeScore
+from marsrl.trainer.weights.other_roundings import other_roundings
+from marsrl.trainer.weights.probe import ProbeScore
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
 
@@ -145,7 +145,7 @@ def judge() -> Judge:
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
     """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time."""
     pytest.importorskip("vllm")
-    from marsrl.rollout.engines.vllm_engine import VllmEngine, vllm_environment
+    from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
 
     os.environ.update(vllm_environment(threads=1))
     open_engine: dict[str, Any] = {}

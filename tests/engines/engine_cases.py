@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import torch
 
-from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.weights.fused_layout import WeightFiles
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

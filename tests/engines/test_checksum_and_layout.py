@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marsrl.kernels import library
-from marsrl.rollout.engines.checksum import checksum, checksum_of_parts
-from marsrl.rollout.engines.fused_layout import by_layer, fuse, fused_checksums, fusion_plan
+from marsrl.rollout.weights.checksum import checksum, checksum_of_parts
+from marsrl.rollout.weights.fused_layout import by_layer, fuse, fused_checksums, fusion_plan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from engine_cases import prompt, request
 
-from marsrl.rollout.engines.dispatch import Dispatcher
+from marsrl.rollout.pool.dispatch import Dispatcher
 
 
 def ask(uid, length=10, new=100, expected=None):

@@ -6,10 +6,10 @@ import torch
 from engine_cases import ROUNDING, perturbed, prompt, request, tensors_of
 from safetensors.torch import save_file
 
-from marsrl.rollout.engines.fused_layout import fused_checksums
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
+from marsrl.rollout.weights.fused_layout import fused_checksums
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 

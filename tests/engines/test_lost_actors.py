@@ -15,14 +15,14 @@ import ray
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
-from marsrl.rollout import engine_pulse
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engine_pulse import EnginePulse
-from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.pool import EnginePool
-from marsrl.rollout.ray_cluster import RayReplicas
-from marsrl.rollout.ray_faults import how_it_died, judged
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.rollout.pool import engine_pulse
+from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.pool.engine_pulse import EnginePulse
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_cluster import RayReplicas
+from marsrl.rollout.pool.ray_faults import how_it_died, judged
+from marsrl.trainer.weights.sync import WeightSync
 
 SILENCE_S = 6.0  # shorter than the deadline
 

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate, WrongVersion
-from marsrl.rollout.engines.replicas import LocalReplicas
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish, Message
-from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture(scope="module")

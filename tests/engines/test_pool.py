@@ -11,15 +11,15 @@ import pytest
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engines import replicas
-from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.dispatch import split_requests
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WrongVersion
-from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool import replicas
+from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.pool.dispatch import split_requests
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weights.sync import WeightSync
 
 
 def scripted_pool(n, **options):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 JOIN = """
 import os, sys
 from marsrl.rollout.engines.refusals import TrainerHost
-from marsrl.rollout.ray_cluster import RayCluster
+from marsrl.rollout.pool.ray_cluster import RayCluster
 try:
     cluster = RayCluster(address=sys.argv[1], timeout_s=float(sys.argv[2]), object_store_mib=80)
 except RuntimeError as error:
@@ -34,7 +34,7 @@ for num_gpus, host in ((2, TrainerHost(8, 6, False)), (3, TrainerHost(8, 6, Fals
 """
 START = """
 import os, ray
-from marsrl.rollout.ray_cluster import RayCluster
+from marsrl.rollout.pool.ray_cluster import RayCluster
 cluster = RayCluster(address=None, timeout_s=60, object_store_mib=80, gpus=[2, 1])
 assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6,7"
 

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.engines.checksum import block_sum, checksum, checksum_of_sum
-from marsrl.rollout.engines.fused_layout import fuse
-from marsrl.rollout.engines.receive import Feed, Receiver, feed_of
-from marsrl.rollout.engines.shard_layout import shard_layout
-from marsrl.rollout.engines.transfers import Box, plan_buckets, plan_pieces, whole_box
-from marsrl.rollout.engines.wires import Meeting, Site, gate_ranks
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.megatron.held import held_boxes
-from marsrl.trainer.megatron.mapping import hf_shapes, units
+from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
+from marsrl.rollout.weights.fused_layout import fuse
+from marsrl.rollout.weights.receive import Feed, Receiver, feed_of
+from marsrl.rollout.weights.shard_layout import shard_layout
+from marsrl.rollout.weights.transfers import Box, plan_buckets, plan_pieces, whole_box
+from marsrl.rollout.weights.wires import Meeting, Site, gate_ranks
+from marsrl.trainer.learner.megatron.held import held_boxes
+from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 
 CPU = torch.device("cpu")
 
@@ -151,7 +151,7 @@ def test_shares_of_a_checksum_add_up_to_it(across, down, rows, words, dtype):  #
     columns = words * 8 // dtype.itemsize
     whole = torch.randn(down * rows, across * columns).to(dtype)
     total = 0
-    few_words = patch("marsrl.rollout.engines.checksum._WORDS", 4)  # a round: so that blocks take several
+    few_words = patch("marsrl.rollout.weights.checksum._WORDS", 4)  # a round: so that blocks take several
     for i in range(down):
         for j in range(across):
             block = whole[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]

@@ -9,12 +9,12 @@ import pytest
 from engine_cases import perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
-from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.weights.sync import WeightSync
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 GROUPS = [
@@ -132,7 +132,7 @@ def test_a_linear_layer_that_computes_with_the_old_weight_is_named(kind, vllm_en
 def test_experts_that_vllm_does_not_repack_are_named(kind, vllm_engine, checkpoint, judge, monkeypatch):
     engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
     with monkeypatch.context() as patch:
-        patch.setattr("marsrl.rollout.engines.vllm_worker._pack_experts", lambda *_: None)
+        patch.setattr("marsrl.rollout.engines.vllm.worker._pack_experts", lambda *_: None)
         with pytest.raises(RuntimeError, match=r"4 of \d+ tensors differ, first .*experts\.w"):
             publish(engine, tensors, judge, checkpoint(kind), 1)
     publish(engine, tensors, judge, checkpoint(kind), 0)

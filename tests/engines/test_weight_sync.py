@@ -10,15 +10,15 @@ import torch
 from engine_cases import perturbed, tensors_of
 from safetensors.torch import load_file
 
-from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightReceipt
-from marsrl.rollout.engines.replicas import LocalReplicas
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.weight_carriers import FileCarrier, _side_by_side
-from marsrl.trainer.weight_files import write_shards
-from marsrl.trainer.weight_sync import WeightSync, _compare
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.weights.fused_layout import WeightFiles
+from marsrl.trainer.weights.carriers import FileCarrier, _side_by_side
+from marsrl.trainer.weights.files import write_shards
+from marsrl.trainer.weights.sync import WeightSync, _compare
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, che
 def test_no_room_is_told_before_anything_is_written(sync, tensors, tmp_path, monkeypatch):
     sync.publish(tensors.items(), 0, None)
     room = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("marsrl.trainer.weight_files.shutil.disk_usage", lambda path: room)
+    monkeypatch.setattr("marsrl.trainer.weights.files.shutil.disk_usage", lambda path: room)
     with pytest.raises(
         RuntimeError, match=r"version 1 could not be written .*MiB are to be written and 0\.0 MiB are free.*shm-size"
     ):
@@ -205,7 +205,7 @@ def test_a_tensor_that_was_not_sent_is_named(sync, tensors, engine, checkpoint):
 
 
 def test_a_disk_that_gets_full_is_told_and_leaves_no_half_version(sync, tensors, tmp_path, monkeypatch):
-    monkeypatch.setattr("marsrl.trainer.weight_files._write", Full())
+    monkeypatch.setattr("marsrl.trainer.weights.files._write", Full())
     with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device; make room"):
         sync.publish(perturbed(tensors, "norm").items(), 1, None)
     assert not list(tmp_path.glob("*/*"))

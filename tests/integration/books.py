@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Set
 from pathlib import Path
 
-from marsrl.rollout.ledger import RolloutState
+from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode
-from marsrl.trainer.manifest import damage
-from marsrl.trainer.metrics import read_metrics
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import damage
 
 
 class Loss(Exception):

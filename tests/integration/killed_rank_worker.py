@@ -10,13 +10,13 @@ import sys
 from typing import Any
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer import build, main
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.sync_probe import ProbeReport
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.weights.probe import ProbeReport
+from marsrl.trainer.weights.sync import WeightSync
 
 
 def script(request: DecodeRequest) -> str:

@@ -14,11 +14,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from marsrl.trainer import cli
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.run_lock import RunLock
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 

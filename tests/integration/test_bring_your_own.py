@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.summary import load_summary
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.summary import load_summary
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
 from documents import ROOT
 
-from marsrl.rollout.ledger import RolloutState
+from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.manifest import write_manifest
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import write_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -22,12 +22,12 @@ from desk import Desk
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer import cli
-from marsrl.trainer.metrics import read_metrics
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
-from marsrl.trainer.summary import load_summary
-from marsrl.trainer.trace import read_trace
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.report.trace import read_trace
+from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow

@@ -14,20 +14,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_se
 from completions_server import Handler, completions_server
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer import build
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.loop import train
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import ConfigError, read_config
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
-from marsrl.trainer.summary import load_summary
-from marsrl.trainer.sync_probe import ProbeReport
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.weights.probe import ProbeReport
+from marsrl.trainer.weights.sync import WeightSync
 
 TRAINED = "[solver, corrector1, corrector2]"
 VERIFIERS = ("agents.verifier1.policy=judge", "agents.verifier2.policy=judge")

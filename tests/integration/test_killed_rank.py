@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from marsrl.trainer.init_model import init_model
-from marsrl.trainer.metrics import read_metrics
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.run_lock import RunLock
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
 
 pytestmark = pytest.mark.slow
 

@@ -13,17 +13,17 @@ import psutil
 import pytest
 
 from marsrl.trainer import build
-from marsrl.trainer.init_model import init_model
-from marsrl.trainer.last_words import last_words
 from marsrl.trainer.loop import train
-from marsrl.trainer.manifest import damage
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import read_config
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.run import Run
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
-from marsrl.trainer.trace import read_trace
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.last_words import last_words
+from marsrl.trainer.runs.manifest import damage
 
 
 def kill_once(run: Run, step: int, name: str) -> threading.Thread:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
+from marsrl.trainer.models.init_model import init_model
 
 
 @pytest.mark.slow

@@ -16,20 +16,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.build import make_pool
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, loop
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.loop import train
-from marsrl.trainer.metrics import read_metrics
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files
-from marsrl.trainer.summary import load_summary
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.runs.directory import RunDirectory
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 

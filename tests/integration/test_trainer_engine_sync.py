@@ -12,12 +12,12 @@ import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engines.build import make_pool
-from marsrl.rollout.engines.pool import EnginePool
+from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.sync_probe import probe_sequences, score_probe
-from marsrl.trainer.weight_sync import WeightSync
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.weights.probe import probe_sequences, score_probe
+from marsrl.trainer.weights.sync import WeightSync
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import psutil
 from books import Loss, check_books
 from small_run import ARITHMETIC, MAIN, SMALL, TEAM
 
-from marsrl.trainer.metrics import read_metrics
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4  # of SMALL
 SILENCE_S = 12.0

@@ -7,11 +7,11 @@ from fused_head import arguments_for, head_case, run_policy_loss
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective, policy_loss
-from marsrl.kernels.rows.cuda import CudaRowKernels
-from marsrl.kernels.rows.protocol import Statistics
-from marsrl.kernels.rows.selection import Rows
+from marsrl.kernels.head.rows.cuda import CudaRowKernels
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import Head, make_head
 from marsrl.kernels.testing import assert_accurate
-from marsrl.kernels.vocabulary import Head, make_head
 
 
 def head_for(

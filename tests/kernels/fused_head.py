@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss, sweep, tiles
-from marsrl.kernels.host_memory import HostBudget
+from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss
+from marsrl.kernels.head import sweep, tiles
+from marsrl.kernels.head.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, off_by_an_ulp, poison_masked, policy_case
 

@@ -9,15 +9,15 @@ from cuda_cases import exact_statistics, hard_rows, head_for
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
+from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels
+from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.shards import combined, put_statistics
+from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
-from marsrl.kernels.rows.cpu import CpuPolicyTerms, CpuRowKernels
-from marsrl.kernels.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.rows.protocol import Statistics
-from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.shards import combined, put_statistics
 from marsrl.kernels.testing import assert_accurate
-from marsrl.kernels.vocabulary import Head
 
 PADDING = 3
 COEFFICIENTS = torch.tensor([1.5, 0.0, -2.0, 3.0, 0.0, 0.5])  # rows 1 and 4 have nothing to train

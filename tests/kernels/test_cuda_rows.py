@@ -6,7 +6,7 @@ import torch
 from emulated_cuda import use_emulated_cuda
 from fused_head import arguments_for, compare_logprob, compare_policy_loss, compare_policy_loss_of_logprobs, head_case
 
-from marsrl.kernels import sweep
+from marsrl.kernels.head import sweep
 from marsrl.kernels.testing import OBJECTIVES
 
 

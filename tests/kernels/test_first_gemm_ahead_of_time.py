@@ -4,10 +4,10 @@ import pytest
 import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
-from marsrl.kernels.first_gemm.triton_impl import TritonFirstGemm
-from marsrl.kernels.rows.protocol import Statistics
-from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.vocabulary import Head
+from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import Head
 
 TOKENS, WIDTH = 65537, 151936
 META = torch.device("meta")

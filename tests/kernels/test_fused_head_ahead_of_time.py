@@ -5,13 +5,13 @@ import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels import PolicyObjective
-from marsrl.kernels.objective import PolicyTokens
+from marsrl.kernels.head.objective import PolicyTokens
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
+from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import policy_terms
-from marsrl.kernels.rows.protocol import Statistics
-from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.testing import OBJECTIVES
-from marsrl.kernels.vocabulary import Head
 
 ROWS, TOKENS = 768, 65537
 META = torch.device("meta")

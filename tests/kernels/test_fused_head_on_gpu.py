@@ -12,8 +12,9 @@ from fused_head import (
     run_policy_loss,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_targets, sweep
-from marsrl.kernels.rows.choice import ROW_PROVIDERS
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_targets
+from marsrl.kernels.head import sweep
+from marsrl.kernels.head.rows.choice import ROW_PROVIDERS
 from marsrl.kernels.testing import OBJECTIVES
 
 pytestmark = pytest.mark.gpu

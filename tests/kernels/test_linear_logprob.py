@@ -4,7 +4,8 @@ import pytest
 import torch
 from fused_head import chunks_of, compare_logprob
 
-from marsrl.kernels import bad_targets, gemms, linear_logprob, raise_bad_targets
+from marsrl.kernels import linear_logprob, raise_bad_targets
+from marsrl.kernels.head import bad_targets, gemms
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 # (T, H, V): nothing, one row, odd sizes, a block boundary of 4096 columns, real vocabularies

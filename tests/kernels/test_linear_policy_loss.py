@@ -7,7 +7,8 @@ import torch
 from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case
 from fused_head import run_policy_loss as run
 
-from marsrl.kernels import PolicyObjective, gemms, host_memory, linear_policy_loss, sweep, tiles
+from marsrl.kernels import PolicyObjective, linear_policy_loss
+from marsrl.kernels.head import gemms, host_memory, sweep, tiles
 from marsrl.kernels.testing import OBJECTIVES
 
 PLAIN = PolicyObjective(mpt_probability=None)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from fused_head import forced, in_double
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate, sweep
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.kernels.head import sweep
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 SIZE, VOCAB = 12, 80

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from marsrl.rollout.engines.wires import GroupWire, SharedWire
+from marsrl.rollout.weights.wires import GroupWire, SharedWire
 
 _PEAK = [0]
 

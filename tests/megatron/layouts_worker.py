@@ -14,10 +14,10 @@ from megatron_models import num_trained, sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.hf_files import HfReader
-from marsrl.trainer.packing import PackedBatch, pack
+from marsrl.trainer.data.packing import PackedBatch, pack
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.hf_files import HfReader
 
 SAMPLES = 8
 _READ = HfReader._read

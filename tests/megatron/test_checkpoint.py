@@ -16,14 +16,14 @@ from megatron_models import micro_batches, save_model, sequences
 from safetensors.torch import load_file
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.ledger import RolloutState, SchedulerState
+from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.export import export
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.manifest import DamagedError, damage, read_manifest
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.models.export import export
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import DamagedError, damage, read_manifest
 
 
 def new_learner(folder: Path) -> Learner:
@@ -182,7 +182,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, learner = new_run(tmp_path), new_learner(model)
-    from marsrl.trainer.megatron import checkpoint_store  # after the shim, which a learner installs
+    from marsrl.trainer.learner.megatron import checkpoint_store  # after the shim, which a learner installs
 
     may_write = threading.Event()
     write_tensors = checkpoint_store._write_tensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_models import sequences
 
-from marsrl.trainer.packing import PackedBatch, pack
+from marsrl.trainer.data.packing import PackedBatch, pack
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Group:
 
 @pytest.fixture(scope="module")
 def context() -> Any:
-    from marsrl.trainer.megatron import shim
+    from marsrl.trainer.learner.megatron import shim
 
     shim.install()
-    from marsrl.trainer.megatron import context
+    from marsrl.trainer.learner.megatron import context
 
     return context
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
+from marsrl.trainer.learner.learner import Learner
 
 
 def learner(folder: Path, **policy: object) -> Learner:

@@ -17,14 +17,14 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer import cli
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.export import export, hf_tensors
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.manifest import write_manifest
-from marsrl.trainer.megatron import hf_files
-from marsrl.trainer.megatron.hf_files import HfReader, write_hf
-from marsrl.trainer.megatron.mapping import Unit, hf_shapes, part_shape, units
-from marsrl.trainer.packing import pack
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.data.packing import pack
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import hf_files
+from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
+from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, part_shape, units
+from marsrl.trainer.models.export import export, hf_tensors
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import write_manifest
 
 
 def learner(folder: Path, **policy: object) -> Learner:
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_p
 
 
 def test_export_imports_no_megatron(tmp_path: Path) -> None:
-    script = "import sys, marsrl.trainer.export; print('megatron' in sys.modules)"
+    script = "import sys, marsrl.trainer.models.export; print('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -15,8 +15,8 @@ import pytest
 from megatron_models import sequences
 from test_export import export, learner, save_model
 
-from marsrl.rollout.engines.vllm_engine import vllm_environment
-from marsrl.trainer.packing import pack
+from marsrl.rollout.engines.vllm.engine import vllm_environment
+from marsrl.trainer.data.packing import pack
 
 # not importorskip: vLLM changes torch.cuda where it is imported, which the shim of the other tests must not see
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]

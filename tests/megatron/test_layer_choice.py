@@ -13,10 +13,10 @@ import torch
 from megatron_models import save_model, sequences
 from test_learner import learner
 
+from marsrl.trainer.data.packing import pack
 from marsrl.trainer.doctor import examine
-from marsrl.trainer.megatron import layer_choice
-from marsrl.trainer.megatron.layer_choice import choose_layers
-from marsrl.trainer.packing import pack
+from marsrl.trainer.learner.megatron import layer_choice
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -70,8 +70,8 @@ def test_a_model_of_its_layers_has_the_same_parameters_and_log_probs(
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from marsrl.trainer.megatron import model
-    from marsrl.trainer.megatron.attention import RMSNorm
+    from marsrl.trainer.learner.megatron import model
+    from marsrl.trainer.learner.megatron.attention import RMSNorm
 
     class Column(ColumnParallelLinear): ...
 

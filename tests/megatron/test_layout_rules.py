@@ -9,7 +9,7 @@ import pytest
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import LayoutConfig
-from marsrl.trainer.megatron.layout import Layout, check, fitting, resolve, why_not
+from marsrl.trainer.learner.megatron.layout import Layout, check, fitting, resolve, why_not
 
 SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e-6, False, False, True, 8, 2)
 
@@ -64,5 +64,5 @@ def test_every_layout_offered_fits_and_none_is_the_silently_wrong_one() -> None:
 
 
 def test_the_rules_are_known_without_torch() -> None:
-    script = "import sys, marsrl.trainer.megatron.layout; print('torch' in sys.modules)"
+    script = "import sys, marsrl.trainer.learner.megatron.layout; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"

@@ -13,8 +13,8 @@ from megatron_models import save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
 
-from marsrl.trainer.export import export
-from marsrl.trainer.megatron import parallel
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.models.export import export
 
 TWO = {
     "qwen3_moe": {

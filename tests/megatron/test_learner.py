@@ -15,9 +15,9 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.mini_batches import Average
-from marsrl.trainer.packing import TrainSequence, pack
+from marsrl.trainer.data.mini_batches import Average
+from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.learner.learner import Learner
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 

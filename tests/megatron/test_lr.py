@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from marsrl.trainer.config import OptimizerConfig
-from marsrl.trainer.megatron import shim
+from marsrl.trainer.learner.megatron import shim
 
 shim.install()
 
-from marsrl.trainer.megatron.optimizer import lr_at  # noqa: E402  (megatron comes after the shim)
+from marsrl.trainer.learner.megatron.optimizer import lr_at  # noqa: E402  (megatron comes after the shim)
 
 
 @pytest.mark.parametrize(

@@ -56,5 +56,7 @@ def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) 
     # The rest is megatron's (the experts' counts), our kernels' for a CPU, which has nothing to wait for, and the step's
     # own: it waits for what decides whether it is made, and for what it returns.
     files = {place.split(":")[0] for place in waits.found}
-    assert not files & {f"trainer/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
+    assert not files & {
+        f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")
+    }
     assert any("/learner.py" in file or "/optimizer.py" in file for file in files), files  # the test sees such waits

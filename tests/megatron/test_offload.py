@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import shim
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import shim
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=0.01, weight_decay=0.1)
 
@@ -60,7 +60,7 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
     shim.install()
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-    from marsrl.trainer.megatron import optimizer
+    from marsrl.trainer.learner.megatron import optimizer
 
     folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
     here = learner(folder)

@@ -17,8 +17,8 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.sync_probe import ProbeComparison, ProbeScore, probe_sequences, score_probe
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.weights.probe import ProbeComparison, ProbeScore, probe_sequences, score_probe
 
 
 def shapes(shape: ModelShape) -> dict[str, ModelShape]:

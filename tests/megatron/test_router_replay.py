@@ -19,10 +19,10 @@ from torch.nn.functional import linear, silu
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.routed_experts import expert_dtype, not_recorded
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.packing import TrainSequence, pack
-from marsrl.trainer.share import Update
-from marsrl.trainer.updates import train_step
+from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.data.share import Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.updates import train_step
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 

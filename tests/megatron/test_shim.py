@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from marsrl.trainer.megatron import shim
+from marsrl.trainer.learner.megatron import shim
 
 shim.install()
 import vllm.v1.worker.cpu.shm

@@ -11,18 +11,18 @@ from test_learner import largest_difference, weights
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.scheduler import Batch
+from marsrl.rollout.schedule.scheduler import Batch
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import MptConfig, RunConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.credit import credit
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.mini_batches import mini_batches
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.mini_batches import mini_batches
+from marsrl.trainer.data.share import share
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.updates import train_step
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Run
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.share import share
-from marsrl.trainer.updates import train_step
+from marsrl.trainer.runs.directory import RunDirectory
 
 AGENT_OF = {"a": "solver", "b": "verifier1"}  # that a batch has groups of
 
@@ -101,7 +101,7 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
 
 def test_two_policies_train_as_two_runs_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {"a": save_model("qwen3_moe", tmp_path / "a"), "b": save_model("qwen3_moe", tmp_path / "b", seed=1)}
-    from marsrl.trainer.megatron import shim
+    from marsrl.trainer.learner.megatron import shim
 
     shim.install()
     from megatron.core import parallel_state

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.packing import TrainSequence
-from marsrl.trainer.share import Update
-from marsrl.trainer.updates import train_step
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.share import Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.updates import train_step
 
 CLIP = 0.05
 

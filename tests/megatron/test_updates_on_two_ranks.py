@@ -11,7 +11,7 @@ from megatron_models import save_model
 from rank_pair import RankPair
 from updates_worker import run
 
-from marsrl.trainer.megatron import parallel
+from marsrl.trainer.learner.megatron import parallel
 
 CASES = {
     "dp2": ({}, "rollout"),

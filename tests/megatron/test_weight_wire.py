@@ -13,7 +13,7 @@ from rank_pair import RankPair
 from safetensors.torch import load_file
 from wire_worker import BUCKET
 
-from marsrl.rollout.engines.fused_layout import fuse
+from marsrl.rollout.weights.fused_layout import fuse
 
 CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "tp2_ep2_shards": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),

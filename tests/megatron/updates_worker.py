@@ -11,12 +11,12 @@ from megatron_models import averaged, sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.mini_batches import Average
-from marsrl.trainer.packing import TrainSequence, pack
-from marsrl.trainer.share import Update
-from marsrl.trainer.updates import train_step
+from marsrl.trainer.data.mini_batches import Average
+from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.data.share import Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.updates import train_step
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from foreign_bytes import counted, peak
 
-from marsrl.rollout.engines.checksum import checksum
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.receive import Receiver
-from marsrl.rollout.engines.replicas import Timed
+from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.receive import Receiver
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from foreign_bytes import counted, peak
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.replicas import Timed
-from marsrl.trainer.collective import gather_bytes
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import Timed
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.sync_probe import score_probe
-from marsrl.trainer.weight_carriers import FileCarrier, WireCarrier, follow
-from marsrl.trainer.weight_sync import WeightSync
-from marsrl.trainer.weight_wire import WireOptions, WireSender
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.runs.collective import gather_bytes
+from marsrl.trainer.weights.carriers import FileCarrier, WireCarrier, follow
+from marsrl.trainer.weights.probe import score_probe
+from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.wire import WireOptions, WireSender
 
 BUCKET = 4096  # bytes: most tensors take several
 

@@ -25,18 +25,20 @@ class Judged:
 
 
 MODULES = {
-    "credit": Judged("trainer/credit.py", ("tests/trainer/test_credit.py",)),
+    "credit": Judged("trainer/data/credit.py", ("tests/trainer/test_credit.py",)),
     "picks": Judged("rollout/agents/picks.py", _AGENTS),
     "orchestration": Judged("rollout/agents/orchestration.py", _AGENTS),
     "inference": Judged("rollout/agents/inference.py", _AGENTS),
-    "packing": Judged("trainer/packing.py", ("tests/trainer/test_packing.py",)),
-    "mini_batches": Judged("trainer/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
-    "scheduler": Judged("rollout/scheduler.py", ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py")),
-    "event_scheduler": Judged("rollout/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
-    "ledger": Judged("rollout/ledger.py", ("tests/rollout/test_ledger.py",)),
-    "weight_sync": Judged("trainer/weight_sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
-    "checkpoint": Judged("trainer/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
-    "manifest": Judged("trainer/manifest.py", ("tests/trainer/test_manifest.py",)),
+    "packing": Judged("trainer/data/packing.py", ("tests/trainer/test_packing.py",)),
+    "mini_batches": Judged("trainer/data/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
+    "scheduler": Judged(
+        "rollout/schedule/scheduler.py", ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py")
+    ),
+    "event_scheduler": Judged("rollout/schedule/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
+    "ledger": Judged("rollout/schedule/ledger.py", ("tests/rollout/test_ledger.py",)),
+    "weight_sync": Judged("trainer/weights/sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
+    "checkpoint": Judged("trainer/runs/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
+    "manifest": Judged("trainer/runs/manifest.py", ("tests/trainer/test_manifest.py",)),
     "sampler": Judged("rollout/engines/sampler.py", ("tests/engines/test_sampler.py",)),
 }
 

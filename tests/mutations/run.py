@@ -153,7 +153,7 @@ def import_all_but(judged: Judged, names: Sequence[str]) -> None:
     blocked = Replaced(judged.module, None)
     sys.meta_path.insert(0, blocked)
     if "megatron.core" in names:
-        importlib.import_module("marsrl.trainer.megatron.shim").install()
+        importlib.import_module("marsrl.trainer.learner.megatron.shim").install()
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -16,6 +16,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 def _own_groups() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
-    from marsrl.trainer.megatron import parallel
+    from marsrl.trainer.learner.megatron import parallel
 
     parallel.stop()

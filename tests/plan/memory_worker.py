@@ -18,13 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 from live_bytes import CudaBytes, LiveBytes
 from megatron_models import save_model
 
-from marsrl.kernels import PolicyObjective, gemms, sweep, tiles
+from marsrl.kernels import PolicyObjective
+from marsrl.kernels.head import gemms, sweep, tiles
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.megatron.layout import resolve
-from marsrl.trainer.packing import TrainSequence, pack
+from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
 
 VOCAB, SEQUENCES, LENGTH = 212, 4, 128

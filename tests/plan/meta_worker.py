@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from marsrl.trainer.config import LayoutConfig, PolicyConfig
-from marsrl.trainer.megatron import shim
-from marsrl.trainer.megatron.layout import check, resolve
+from marsrl.trainer.learner.megatron import shim
+from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.plan.models import find_shape
 
 
@@ -23,7 +23,7 @@ def count(model: str, world_size: int, sizes: dict[str, int], stage: int) -> lis
     """[dense, expert] numbers on the first rank of a pipeline stage."""
     from megatron.core import parallel_state
 
-    from marsrl.trainer.megatron.model import bare_model, transformer_config
+    from marsrl.trainer.learner.megatron.model import bare_model, transformer_config
 
     config, shape = LayoutConfig(**sizes), find_shape(model)
     layout = resolve(config)

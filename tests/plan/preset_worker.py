@@ -62,7 +62,7 @@ def save_model(name: str, folder: Path) -> Path:
     """A directory of the published model; a tokenizer that is not its own, of bytes."""
     from published_model import save_published
 
-    from marsrl.trainer.byte_tokenizer import write_byte_tokenizer
+    from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
     from marsrl.trainer.plan.models import find_shape, warm_start_shape
 
     save_published(warm_start_shape() if name == "warm start" else find_shape(name), folder / name)
@@ -119,12 +119,12 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
 def megatron_configs(config: Any) -> dict[str, Any]:
     """Megatron's own validation of the trainer's part."""
     from marsrl.rollout.model_shape import read_shape
-    from marsrl.trainer.megatron import shim
-    from marsrl.trainer.megatron.layout import resolve
+    from marsrl.trainer.learner.megatron import shim
+    from marsrl.trainer.learner.megatron.layout import resolve
 
     shim.install()
-    from marsrl.trainer.megatron.model import transformer_config
-    from marsrl.trainer.megatron.optimizer import optimizer_options
+    from marsrl.trainer.learner.megatron.model import transformer_config
+    from marsrl.trainer.learner.megatron.optimizer import optimizer_options
 
     policy = config.policies["main"]
     if policy.model is None:
@@ -143,9 +143,9 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from marsrl.rollout.engines.build import _specs
-    from marsrl.rollout.engines.vllm_engine import engine_arguments
-    from marsrl.trainer.batch_plan import longest_sequence
+    from marsrl.rollout.engines.vllm.engine import engine_arguments
+    from marsrl.rollout.pool.build import _specs
+    from marsrl.trainer.plan.batch_plan import longest_sequence
 
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))

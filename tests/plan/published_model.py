@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
-from marsrl.trainer.megatron.mapping import hf_shapes, units
+from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 
 SHARD_BYTES = 2 << 30
 

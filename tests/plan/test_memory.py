@@ -16,7 +16,7 @@ from rank_pair import RankPair
 
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig
-from marsrl.trainer.megatron.layout import resolve
+from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.models import KNOWN, find_shape
 from marsrl.trainer.plan.parameters import active_elements, elements, rank_elements
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from marsrl.trainer import cli
-from marsrl.trainer.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, rollout_time

@@ -2,9 +2,9 @@
 
 import importlib
 
-from marsrl.trainer.megatron import shim
+from marsrl.trainer.learner.megatron import shim
 
 shim.install()  # before anything imports megatron
 for name in ("checkpoint_store", "convert", "head", "model", "optimizer", "reference", "router_replay"):
-    importlib.import_module(f"marsrl.trainer.megatron.{name}")
-importlib.import_module("marsrl.trainer.learner")
+    importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
+importlib.import_module("marsrl.trainer.learner.learner")

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
-from marsrl.trainer.group_metrics import summarise
-from marsrl.trainer.metrics import MetricsLog
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import write_samples
-from marsrl.trainer.summary import (
+from marsrl.trainer.report.group_metrics import summarise
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.report.summary import (
     Confusion,
     CorrectorEstimate,
     EngineRecord,
@@ -24,7 +23,8 @@ from marsrl.trainer.summary import (
     estimate,
     save_summary,
 )
-from marsrl.trainer.trace import TraceLog
+from marsrl.trainer.report.trace import TraceLog
+from marsrl.trainer.runs.directory import RunDirectory
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 

@@ -9,10 +9,10 @@ import pytest
 from made_up_run import make_group, make_sample
 
 from marsrl.rollout.types import MISSING, Reward
-from marsrl.trainer.group_metrics import one_sided_verdicts, summarise
-from marsrl.trainer.metrics import NON_FINITE, MetricsLog, read_metrics
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.summary import wilson_interval
+from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
+from marsrl.trainer.report.metrics import NON_FINITE, MetricsLog, read_metrics
+from marsrl.trainer.report.summary import wilson_interval
+from marsrl.trainer.runs.directory import RunDirectory
 
 
 @pytest.fixture

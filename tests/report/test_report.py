@@ -12,11 +12,11 @@ import pytest
 import zstandard
 from made_up_run import make_group, make_run, make_sample, make_summary
 
-from marsrl.trainer.report import write_report
-from marsrl.trainer.report_trees import trajectories_around
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import sample_files, write_samples
-from marsrl.trainer.summary import save_summary
+from marsrl.trainer.report.report import write_report
+from marsrl.trainer.report.samples_log import sample_files, write_samples
+from marsrl.trainer.report.summary import save_summary
+from marsrl.trainer.report.trees import trajectories_around
+from marsrl.trainer.runs.directory import RunDirectory
 
 CHROMIUM = Path(__file__).with_name("chromium.sh")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.run_directory import RunDirectory, write_json
-from marsrl.trainer.run_lock import RunLock, why_held
+from marsrl.trainer.runs.directory import RunDirectory, write_json
+from marsrl.trainer.runs.lock import RunLock, why_held
 
 
 def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
 def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     assert why_held(run) == ""
-    code = "import sys; from pathlib import Path; from marsrl.trainer.run_lock import RunLock; "
-    code += "from marsrl.trainer.run_directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
+    code = "import sys; from pathlib import Path; from marsrl.trainer.runs.lock import RunLock; "
+    code += "from marsrl.trainer.runs.directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
     code += "print('held', flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from made_up_run import make_group, make_sample, make_summary
 
-from marsrl.rollout.engines.pool import EnginePool
-from marsrl.rollout.engines.replicas import LocalReplicas
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import MISSING, Reward
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.samples_log import read_samples, sample_files, write_samples
-from marsrl.trainer.summary import load_summary, save_summary
-from marsrl.trainer.trace import TraceLog, read_trace
-from marsrl.trainer.watch import watch_engines, watch_judge
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
+from marsrl.trainer.report.summary import load_summary, save_summary
+from marsrl.trainer.report.trace import TraceLog, read_trace
+from marsrl.trainer.report.watch import watch_engines, watch_judge
+from marsrl.trainer.runs.directory import RunDirectory
 
 HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"
 

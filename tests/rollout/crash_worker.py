@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from letters import letter_config, letter_problems, letter_team, script
 
-from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.ledger import RolloutState
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.run_directory import write_atomically
+from marsrl.trainer.runs.directory import write_atomically
 
 NUM_PROBLEMS, EPOCHS = 8, 2
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from letters import script
 
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.recovery import Lost
-from marsrl.rollout.engines.replicas import LocalReplicas, Timed
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import LocalReplicas, Timed
 
 
 class WeighedEngine(ScriptedEngine):

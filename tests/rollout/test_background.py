@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from letters import judge, letter_config, letter_problems, letter_team, script
 
-from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.types import Problem, Reward
 
 
@@ -147,7 +147,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from letters import letter_config, letter_problems, letter_team
-from marsrl.rollout.background import BackgroundScheduler
+from marsrl.rollout.schedule.background import BackgroundScheduler
 config = letter_config()
 scheduler = BackgroundScheduler(config, letter_team(config)[0], letter_problems(40), seed=0)
 try:

@@ -23,11 +23,11 @@ from letters import (
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
-from marsrl.rollout.engines.recovery import Faults
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.event_scheduler import EventScheduler
-from marsrl.rollout.ledger import Batch, RolloutState
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.pool.recovery import Faults
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.ledger import Batch, RolloutState
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group
 

@@ -13,13 +13,13 @@ from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, lett
 from mortal import MortalReplicas, WeighedEngine
 
 from marsrl.rollout.agents.orchestration import build_orchestration
-from marsrl.rollout.background import BackgroundScheduler
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.retries import Retries
-from marsrl.rollout.event_scheduler import EventScheduler
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.retries import Retries
+from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Finish, Group, Sample
 

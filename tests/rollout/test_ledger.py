@@ -12,12 +12,12 @@ from letters import PROMPT_ENDS, letter_config, letter_problems, letter_team
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeResult
-from marsrl.rollout.engines.recovery import Faults
-from marsrl.rollout.ledger import Batch, Ledger, SchedulerState
+from marsrl.rollout.pool.recovery import Faults
+from marsrl.rollout.schedule.ledger import Batch, Ledger, SchedulerState
+from marsrl.rollout.schedule.unfinished import OpenGroup, Partial, Round
 from marsrl.rollout.state import encode
 from marsrl.rollout.team import derive_seed
 from marsrl.rollout.types import Ask, Finish, Group, Problem, Sample
-from marsrl.rollout.unfinished import OpenGroup, Partial, Round
 
 VERSION = {"main": 3}
 

@@ -16,21 +16,21 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.pool import EnginePool
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
-from marsrl.rollout.engines.replicas import LocalReplicas
-from marsrl.rollout.ledger import RolloutState
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.init_model import InitShape, init_model
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.megatron import parallel
-from marsrl.trainer.packing import TrainSequence
-from marsrl.trainer.share import Share, micro_batches
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.share import Share, micro_batches
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.models.init_model import InitShape, init_model
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 

@@ -12,8 +12,8 @@ import pytest
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.ledger import SchedulerState
-from marsrl.rollout.scheduler import Scheduler
+from marsrl.rollout.schedule.ledger import SchedulerState
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Sample
 

@@ -10,10 +10,10 @@ import pytest
 from letters import END, letter_config, letter_problems, letter_team, with_two_policies
 
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.engines.recovery import Faults
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.ledger import Batch, RolloutState
-from marsrl.rollout.scheduler import Scheduler, _behind
+from marsrl.rollout.pool.recovery import Faults
+from marsrl.rollout.schedule.ledger import Batch, RolloutState
+from marsrl.rollout.schedule.scheduler import Scheduler, _behind
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group
 

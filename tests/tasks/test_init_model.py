@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Message
-from marsrl.trainer.init_model import init_model
+from marsrl.trainer.models.init_model import init_model
 
 
 @pytest.mark.parametrize(

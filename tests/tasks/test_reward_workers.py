@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.rollout.reward_workers import RewardPool
+from marsrl.rollout.rewards.workers import RewardPool
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.types import Problem
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from marsrl.rollout.agents.orchestration import whole_team
-from marsrl.trainer.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.packing import TrainSequence
+from marsrl.trainer.data.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.share import MiniBatch, Work
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Run
-from marsrl.trainer.run_directory import RunDirectory
-from marsrl.trainer.share import MiniBatch, Work
-from marsrl.trainer.step_stats import StepStats
+from marsrl.trainer.runs.directory import RunDirectory
 
 FINE = StepStats(1.0, 1.0, 0.1, True, False, False, {}, 0, 0.0, 0.0, 0.0, ())
 BAD = dataclasses.replace(FINE, loss=math.nan, is_updated=False, is_skipped=True)

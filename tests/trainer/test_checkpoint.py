@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from marsrl.rollout.ledger import RolloutState, SchedulerState
+from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.trainer import checkpoint
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
-from marsrl.trainer.collective import stop_together
-from marsrl.trainer.manifest import FileSum, damage, file_sum
-from marsrl.trainer.run_directory import CheckpointError, RunDirectory
+from marsrl.trainer.runs import checkpoint
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
+from marsrl.trainer.runs.collective import stop_together
+from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
+from marsrl.trainer.runs.manifest import FileSum, damage, file_sum
 
 
 class WordSave:

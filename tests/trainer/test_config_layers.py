@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsrl.trainer.init_model import init_model
 from marsrl.trainer.main import main
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.read_config import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.credit import credit, outcome_rewards, variance_inflation
+from marsrl.trainer.data.credit import credit, outcome_rewards, variance_inflation
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 

@@ -15,9 +15,9 @@ from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.trainer.config import WarmStartConfig
-from marsrl.trainer.evaluate import Evaluator, Probe
-from marsrl.trainer.summarise_run import meets_gate, missed_gates
-from marsrl.trainer.summary import Evaluation
+from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.report.summarise_run import meets_gate, missed_gates
+from marsrl.trainer.report.summary import Evaluation
 
 VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, probe_size=20, temperature=1.0, top_p=1.0)

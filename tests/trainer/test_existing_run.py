@@ -10,10 +10,10 @@ import pytest
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.existing_run import as_it_began, resume_lines
-from marsrl.trainer.init_model import init_model
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.read_config import read_config
-from marsrl.trainer.run_directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import as_it_began, resume_lines
 from marsrl.trainer.warm_start import name_of, recipe_of
 
 

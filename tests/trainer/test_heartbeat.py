@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from marsrl.trainer.heartbeat import Heartbeat
+from marsrl.trainer.runs.heartbeat import Heartbeat
 
 
 class Rank:

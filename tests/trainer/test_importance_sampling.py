@@ -14,9 +14,9 @@ from marsrl.kernels import PolicyLoss, PolicyObjective, policy_loss
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, LossConfig
-from marsrl.trainer.credit import credit
-from marsrl.trainer.learner import Learner
-from marsrl.trainer.packing import PackedBatch, pack
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.packing import PackedBatch, pack
+from marsrl.trainer.learner.learner import Learner
 
 # p_trainer / p_rollout of every token: what versions 3, 4 and 5 sampled, seen from the policy in training
 RIGHT = [0.25, 1.1, 3.0, 6.0]  # segments [0, 2) of version 3, [2, 3) of 4, [3, 4) of 5; reward 1

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.last_words import last_words, where_to_go_on
-from marsrl.trainer.manifest import write_manifest
-from marsrl.trainer.run_directory import CheckpointError, RunDirectory, names_file
-from marsrl.trainer.weight_files import check_room
+from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, names_file
+from marsrl.trainer.runs.last_words import last_words, where_to_go_on
+from marsrl.trainer.runs.manifest import write_manifest
+from marsrl.trainer.weights.files import check_room
 
 
 def whole_checkpoint(run: RunDirectory, step: int) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.manifest import DamagedError, FileSum, damage, file_sum, read_manifest, write_manifest
+from marsrl.trainer.runs.manifest import DamagedError, FileSum, damage, file_sum, read_manifest, write_manifest
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, RunConfig
-from marsrl.trainer.credit import credit
-from marsrl.trainer.mini_batches import Average, mini_batches
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.mini_batches import Average, mini_batches
 
 AGENTS = {"solver": AgentConfig()}
 

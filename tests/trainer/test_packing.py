@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marsrl.trainer.packing import TrainSequence, _cost, pack, plan_micro_batches
+from marsrl.trainer.data.packing import TrainSequence, _cost, pack, plan_micro_batches
 
 
 def sequence(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from marsrl.trainer.other_roundings import other_roundings
-from marsrl.trainer.sync_probe import ProbeComparison, ProbeScore
+from marsrl.trainer.weights.other_roundings import other_roundings
+from marsrl.trainer.weights.probe import ProbeComparison, ProbeScore
 
 SHAPE = (16, 40)  # sequences, log-probs
 DRAW = np.random.default_rng(3)

@@ -16,9 +16,9 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer.config import WarmStartConfig
-from marsrl.trainer.console import RunConsole
-from marsrl.trainer.packing import PackedBatch
-from marsrl.trainer.share import Share
+from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.data.share import Share
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.warm_start import WRITERS, School, teach
 
 SOLVER, VERIFIER, CORRECTOR, DRILL = range(len(WRITERS))

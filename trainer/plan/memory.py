@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.megatron.layout import Layout
-from marsrl.trainer.megatron.mapping import padded_rows
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.mapping import padded_rows
 from marsrl.trainer.plan.parameters import RankElements, rank_elements
 
 Recompute = Literal["none", "selective", "full"]

@@ -56,7 +56,7 @@ KNOWN = {
 def warm_start_shape() -> ModelShape:
     """Of the model that a run without one starts from."""
     from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
-    from marsrl.trainer.init_model import SHAPES
+    from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.warm_start import SHAPE
 
     made = SHAPES[SHAPE]

@@ -8,8 +8,8 @@ from functools import lru_cache
 from math import prod
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.megatron.layout import Layout
-from marsrl.trainer.megatron.mapping import Unit, hf_shapes, padded_rows, units
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, padded_rows, units
 
 
 @dataclass(frozen=True)

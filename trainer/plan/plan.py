@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from marsrl.rollout.config import MOST_RANKS
 from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.batch_plan import longest_sequence
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.megatron.layout import nearest, resolve, why_not
+from marsrl.trainer.learner.megatron.layout import nearest, resolve, why_not
 from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.engines import (
     EngineMemory,
     EngineSetup,

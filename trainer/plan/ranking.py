@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.megatron.layout import Layout, fitting
+from marsrl.trainer.learner.megatron.layout import Layout, fitting
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time

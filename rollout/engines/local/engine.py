@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.engines.checksum import checksum
-from marsrl.rollout.engines.fused_layout import WeightFiles
 from marsrl.rollout.engines.local.batch import Batch, Cache, Record, Row
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import (
@@ -37,12 +35,14 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
-from marsrl.rollout.engines.receive import Receiver
 from marsrl.rollout.engines.sampler import draw
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.fused_layout import WeightFiles
+from marsrl.rollout.weights.receive import Receiver
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 

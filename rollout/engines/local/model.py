@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsrl.rollout.engines.fused_layout import fuse
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.fused_layout import fuse
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""

@@ -13,13 +13,14 @@ from fused_head import (
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, sweep
-from marsrl.kernels.first_gemm import triton_impl
-from marsrl.kernels.first_gemm.triton_impl import Tiles, TritonFirstGemm
-from marsrl.kernels.gemms import HeadGemms
-from marsrl.kernels.rows import triton_impl as rows_impl
-from marsrl.kernels.rows.selection import Rows
-from marsrl.kernels.vocabulary import Head, make_head
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss
+from marsrl.kernels.head import sweep
+from marsrl.kernels.head.first_gemm import triton_impl
+from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
+from marsrl.kernels.head.gemms import HeadGemms
+from marsrl.kernels.head.rows import triton_impl as rows_impl
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import Head, make_head
 
 TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 

@@ -17,11 +17,12 @@ from fused_head import (
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss, sweep
-from marsrl.kernels.gemms import HeadGemms
+from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss
+from marsrl.kernels.head import sweep
+from marsrl.kernels.head.gemms import HeadGemms
+from marsrl.kernels.head.rows import triton_impl
+from marsrl.kernels.head.rows.selection import LateCount, Rows
 from marsrl.kernels.linear_policy_loss import _add_scaled_
-from marsrl.kernels.rows import triton_impl
-from marsrl.kernels.rows.selection import LateCount, Rows
 from marsrl.kernels.testing import OBJECTIVES
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,0 +1,1 @@
+"""What the ops of the output head share: GEMMs, sweeps, shards, the objective."""

@@ -1,0 +1,90 @@
+"""Gradients of a head, dX and dW, collected while the rows of dz come by in chunks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.head.gemms import HeadGemms
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import Head
+
+
+class HeadGradients:
+    """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
+
+    of_weight is also None where no row had a coefficient. It is float32, but of weight_dtype where it is formed by one
+    product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        wants_hidden: bool,
+        wants_weight: bool,
+        weight_dtype: torch.dtype = torch.float32,
+        in_pieces: bool = False,
+    ):
+        """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
+        self.gemms = HeadGemms(head.weight, hidden.dtype)
+        self.weight_dtype = weight_dtype
+        self._in_pieces = in_pieces and self.gemms.is_converted
+        self.hidden = hidden
+        self.wants_hidden = wants_hidden
+        self.wants_weight = wants_weight
+        self._of_hidden: Tensor | None = None
+        self.of_weight: Tensor | None = None
+
+    @property
+    def wants_any(self) -> bool:
+        return self.wants_hidden or self.wants_weight
+
+    @property
+    def of_hidden(self) -> Tensor | None:
+        """[T, H] in the dtype of hidden; rows that no chunk brought have gradient 0."""
+        if self._of_hidden is None and self.wants_hidden:
+            self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
+        return self._of_hidden
+
+    def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
+        """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
+        if tokens.numel() == 0:
+            return
+        if self._in_pieces:
+            self.add_pieces(lambda tile: dz[:, tile].float(), tokens, is_last)
+            return
+        rows = _contiguous_or_listed(tokens)
+        if self.wants_hidden:
+            self._put(rows, self.gemms.hidden_gradient(dz))
+        if self.wants_weight:
+            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
+
+    def add_pieces(self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool) -> None:
+        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens."""
+        rows = _contiguous_or_listed(tokens)
+        of_hidden, adds = None, self.of_weight is not None
+        if self.wants_hidden:
+            of_hidden = torch.empty(rows.count, self.hidden.shape[1])
+        if self.wants_weight and self.of_weight is None:
+            dtype = self.weight_dtype if is_last else torch.float32
+            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype)
+        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds)
+        if of_hidden is not None:
+            self._put(rows, of_hidden)
+
+    def _put(self, rows: Rows, gradient: Tensor) -> None:
+        if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
+            self._of_hidden = gradient.to(self.hidden.dtype)
+            return
+        assert self.of_hidden is not None
+        rows.put(self.of_hidden, gradient.to(self.hidden.dtype))
+
+
+def _contiguous_or_listed(tokens: Tensor) -> Rows:
+    """Neighbouring tokens need no gather; only the CPU can tell without a wait."""
+    if not tokens.is_cuda:
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 == tokens.numel():
+            return Rows(None, first, tokens.numel())
+    return Rows(tokens, 0, tokens.numel())

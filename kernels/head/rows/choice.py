@@ -1,0 +1,94 @@
+"""The implementations of the row kernels in order of preference, and why one cannot serve."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels import library
+from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
+from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+
+
+@dataclass(frozen=True)
+class RowProvider:
+    """An implementation that is loaded when it is first used.
+
+    machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
+    its name and a tensor; why_not_together: for all of them.
+    """
+
+    name: str
+    load: Callable[[], RowKernels]
+    machine_lacks: Callable[[], str | None]
+    why_not_tensor: Callable[[str, Tensor], str | None]
+    why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
+
+    def why_not(self, **tensors: Tensor) -> str | None:
+        """None where these arguments, named as the caller knows them, can be served; else the reason."""
+        for name, tensor in tensors.items():
+            reason = self.why_not_tensor(name, tensor)
+            if reason is not None:
+                return reason
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float64:
+                return f"float64 input ({name}), the row kernels compute in float32"
+        return self.why_not_together(tensors)
+
+
+def _load_cpu() -> RowKernels:
+    from marsrl.kernels.head.rows.cpu import CpuRowKernels
+
+    return CpuRowKernels()
+
+
+def _load_triton() -> RowKernels:
+    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
+
+    return TritonRowKernels()
+
+
+def _load_triton_gemm() -> RowKernels:
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonGemmRowKernels
+
+    return TritonGemmRowKernels()
+
+
+def _load_cuda() -> RowKernels:
+    from marsrl.kernels.head.rows.cuda import CudaRowKernels
+
+    return CudaRowKernels()
+
+
+def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
+    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
+
+
+def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if "float32" in dtypes.values():
+        return (
+            f"{found}: tensor cores would round float32 to TF32, which has 10 bits; cuBLAS multiplies float32 in full"
+        )
+    if len(set(dtypes.values())) > 1:
+        return f"{found}: tensor cores multiply pairs of one dtype"
+    return None
+
+
+# On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
+ROW_PROVIDERS = (
+    RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
+    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda),
+    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
+)
+
+# Those of the heads. The last one has a first GEMM of its own and is taken by name only, as in
+# MARSRL_KERNELS=linear_policy_loss=triton_gemm: whatever it can serve `triton` serves too, until a measurement says that
+# it should come first.
+HEAD_PROVIDERS = (
+    *ROW_PROVIDERS,
+    RowProvider("triton_gemm", _load_triton_gemm, machine_lacks_triton, why_not_triton, _why_not_first_gemm),
+)

@@ -1,0 +1,260 @@
+"""The row kernels in Triton: how triton_kernels.py is launched."""
+
+import torch
+import triton
+from torch import Tensor
+
+from marsrl.kernels.head.objective import METRICS, PolicyTokens
+from marsrl.kernels.head.rows import triton_kernels
+from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics, TermInputs
+from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.vocabulary import Head
+from marsrl.kernels.triton_machine import on_device_of
+
+# Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
+# long enough (128 KiB) to run at the speed of memory. Not measured yet.
+PIECE_COLUMNS = 32768
+BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
+NUM_WARPS = 8
+JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
+JOIN_PIECES = 32
+BLOCK_TOKENS = 1024
+MAX_PROGRAMS = 65535  # of any grid axis
+
+
+class TritonRowKernels:
+    """RowKernels on the current stream of the tensors' device; the host never waits here."""
+
+    is_host = False
+    tiles = None
+    first_gemm: FirstGemm | None = None
+
+    def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+        put_statistics(self._pieces(logits, rows, head), rows, head, out)
+
+    def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
+        return shard_partials(self._pieces(logits, rows, head), rows, head)
+
+    def _pieces(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
+        """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS."""
+        pieces = triton.cdiv(head.width, PIECE_COLUMNS)
+        partials = torch.empty(4, pieces, rows.count, device=logits.device)
+        with on_device_of(logits):
+            triton_kernels.row_partials[(rows.count, pieces)](
+                logits,
+                logits.stride(0),
+                rows.count,
+                head.num_columns,
+                *token_arguments(rows, head),
+                partials,
+                PIECE=PIECE_COLUMNS,
+                BLOCK=_block(head.width),
+                num_warps=NUM_WARPS,
+            )
+        return partials
+
+    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
+        means = torch.empty(tokens.num_sequences, dtype=torch.float64, device=values.device)
+        if tokens.num_sequences:
+            with on_device_of(values):
+                triton_kernels.mean_of_sequences[(min(tokens.num_sequences, MAX_PROGRAMS),)](
+                    values,
+                    _bytes(tokens.mask),
+                    tokens.cu_seqlens.contiguous(),
+                    tokens.num_sequences,
+                    means,
+                    BLOCK=BLOCK_TOKENS,
+                )
+        return means
+
+    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
+        return TritonPolicyTerms(inputs)
+
+    def gradients(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        head: Head,
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+        active: Tensor,
+    ) -> LateCount:
+        place_of = torch.empty(rows.count, dtype=torch.int32, device=logits.device)
+        count = torch.empty(1, dtype=torch.int32, device=logits.device)
+        with on_device_of(logits):
+            triton_kernels.list_active[(1,)](
+                rows.count,
+                rows.ids,
+                rows.first,
+                coefficient,
+                entropy_coefficient,
+                place_of,
+                active,
+                count,
+                BLOCK=BLOCK_TOKENS,
+            )
+            late = LateCount(count)  # its copy is queued before the long kernel: the host learns it early
+            triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
+                logits,
+                logits.stride(0),
+                head.width,
+                head.num_columns,
+                *token_arguments(rows, head),
+                statistics.logprobs,
+                statistics.entropy,
+                statistics.maximum,
+                statistics.log_sum,
+                coefficient,
+                entropy_coefficient,
+                place_of,
+                out,
+                PIECE=PIECE_COLUMNS,
+                BLOCK=_block(head.width),
+                num_warps=NUM_WARPS,
+            )
+        return late
+
+
+def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
+    """What a kernel that reads logits asks of their rows: ids, first, targets, first_column, inverse temperatures."""
+    return (
+        rows.ids,
+        rows.first,
+        head.targets,
+        head.first_column,
+        head.inverse_temperature,
+        head.inverse_temperature_of_all,
+    )
+
+
+def put_statistics(pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+    """Fill `out` at these rows from their parts [4, pieces, >= R] float32, the form of row_partials."""
+    block = _join_block(pieces)
+    with on_device_of(pieces):
+        triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
+            pieces,
+            pieces.shape[1],
+            pieces.shape[2],
+            rows.count,
+            head.num_columns,
+            rows.ids,
+            rows.first,
+            head.targets,
+            head.inverse_temperature,
+            head.inverse_temperature_of_all,
+            out.logprobs,
+            out.entropy,
+            out.maximum,
+            out.log_sum,
+            **block,
+        )
+
+
+def shard_partials(pieces: Tensor, rows: Rows, head: Head) -> Tensor:
+    """RowKernels.partials from the parts of the rows [4, pieces, >= R] float32."""
+    block = _join_block(pieces)
+    out = torch.empty(4, rows.count, dtype=torch.float64, device=pieces.device)
+    with on_device_of(pieces):
+        triton_kernels.join_pieces[(triton.cdiv(rows.count, block["BLOCK"]),)](
+            pieces,
+            pieces.shape[1],
+            pieces.shape[2],
+            rows.count,
+            rows.ids,
+            rows.first,
+            head.inverse_temperature,
+            head.inverse_temperature_of_all,
+            out,
+            **block,
+        )
+    return out
+
+
+def _join_block(pieces: Tensor) -> dict[str, int]:
+    """Few pieces: many rows a program. Many: 8 rows, a 32-byte sector, so that 96 programs share 768 rows."""
+    at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
+    return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
+
+
+class TritonPolicyTerms:
+    """PolicyTerms with the sums of each block of tokens kept apart until they are asked for: no atomics."""
+
+    in_one_walk = None
+
+    def __init__(self, inputs: TermInputs):
+        self._inputs = inputs
+        self.coefficient, self.entropy_coefficient = (
+            torch.zeros_like(inputs.logprobs),
+            torch.zeros_like(inputs.logprobs),
+        )
+        self._sums: list[Tensor] = []  # [programs, A, 6] float64 of each call
+        device = inputs.logprobs.device
+        normaliser = inputs.normaliser
+        if isinstance(normaliser, Tensor) and normaliser.device == device:
+            self._inverse_normaliser = normaliser.detach().reshape(1).float().reciprocal()
+        else:
+            self._inverse_normaliser = torch.full((1,), 1.0 / float(normaliser), device=device)
+
+    def evaluate(self, rows: Rows) -> None:
+        if rows.count == 0:
+            return
+        inputs, objective = self._inputs, self._inputs.objective
+        programs = triton.cdiv(rows.count, BLOCK_TOKENS)
+        shape = (programs, inputs.num_agents, len(METRICS))
+        sums = torch.empty(shape, dtype=torch.float64, device=inputs.logprobs.device)
+        self._sums.append(sums)
+        with on_device_of(inputs.logprobs):
+            triton_kernels.policy_terms[(programs,)](
+                rows.count,
+                rows.ids,
+                rows.first,
+                inputs.advantages,
+                inputs.log_ratio,
+                inputs.old_logprobs,
+                inputs.rollout_logprobs,
+                inputs.reference_logprobs,
+                _bytes(inputs.gate),
+                _bytes(inputs.dropped),
+                _bytes(inputs.mask),
+                inputs.agent_of,
+                inputs.weights,
+                inputs.logprobs,
+                inputs.entropy,
+                self._inverse_normaliser,
+                self.coefficient,
+                self.entropy_coefficient,
+                sums,
+                inputs.num_agents,
+                objective.clip_low,
+                objective.clip_high,
+                objective.dual_clip or 0.0,
+                objective.correction_low,
+                objective.correction_high,
+                objective.kl_coef,
+                objective.entropy_coef,
+                2.0 if objective.mpt_probability is None else objective.mpt_probability,
+                KIND=objective.kind,
+                CORRECTION=objective.correction,
+                KL=objective.kl,
+                HAS_DUAL_CLIP=objective.dual_clip is not None,
+                HAS_ENTROPY=objective.entropy_coef != 0.0,
+                BLOCK=BLOCK_TOKENS,
+            )
+
+    def sums(self) -> Tensor:
+        if not self._sums:
+            shape = (self._inputs.num_agents, len(METRICS))
+            return torch.zeros(shape, dtype=torch.float64, device=self._inputs.logprobs.device)
+        return torch.cat(self._sums).sum(0)
+
+
+def _block(width: int) -> int:
+    """Columns of one step: no more than the row has, so that small vocabularies leave no lanes idle."""
+    return min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
+
+
+def _bytes(flags: Tensor | None) -> Tensor | None:
+    """bool as the bytes that it is."""
+    return None if flags is None else flags.contiguous().view(torch.uint8)

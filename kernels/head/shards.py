@@ -1,0 +1,65 @@
+"""Statistics of a vocabulary in parts, the shards of several ranks or the tiles of one: put together from four numbers."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.vocabulary import Head
+
+
+def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """[4, R] of the whole from parts [W, 4, R] float64, both as RowKernels.partials gives them.
+
+    Added in the order of the parts, to the same bits wherever that is done.
+    """
+    maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
+    maximum = maxima.amax(0)
+    # e^(d + shift) for sums that were taken relative to a part's own maximum; -1e4 stands for "nothing there"
+    origin = torch.where(maximum == -torch.inf, 0.0, maximum)
+    shift = ((maxima - origin) * inverse_temperature).clamp_(min=-1e4)
+    scale = shift.exp()
+    total, of_weighted = (sums * scale).sum(0), ((weighted + shift * sums) * scale).sum(0)
+    # one part owns the target, the others gave 0
+    return torch.stack((maximum, total, of_weighted, target_logits.sum(0)))
+
+
+def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: Statistics) -> None:
+    """Fill `out` at the rows from `combined` parts [4, R] of the whole vocabulary."""
+    maximum, total, weighted, target_logit = whole
+    log_sum = total.log()
+    # in float32 as the row kernels have it, so that a vocabulary in parts gives the log-prob of a whole one
+    centred = (target_logit - maximum).float() * head.inverse_temperature_at(rows)
+    logprobs = centred - log_sum
+    if not is_host:  # a bad target belongs to no part
+        targets = rows.take(head.targets)
+        logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
+    rows.put(out.logprobs, logprobs.float())
+    rows.put(out.entropy, (log_sum - weighted / total).float())
+    rows.put(out.maximum, maximum.float())
+    rows.put(out.log_sum, log_sum.float())
+
+
+class ShardStatistics:
+    """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
+
+    flight = ShardStatistics(own, head, rows, is_host)   # returns at once
+    ...                                                  # the logits of the next chunk
+    flight.put(statistics)
+    """
+
+    def __init__(self, own: Tensor, head: Head, rows: Rows, is_host: bool):
+        """own: [4, R] float64, the part of this rank."""
+        self._head, self._rows, self._is_host = head, rows, is_host
+        self._own = own  # lives until it is sent
+        world = dist.get_world_size(head.tp_group)
+        self._all = own.new_empty(world * own.shape[0], rows.count)  # [W 4, R] float64
+        self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)
+
+    def put(self, out: Statistics) -> None:
+        """Fill `out` at the rows of the chunk: every rank adds in the order of the ranks, to the same bits."""
+        self._work.wait()
+        head, rows = self._head, self._rows
+        whole = combined(self._all.unflatten(0, (-1, 4)), head.inverse_temperature_at(rows))
+        put_statistics(whole, head, rows, self._is_host, out)

@@ -1,0 +1,249 @@
+"""Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
+from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.shards import ShardStatistics
+from marsrl.kernels.head.tiles import gradients_by_tiles, tiles_for
+from marsrl.kernels.head.vocabulary import Head
+
+# A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
+# rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
+# 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
+HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
+# A device: at V = 151936 chunks of 768 rows of float32 logits, and 3072 rows of bfloat16 gradients: 1.4 GB in all. The
+# second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
+# some 1000 rows). Not measured yet.
+DEVICE_LOGITS_BYTES = 448 * 2**20
+DEVICE_GRADIENT_BYTES = 896 * 2**20
+# Where logits are never written (first_gemm, statistics alone): 3456 rows at V = 151936, so that reading the weight
+# takes a tenth of the time of multiplying it. Not measured yet.
+DEVICE_PIECES_BYTES = 64 * 2**20
+# Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
+DEVICE_ROW_MULTIPLE = 128
+DEVICE_MAX_ROWS = 16384
+
+
+class Sweep:
+    """One pass over rows of hidden [T, H], chunk after chunk.
+
+        for chunk, logits in sweep:
+            sweep.statistics(logits, chunk, statistics)
+            sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+        gradients = sweep.finish()
+
+    `policy_rows` stands for both calls with the objective between them.
+
+    The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
+    On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait (bfloat16 models go
+    another way there: tiles.py). On a device there are two, and the number of gradients of a chunk is read after the
+    next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
+    logits: while the statistics of a chunk travel between the ranks the logits of the next are computed.
+    """
+
+    def __init__(
+        self,
+        kernels: RowKernels,
+        head: Head,
+        hidden: Tensor,
+        rows: Rows,
+        wants_hidden: bool = False,
+        wants_weight: bool = False,
+        weight_dtype: torch.dtype = torch.float32,
+        wants_statistics: bool = True,
+    ):
+        """weight_dtype: that dW will have; it may come as float32. wants_statistics: they are asked of every chunk."""
+        self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
+        self._gradients = HeadGradients(
+            head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
+        )
+        self._gemms = self._gradients.gemms
+        # A product of our own pays where statistics come with it, and needs no logits where nothing else does.
+        self._first_gemm = kernels.first_gemm if wants_statistics else None
+        self._writes_logits = self._first_gemm is None or self._gradients.wants_any
+        self._pieces: Tensor | None = None  # of the chunk that was multiplied last
+        self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
+        self._flights: deque[ShardStatistics] = deque()
+        width, device = head.width, hidden.device
+        if kernels.is_host:
+            capacity = HOST.rows(width)
+            self._sizes = host_chunks(rows.count, capacity)
+            held = min(capacity, rows.count)
+            self._logits = host_buffer(held * width).view(held, width)
+            self._waiting = self._logits
+        else:
+            self._at_most = _device_rows(4 * width, DEVICE_LOGITS_BYTES)
+            if self._first_gemm is not None and not self._writes_logits:
+                self._at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
+            size = min(rows.count, self._at_most)
+            columns = width if self._writes_logits else 0
+            self._logits = torch.empty(size, columns, device=device)
+            if self._has_two_in_flight:
+                self._other_logits = torch.empty(size if rows.count > size else 0, columns, device=device)
+            dtype = self._gemms.gradient_dtype
+            chunks = max(1, DEVICE_GRADIENT_BYTES // (dtype.itemsize * width * max(1, size)))
+            waiting = min(rows.count, chunks * size) if self._gradients.wants_any else 0
+            self._waiting = torch.empty(waiting, width, dtype=dtype, device=device)
+        self._active = torch.empty(self._waiting.shape[0], dtype=torch.int64, device=device)  # whose gradients wait
+        self._filled = 0
+        self._late: LateCount | None = None
+
+    def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
+        """(chunk, its logits [R, V] float32, overwritten by the next; [R, 0] where only a first_gemm's statistics are
+        wanted)."""
+        if self._has_two_in_flight:
+            yield from self._two_in_flight()
+            return
+        for chunk in self._chunks():
+            begin = 0
+            if self._kernels.is_host:
+                self._make_room(chunk.count)
+                begin = self._filled
+            logits = self._logits[begin : begin + chunk.count]
+            self._multiply(chunk, logits)
+            known = chunk.settled()
+            if known.count > 0:
+                yield known, logits[: known.count]
+
+    def _two_in_flight(self) -> Iterator[tuple[Rows, Tensor]]:
+        """The chunks of a vocabulary shard: the statistics of one travel while the logits of the next are computed."""
+        before: tuple[Rows, Tensor] | None = None
+        for turn, chunk in enumerate(self._chunks()):
+            logits = (self._other_logits if turn % 2 else self._logits)[: chunk.count]
+            self._multiply(chunk, logits)
+            known = chunk.settled()
+            if known.count == 0:
+                continue
+            logits = logits[: known.count]
+            self._flights.append(self._send_statistics(logits, known))
+            if before is not None:
+                yield before
+            before = known, logits
+        if before is not None:
+            yield before
+
+    def _multiply(self, chunk: Rows, out: Tensor) -> None:
+        hidden = chunk.take(self._hidden)
+        if self._first_gemm is None:
+            self._gemms.logits(hidden, out)
+        else:
+            self._pieces = self._first_gemm.logits(hidden, chunk, self._head, out if self._writes_logits else None)
+
+    def _send_statistics(self, logits: Tensor, chunk: Rows) -> ShardStatistics:
+        if self._first_gemm is not None and self._pieces is not None:
+            own = self._first_gemm.partials(self._pieces, chunk, self._head)
+        else:
+            own = self._kernels.partials(logits, chunk, self._head)
+        return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
+
+    def _chunks(self) -> Iterable[Rows]:
+        return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._at_most)
+
+    def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
+        """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
+        if self._has_two_in_flight:
+            self._flights.popleft().put(out)
+        elif self._head.is_sharded:
+            self._send_statistics(logits, chunk).put(out)
+        elif self._first_gemm is not None and self._pieces is not None:
+            self._first_gemm.statistics(self._pieces, chunk, self._head, out)
+        else:
+            self._kernels.statistics(logits, chunk, self._head, out)
+
+    def add_gradients(
+        self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
+    ) -> None:
+        """Turn the rows that have a coefficient into gradients; dL/dlogp and dL/dH are [T] float32."""
+        if not self._gradients.wants_any:
+            return
+        if not self._kernels.is_host:  # there the logits themselves have taken the room
+            self._make_room(chunk.count)
+        self._late = self._kernels.gradients(
+            logits,
+            chunk,
+            self._head,
+            statistics,
+            coefficient,
+            entropy_coefficient,
+            self._waiting[self._filled :],
+            self._active[self._filled :],
+        )
+
+    def policy_rows(self, logits: Tensor, chunk: Rows, statistics: Statistics, terms: PolicyTerms) -> None:
+        """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
+        in_one_walk = terms.in_one_walk
+        if in_one_walk is None or self._head.is_sharded or not self._gradients.wants_any:
+            self.statistics(logits, chunk, statistics)
+            terms.evaluate(chunk)
+            self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
+            return
+        begin = self._filled
+        self._late = in_one_walk(logits, chunk, self._head, statistics, self._waiting[begin:], self._active[begin:])
+
+    def finish(self) -> HeadGradients:
+        """The gradients of all chunks."""
+        self._flush(is_last=True)
+        return self._gradients
+
+    def _make_room(self, count: int) -> None:
+        """For the logits of so many rows on the CPU, for their gradients on a device."""
+        self._settle()
+        if self._filled + count > self._waiting.shape[0]:
+            self._flush(is_last=False)
+
+    def _settle(self) -> None:
+        if self._late is not None:
+            self._filled += self._late.wait()
+            self._late = None
+
+    def _flush(self, is_last: bool) -> None:
+        self._settle()
+        if self._filled:
+            self._gradients.add(self._waiting[: self._filled], self._active[: self._filled], is_last)
+            self._filled = 0
+
+
+def _device_rows(row_bytes: int, num_bytes: int) -> int:
+    """How many rows of this size a chunk of a device has."""
+    tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
+    return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
+
+
+def sweep_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
+    """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
+    statistics = Statistics.zeros(hidden.shape[0], hidden.device)
+    sweep = Sweep(kernels, head, hidden, rows)
+    for chunk, logits in sweep:
+        sweep.statistics(logits, chunk, statistics)
+    return statistics
+
+
+def sweep_gradients(
+    kernels: RowKernels,
+    head: Head,
+    hidden: Tensor,
+    statistics: Statistics,
+    coefficient: Tensor,
+    entropy_coefficient: Tensor,
+    wants_hidden: bool,
+    wants_weight: bool,
+    weight_dtype: torch.dtype,
+) -> HeadGradients:
+    """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
+    is_active = (coefficient != 0) | (entropy_coefficient != 0)
+    rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
+    if tiles_for(kernels, head, hidden) is not None:
+        gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
+        gradients_by_tiles(kernels, head, rows, statistics, coefficient, entropy_coefficient, gradients)
+        return gradients
+    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
+    for chunk, logits in sweep:
+        sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+    return sweep.finish()

@@ -1,0 +1,97 @@
+"""The output head as the fused ops see it: this rank's shard of the vocabulary, the targets and the temperature."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.kernels.checks import FLOATS, INTEGERS, check
+from marsrl.kernels.head.rows.selection import Rows
+
+
+@dataclass(frozen=True)
+class Head:
+    """Weight shard, targets and temperature of one call.
+
+    weight [V, H]: columns first_column .. first_column + V of the vocabulary, of which the first num_columns are real.
+    targets [T] int64, global. inverse_temperature [T] float32, None: inverse_temperature_of_all.
+    """
+
+    op: str
+    weight: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor | None
+    inverse_temperature_of_all: float
+    first_column: int
+    num_columns: int
+    vocab_size: int
+    tp_group: Any
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
+
+    def tile(self, columns: slice) -> "Head":
+        """These columns of the shard alone, as if the vocabulary were cut there."""
+        real = max(0, min(columns.stop, self.num_columns) - columns.start)
+        first = self.first_column + columns.start
+        return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
+
+    def inverse_temperature_at(self, rows: Rows) -> Tensor:
+        """[R] float32."""
+        if self.inverse_temperature is None:
+            return torch.full((rows.count,), self.inverse_temperature_of_all, device=self.weight.device)
+        return rows.take(self.inverse_temperature)
+
+
+def make_head(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    tp_group: Any,
+    real_vocab_size: int | None,
+) -> Head:
+    """Checks the arguments that every fused head takes; ValueError names the argument, what was found and expected."""
+    check(op, "hidden", hidden, (None, None), FLOATS)
+    check(op, "weight", weight, (None, hidden.shape[1]), FLOATS, hidden.device)
+    check(op, "targets", targets, (hidden.shape[0],), INTEGERS, hidden.device)
+    world, rank = 1, 0
+    if tp_group is not None:
+        world, rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
+    width = weight.shape[0]
+    vocab_size = width * world if real_vocab_size is None else real_vocab_size
+    if not 0 < vocab_size <= width * world:
+        raise ValueError(f"{op}: real_vocab_size is {vocab_size}, expected 1..{width * world} (weight rows x ranks)")
+    inverse, inverse_of_all = None, 1.0
+    if isinstance(temperature, Tensor):
+        check(op, "temperature", temperature, (hidden.shape[0],), FLOATS, hidden.device)
+        inverse = temperature.detach().float().reciprocal().contiguous()
+    elif not temperature > 0:
+        raise ValueError(f"{op}: temperature is {temperature}, expected a positive number or a tensor [T]")
+    else:
+        inverse_of_all = 1.0 / temperature
+    return Head(
+        op=op,
+        weight=weight.detach(),
+        targets=targets.long().contiguous(),
+        inverse_temperature=inverse,
+        inverse_temperature_of_all=inverse_of_all,
+        first_column=rank * width,
+        num_columns=max(0, min(width, vocab_size - rank * width)),
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+    )
+
+
+def why_not_reference_head(head: Head) -> str | None:
+    """None where a reference can serve: it holds the whole vocabulary on one rank."""
+    return "tp_group has several ranks, the reference holds the whole vocabulary" if head.is_sharded else None

@@ -1,0 +1,431 @@
+"""The real vLLM as an Engine, with its core in this process.
+
+    os.environ.update(vllm_environment(threads=1))            # by whoever starts the process: before vLLM is imported
+    engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
+    engine.generate(requests, version=0)
+
+Our own loop over LLMEngine.step(), so that requests can be taken, given up and counted between two steps. vLLM is
+imported when an engine is made, never with this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import (
+    TORN,
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    MemoryPart,
+    WeightReceipt,
+    WeightUpdate,
+    WrongVersion,
+)
+from marsrl.rollout.engines.refusals import sharded_engine
+from marsrl.rollout.engines.whole_call import generate_all
+from marsrl.rollout.state import encode
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+_BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
+_KV_CACHE_CPU_MIB = 256
+_PROGRESS_S = 0.2
+
+NO_SLEEP_ON_CPU = (
+    "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
+)
+
+
+def vllm_environment(threads: int | None = None, device: str = "cpu") -> dict[str, str]:
+    """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
+    else:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses DrawTokens, a logits processor of V1
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+class VllmEngine:
+    """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        options: VllmOptions,
+        *,
+        dtype: str,
+        max_model_len: int,
+        seed: int = 0,
+        version: int = 0,
+        threads: int | None = None,
+        deadline_s: float | None = None,
+        sleeps: bool = False,
+    ) -> None:
+        """Load vLLM with the weights of model_dir, which count as `version`.
+
+        Args:
+            dtype: "float32", "bfloat16" or "float16"; options.dtype goes before it.
+            max_model_len: prompt and completion together, tokens.
+            threads: CPU threads of torch in this process; None leaves them.
+            deadline_s: a generate() that takes longer is stopped with TimeoutError.
+            sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
+
+        Raises:
+            ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet), or sleeps on a CPU.
+        """
+        if refusal := sharded_engine(options.tensor_parallel, engines=1):
+            raise ValueError(refusal)
+        import torch
+        import vllm
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        if sleeps and current_platform.is_cpu():
+            raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
+        if threads is not None and current_platform.is_cpu():
+            torch.set_num_threads(threads)
+        self._dtype: Any = options.dtype or dtype
+        self._max_model_len = max_model_len
+        self._version = version
+        self._deadline_s = deadline_s
+        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
+        self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
+        self._keys = itertools.count()
+        self._is_aborting = False
+        self._num_ended = 0  # tokens of requests that have ended
+        self._num_seen = 0  # tokens at the last look, those under way among them
+        self._next_look = 0.0
+        self._has_new_weights = False  # and nothing was computed with them yet
+        self._device = str(current_platform.device_type)
+        self._library_version = str(vllm.__version__)
+        self._llm: Any = LLM(
+            **engine_arguments(
+                model_dir,
+                options,
+                dtype=self._dtype,
+                max_model_len=max_model_len,
+                seed=seed,
+                sleeps=sleeps,
+                device="cpu" if current_platform.is_cpu() else "cuda",
+            )
+        )
+        self._llm.collective_rpc("marsrl_forget_rendezvous")
+        self._core: Any = self._llm.llm_engine
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+
+    def info(self) -> EngineInfo:
+        core = type(self._llm)
+        return EngineInfo(
+            kind="vllm",
+            engine_class=f"{core.__module__}.{core.__qualname__}",
+            library="vllm",
+            library_version=self._library_version,
+            device=self._device,
+            dtype=self._dtype,
+            settings=self._llm.collective_rpc("marsrl_settings")[0],
+        )
+
+    def num_decoded(self) -> int:
+        return max(self._num_ended, self._num_seen)
+
+    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
+        """Decode all requests; one that cannot be served comes back with Finish.ERROR and the reason.
+
+        Raises:
+            WrongVersion: the engine holds other weights.
+            TimeoutError: it took longer than deadline_s; nothing is left running.
+        """
+        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
+        if version != self._version:
+            raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
+        self._has_new_weights = False
+        self._inbox.extend(requests)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """See Engine; a request that cannot be served comes back with Finish.ERROR and the reason."""
+        end = time.monotonic() + timeout_s
+        while True:
+            results = self._admit()
+            if self._is_aborting:
+                return results + self._give_up()
+            if results or not self._under_way:
+                return results
+            results = self._finished(self._step())
+            if results or time.monotonic() >= end:
+                return results
+
+    def abort(self) -> None:
+        self._is_aborting = True
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
+
+        All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
+        blocks of older weights that survived an update show up here.
+
+        Raises:
+            RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
+            ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
+                more than max_model_len.
+        """
+        from vllm import SamplingParams
+
+        if temperature != 1.0:
+            raise ValueError(
+                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
+            )
+        for sequence in sequences:
+            if not 2 <= len(sequence) <= self._max_model_len:
+                raise ValueError(
+                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
+                    f"{self._max_model_len} (max_model_len)"
+                )
+        once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
+        before = self._num_ended, self._num_seen
+        last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
+        if self._has_new_weights and len({tuple(s[:8]) for s in sequences}) == len(
+            sequences
+        ):  # none has another's prefix
+            self._refuse_old_prefixes(last)
+        self._has_new_weights = False
+        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
+        self._num_ended, self._num_seen = before  # the tokens that vLLM made beside the scores are nobody's
+        scores = []
+        for sequence, prefill, step in zip(sequences, first, last, strict=True):
+            ids = [int(token) for token in sequence]
+            known = [prefill.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids) - 1)]
+            known.append(step.outputs[0].logprobs[0][ids[-1]].logprob)
+            scores.append(np.asarray(known, np.float32))
+        return scores
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Load the file, or receive the feed, drop every cached prefix, and report checksums of what the kernels hold."""
+        start = time.perf_counter()
+        what: str | bytes = update.path
+        if update.feed is not None:
+            self._version, what = TORN, encode(update.feed)  # of weights that arrived in part nothing is decoded
+        self._llm.collective_rpc("marsrl_receive" if update.feed else "marsrl_load", args=(what,))
+        self._reset_prefix_cache()
+        loaded = time.perf_counter()
+        method = "marsrl_received_checksums" if update.feed else "marsrl_checksums"
+        checksums = self._llm.collective_rpc(method, args=(what,))[0]
+        self._version = update.version
+        self._has_new_weights = True
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def sleep(self) -> None:
+        """vLLM's level 1: weights to the host's memory. Level 2 drops them, and a step that is skipped sends no new ones."""
+        self._llm.sleep(level=1)
+
+    def wake(self, part: MemoryPart) -> None:
+        self._llm.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """Shut vLLM's core down; the engine is not used afterwards."""
+        self._core.engine_core.shutdown()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(
+                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old "
+                "weights are "
+                "left; requests are still running"
+            )
+
+    def _refuse_old_prefixes(self, outputs: Sequence[Any]) -> None:
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        if any(cached):
+            raise RuntimeError(
+                f"VllmEngine.score: right after the update to version {self._version}, vLLM took up to {max(cached)} tokens of a "
+                "sequence from its prefix cache, which are of older weights: it was not emptied"
+            )
+
+    def _refusal(self, request: DecodeRequest) -> DecodeResult | None:
+        """The result of a request that vLLM would raise on, or None."""
+        n = len(request.token_ids)
+        reason = ""
+        if n == 0:
+            reason = "the prompt is empty"
+        elif n >= self._max_model_len:
+            reason = f"the prompt has {n} tokens, which leaves no room in max_model_len {self._max_model_len}"
+        elif request.max_new_tokens < 1:
+            reason = f"max_new_tokens is {request.max_new_tokens}"
+        elif int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._vocab_size:
+            reason = f"a token id is outside of the vocabulary of {self._vocab_size}"
+        if not reason:
+            return None
+        none = np.zeros(0, np.int32)
+        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
+
+    def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from marsrl.rollout.engines.vllm.sampling import draw_arguments
+
+        return SamplingParams(
+            max_tokens=min(request.max_new_tokens, self._max_model_len - len(request.token_ids)),
+            temperature=0,
+            extra_args=draw_arguments(key, request),
+            stop_token_ids=list(request.sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decide
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else has it: vLLM need not copy it deeply
+        )
+
+    def _admit(self) -> list[DecodeResult]:
+        """Give vLLM what was submitted; the results of those that it would refuse."""
+        refused = []
+        while self._inbox:
+            request = self._inbox.popleft()
+            if refusal := self._refusal(request):
+                refused.append(refusal)
+                continue
+            key = str(next(self._keys))
+            prompt = {"prompt_token_ids": request.token_ids.tolist()}
+            self._core.add_request(key, prompt, self._sampling_params(key, request))
+            self._under_way[key] = request
+        return refused
+
+    def _step(self) -> list[Any]:
+        """One step of vLLM; the RequestOutputs that it finished."""
+        finished = [output for output in self._core.step() if output.finished]
+        self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
+        if time.monotonic() >= self._next_look:
+            self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))
+            self._next_look = time.monotonic() + _PROGRESS_S
+        return finished
+
+    def _finished(self, outputs: Sequence[Any]) -> list[DecodeResult]:
+        if not outputs:
+            return []
+        requests = [self._under_way.pop(output.request_id) for output in outputs]
+        completions = [output.outputs[0] for output in outputs]
+        lengths = [len(completion.token_ids) for completion in completions]
+        logprobs = self._take_logprobs([output.request_id for output in outputs], lengths)
+        return [
+            DecodeResult(
+                uid=request.uid,
+                token_ids=np.asarray(completion.token_ids, np.int32),
+                logprobs=drawn,
+                finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
+                version=self._version,
+                num_cached_tokens=output.num_cached_tokens or 0,
+            )
+            for request, output, completion, drawn in zip(requests, outputs, completions, logprobs, strict=True)
+        ]
+
+    def _give_up(self) -> list[DecodeResult]:
+        """What is under way as far as it got; leaves an engine that can go on."""
+        self._is_aborting = False
+        tokens = self._tokens_under_way()
+        keys = [key for key in self._under_way if tokens[key]]
+        self._core.abort_request(list(self._under_way))
+        while self._core.has_unfinished_requests():
+            self._core.step()
+        drawn = dict(zip(keys, self._take_logprobs(keys, [len(tokens[key]) for key in keys]), strict=True))
+        self._llm.collective_rpc("marsrl_forget_draws")
+        none = np.zeros(0, np.float32)
+        results = [
+            DecodeResult(
+                request.uid, np.asarray(tokens[key], np.int32), drawn.get(key, none), Finish.UNFINISHED, self._version
+            )
+            for key, request in self._under_way.items()
+        ]
+        self._under_way.clear()
+        self._num_ended += sum(map(len, tokens.values()))
+        return results
+
+    def _take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
+        return self._llm.collective_rpc("marsrl_take_logprobs", args=(keys, lengths))[0] if keys else []
+
+    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
+        """Finished RequestOutputs in the order of work; nothing else is under way."""
+        keys = [str(next(self._keys)) for _ in work]
+        for key, (token_ids, params) in zip(keys, work, strict=True):
+            self._core.add_request(key, {"prompt_token_ids": token_ids.tolist()}, params)
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(work):
+            outputs.update((output.request_id, output) for output in self._step())
+        return [outputs[key] for key in keys]
+
+    def _tokens_under_way(self) -> dict[str, list[int]]:
+        """Tokens decoded so far of every request in vLLM, by its key."""
+        states = self._core.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.output_token_ids for state in states if state.detokenizer}
+
+
+def engine_arguments(
+    model_dir: str | Path,
+    options: VllmOptions,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    sleeps: bool,
+    device: str,
+) -> dict[str, Any]:
+    """What vLLM's LLM (and its EngineArgs) is made with on "cpu" or "cuda"; see VllmEngine for the words."""
+    return {
+        "model": str(model_dir),
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        "disable_log_stats": True,
+        "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
+        "logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"],
+        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
+    }
+
+
+def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    return {
+        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
+        "block_size": _BLOCK_CPU,
+        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
+    }
+
+
+def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "enforce_eager": bool(options.enforce_eager),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "async_scheduling": False,  # as on a CPU, where it is tested; V1 waits for a logits processor's tokens anyway
+        "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
+    }
+    if options.kv_cache_mib is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
+    return arguments

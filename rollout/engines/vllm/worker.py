@@ -1,0 +1,209 @@
+"""What runs inside vLLM's worker: loads new weights and tells what the kernels really hold.
+
+vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
+
+On a CPU vLLM computes with packed copies: a linear layer hands its weight to oneDNN and keeps an empty tensor; experts
+are re-ordered for the grouped GEMM. So a checksum of the parameters says little there. Instead a linear layer is
+asked for its product with the identity, which is its weight, and packed experts are compared with what packing the
+received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on a GPU none of this applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from marsrl.rollout.state import decode
+from marsrl.rollout.types import FloatArray
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.fused_layout import WeightFiles, fuse
+from marsrl.rollout.weights.receive import Feed, Receiver
+
+if TYPE_CHECKING:
+    from marsrl.rollout.engines.vllm.sampling import DrawTokens
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker gains. Paths cross the border, tensors never do."""
+
+    model_runner: Any
+    vllm_config: Any
+    distributed_init_method: str
+
+    def marsrl_forget_rendezvous(self) -> None:
+        """Remove the file through which the worker's process group, which is complete, has found itself."""
+        if self.distributed_init_method.startswith("file://"):  # one worker; several meet over TCP
+            Path(self.distributed_init_method.removeprefix("file://")).unlink(missing_ok=True)
+
+    def marsrl_load(self, path: str) -> None:
+        """Load the safetensors file layer by layer into the tensors that are in use."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
+        _pack_experts(model, WeightFiles(path), self.vllm_config.model_config.dtype)
+        _pack_heads(model)
+
+    def marsrl_checksums(self, path: str) -> dict[str, int]:
+        """{fused name: checksum of what is held}. It equals the received tensor's checksum iff the kernels hold it."""
+        model = self.model_runner.get_model()
+        found = {}
+        with torch.no_grad():
+            for name, received in fuse(WeightFiles(path), self.vllm_config.model_config.dtype):
+                found[name] = _held_checksum(model, name, received)
+            covered = set(found)
+            for name, parameter in model.named_parameters():
+                if _our_name(name) not in covered:
+                    found[_our_name(name)] = checksum(parameter)
+        return found
+
+    def marsrl_receive(self, feed: bytes) -> None:
+        """Take the weights of an encoded Feed straight into the parameters. Not run on a GPU.
+
+        Raises:
+            RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
+        """
+        told = decode(Feed, feed)
+        model = self.model_runner.get_model()
+        targets = {name: _held(model, name).data for name in told.shapes}
+        device = next(iter(targets.values())).device
+        if device.type == "cpu":
+            raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
+        if not hasattr(self, "_marsrl_receiver"):
+            self._marsrl_receiver = Receiver(device)
+        self._marsrl_receiver.take(told, targets)
+
+    def marsrl_received_checksums(self, feed: bytes) -> dict[str, int]:
+        """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
+        told = decode(Feed, feed)
+        model = self.model_runner.get_model()
+        dtype = told.meeting.torch_dtype
+        found = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in told.shapes.items()}
+        for name, parameter in model.named_parameters():
+            if _our_name(name) not in found:
+                found[_our_name(name)] = checksum(parameter)
+        return found
+
+    def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
+        """EngineInfo.settings, read from the layers that compute; a kind of layer that vLLM has renamed is left out."""
+        found: dict[str, set[float]] = {}
+        for module in self.model_runner.get_model().modules():
+            told = {
+                "norm_eps": getattr(module, "variance_epsilon", None),
+                "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
+                "has_qk_norm": hasattr(module, "q_norm") if hasattr(module, "rotary_emb") else None,
+                "experts_per_token": getattr(getattr(module, "router", None), "top_k", None),
+                "normalises_top_k": getattr(getattr(module, "router", None), "renormalize", None),
+            }
+            for name, value in told.items():
+                if value is not None:
+                    found.setdefault(name, set()).add(float(value))
+        return {name: tuple(sorted(values)) for name, values in found.items()}
+
+    def marsrl_take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
+        """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew."""
+        return self._drawer().take(keys, lengths)
+
+    def marsrl_forget_draws(self) -> None:
+        """Drop what aborted requests left in DrawTokens."""
+        self._drawer().forget()
+
+    def _drawer(self) -> DrawTokens:
+        from marsrl.rollout.engines.vllm.sampling import DrawTokens
+
+        found = [each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens)]
+        if not found:
+            raise RuntimeError("vLLM did not load marsrl's DrawTokens; was the engine made by VllmEngine?")
+        return found[0]
+
+
+def _our_name(name: str) -> str:
+    """vLLM's parameter name in our layout: it keeps experts in a module of their own."""
+    return name.replace(".mlp.experts.routed_experts.", ".mlp.experts.")
+
+
+def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, attribute = name.rsplit(".", 1)
+    if path.endswith(".mlp.experts"):
+        module = model.get_submodule(path)
+        return getattr(module, "routed_experts", module), attribute
+    return model.get_submodule(path), attribute
+
+
+def _held(model: nn.Module, name: str) -> Tensor:
+    """The tensor of that fused name which the model computes with."""
+    module, attribute = _module_of(model, name)
+    held = getattr(module, attribute)
+    assert isinstance(held, Tensor), name
+    return held
+
+
+def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
+    module: Any
+    module, attribute = _module_of(model, name)
+    held = getattr(module, attribute)
+    received = received.to(held.device)
+    if attribute in ("w13_weight", "w2_weight"):
+        if held.device.type != "cpu":
+            return checksum(held)
+        same = held.shape == received.shape and torch.equal(_packed(module, received), held)
+        # inverted: experts that were left unpacked have the very checksum that is expected, and are wrong
+        return checksum(received) if same else ~checksum(held)
+    if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
+        identity = torch.eye(received.shape[1], dtype=received.dtype)
+        product = module.cpu_linear(identity, module.weight, None).t()[: received.shape[0]]
+        # compared as numbers: adding zeros turns -0.0 into 0.0
+        return checksum(received) if torch.equal(product.to(received.dtype), received) else checksum(product)
+    held = held[: received.shape[0]]  # vLLM pads the vocabulary
+    if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
+        return checksum(received)  # a kernel keeps the bias in float32
+    return checksum(held)
+
+
+def _packed(module: nn.Module, weight: Tensor) -> Tensor:
+    """The experts' weight as vLLM's CPU kernel wants it."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return cpu_prepack_moe_weight(weight.contiguous(), _experts_of(module).isa)
+
+
+def _experts_of(module: nn.Module) -> Any:
+    return module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+
+
+def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Repair vLLM's reload of experts on a CPU.
+
+    vLLM 0.28-0.32 packs experts for its CPU kernel at the first load only: after a reload the kernel reads unpacked
+    numbers as packed ones (garbage, no error). Wherever the raw tensor is found in the kernel's place it is packed;
+    where a later vLLM has packed it, nothing is done, and the checksum judges the result either way.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    with torch.no_grad():
+        for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype):
+            module, attribute = _module_of(model, name)
+            held = getattr(module, attribute)
+            if held.shape == weight.shape and torch.equal(held, weight):
+                held.copy_(_packed(module, weight))
+
+
+def _pack_heads(model: nn.Module) -> None:
+    """Repair vLLM's reload of a tied head on a CPU.
+
+    The head shares the embedding's weight but computes with a packed copy of its own, which vLLM 0.32 makes anew only
+    where the head itself was loaded: a tied one keeps the old numbers. A layer that still has its weight beside the
+    copy is packed again.
+    """
+    with torch.no_grad():
+        module: Any
+        for module in model.modules():
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,223 @@
+"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions
+from marsrl.rollout.engines.protocol import Engine
+from marsrl.rollout.engines.refusals import TrainerHost, this_host
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All that is needed to make one engine, in this process or another."""
+
+    kind: str  # "vllm" or "local"
+    model_dir: str
+    dtype: str
+    max_model_len: int
+    seed: int
+    version: int
+    threads: int
+    deadline_s: float
+    device: str  # "cpu" or "cuda"
+    vllm: VllmOptions
+    sleeps: bool = False  # shares its GPU with the trainer
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the serving process needs from its start."""
+        if self.kind == "vllm":
+            from marsrl.rollout.engines.vllm.engine import vllm_environment
+
+            return vllm_environment(self.threads, self.device)
+        return {"OMP_NUM_THREADS": str(self.threads)}
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """Make the engine in this process, whose environment is spec.environment() already."""
+    if spec.kind == "vllm":
+        from marsrl.rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            spec.model_dir,
+            spec.vllm,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            seed=spec.seed,
+            version=spec.version,
+            threads=spec.threads,
+            deadline_s=spec.deadline_s,
+            sleeps=spec.sleeps,
+        )
+    from marsrl.rollout.engines.local.engine import LocalEngine
+
+    return LocalEngine(
+        spec.model_dir,
+        dtype=spec.vllm.dtype or spec.dtype,
+        max_model_len=spec.max_model_len,
+        device=spec.device,
+        version=spec.version,
+        max_num_seqs=spec.vllm.max_num_seqs,
+        threads=spec.threads,
+        deadline_s=spec.deadline_s,
+    )
+
+
+def make_pool(
+    policy: str,
+    model_dir: str,
+    config: RolloutConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int = 0,
+    version: int = 0,
+    num_policies: int = 1,
+    scripted: Callable[[], Engine] | None = None,
+    host: TrainerHost | None = None,
+    silence_s: float = SILENCE_S,
+) -> EnginePool:
+    """Engines of one policy as the config wants them.
+
+    Args:
+        policy: name under `policies`, for messages.
+        max_model_len: prompt and completion together, tokens.
+        num_policies: that have engines here; with rollout.placement=colocated they share every GPU.
+        scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
+        placement).
+        host: where this process is; None: found out.
+        silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
+
+    Raises:
+        ValueError: rollout.engine=scripted without `scripted`.
+        RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
+    """
+    if config.engine == "scripted":
+        return _scripted_pool(policy, config, scripted)
+    if config.engine == "vllm":
+        _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
+    if config.placement != "local":
+        _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
+    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
+    if config.placement == "local":
+        return _local_pool(policy, config, specs)
+    return _ray_pool(policy, config, specs, num_policies, host or this_host(config.ray_address), silence_s)
+
+
+def _specs(
+    model_dir: str, config: RolloutConfig, *, dtype: str, max_model_len: int, seed: int, version: int
+) -> list[EngineSpec]:
+    """One for each engine of a policy: they differ in their seeds."""
+    import torch
+
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.engines)
+    return [
+        EngineSpec(
+            kind=config.engine,
+            model_dir=model_dir,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed + replica,
+            version=version,
+            threads=threads,
+            deadline_s=config.deadline_s,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            vllm=config.vllm,
+            sleeps=config.placement == "colocated",
+        )
+        for replica in range(config.engines)
+    ]
+
+
+def _scripted_pool(policy: str, config: RolloutConfig, scripted: Callable[[], Engine] | None) -> EnginePool:
+    if scripted is None:
+        raise ValueError(
+            "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
+        )
+    return EnginePool(
+        LocalReplicas([scripted() for _ in range(config.engines)]),
+        policy,
+        deadline_s=config.deadline_s,
+        sleeps=config.placement == "colocated",
+    )
+
+
+def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec]) -> EnginePool:
+    """In this process, whose environment becomes theirs."""
+    os.environ.update(specs[0].environment())
+    return EnginePool(
+        LocalReplicas([build_engine(spec) for spec in specs]),
+        policy,
+        slots=config.vllm.max_num_seqs,
+        deadline_s=config.deadline_s,
+    )
+
+
+def _ray_pool(
+    policy: str,
+    config: RolloutConfig,
+    specs: Sequence[EngineSpec],
+    num_policies: int,
+    host: TrainerHost,
+    silence_s: float,
+) -> EnginePool:
+    """Actors of the cluster; colocated ones of all policies share each GPU."""
+    from marsrl.rollout.pool.ray_cluster import RayCluster, RayReplicas
+
+    num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
+    if config.placement == "colocated":
+        num_gpus /= num_policies
+    cluster = RayCluster(
+        address=config.ray_address,
+        timeout_s=config.ray_timeout_s,
+        object_store_mib=config.object_store_mib,
+        gpus=host.gpus_for(config, num_policies),
+    )
+    try:
+        cluster.check_gpus(policy, num_gpus * len(specs), host)
+    except BaseException:
+        cluster.close()
+        raise
+    pool = EnginePool(
+        RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s, silence_s=silence_s),
+        policy,
+        slots=config.vllm.max_num_seqs,
+        deadline_s=config.deadline_s,
+        attempts=config.max_request_attempts,
+        most_restarts=config.max_engine_restarts,
+        sleeps=config.placement == "colocated",
+    )
+    try:
+        pool.start()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def make_openai_pool(
+    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float, max_model_len: int
+) -> EnginePool:
+    """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
+
+    Raises:
+        ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
+        RuntimeError: httpx is not installed.
+    """
+    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.rollout.engines.openai_engine import OpenAIEngine
+
+    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), deadline_s=deadline_s, max_model_len=max_model_len)
+    return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
+
+
+def _require(module: str, setting: str, remedy: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise RuntimeError(f"{setting} needs the package {module}, which is not installed here: {remedy}")

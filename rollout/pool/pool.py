@@ -1,0 +1,355 @@
+"""All replicas of one policy behind the interface of one engine.
+
+    pool = make_pool(...)                                  # build.py
+    results = pool.generate(requests, version=3, on_progress=bar.update)
+    pool.update_weights(WeightUpdate(path, 4)); pool.close()
+
+Requests of one affinity (one prompt, one group) stay on one replica, where their prefix is computed once; the costliest
+affinities are dealt out first, each to the replica with the least work. Results come in the order of the requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    EngineInfo,
+    MemoryPart,
+    WeightReceipt,
+    WeightUpdate,
+)
+from marsrl.rollout.pool.dispatch import Dispatcher, split_requests
+from marsrl.rollout.pool.recovery import Faults, Lost, Recovery
+from marsrl.rollout.pool.replicas import Replicas
+from marsrl.rollout.pool.retries import Probation, Retries, Verdict
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_S = 0.2  # for which a look at what has ended waits while draining
+_SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
+
+OnCall = Callable[[int, str, float, float], None]
+"""Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request that a replica has. since: by the pool's clock."""
+
+    request: DecodeRequest
+    replica: int
+    since: float
+
+
+class EnginePool:
+    """n replicas of one policy. Every method is called by one thread at a time; close() may be called twice.
+
+        pool.submit(requests, version=3)          # at any time; dispatch.py says which replica gets what, and when
+        results = pool.collect(timeout_s=0.2)     # what has ended meanwhile
+        results = pool.drain()                    # all the rest, as far as it got; the replicas are idle then
+
+    A replica that is lost is restarted where that is possible (recovery.py), and what it had is decoded again from where
+    its request began (retries.py): the callers of all methods notice nothing but the time, and at worst an ERROR.
+
+    slots: requests that a replica gets at a time; None: all of them.
+    deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
+    attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
+    sleeps: the trainer's GPUs are the replicas' (rollout.placement=colocated): `sleep` gives their memory back, and the
+        next call of anything else wakes them.
+    on_call: may be set; told of every call that a replica has served (for trace.json).
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        name: str = "main",
+        *,
+        slots: int | None = None,
+        deadline_s: float | None = None,
+        attempts: int = 3,
+        most_restarts: int = 16,
+        sleeps: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.on_call: OnCall | None = None
+        self._replicas = replicas
+        self._dispatch = Dispatcher(len(replicas), slots)
+        self._recovery = Recovery(
+            replicas, name, most_restarts, lambda *span: self._tell(span[0], "restart", *span[1:])
+        )
+        self._retries, self._probation = Retries(attempts), Probation()
+        self._faults = Faults()
+        self._is_draining = False
+        self._sleeps = sleeps
+        self._asleep: tuple[MemoryPart, ...] = ()  # what of the replicas' memory is the trainer's
+        self._deadline_s, self._clock = deadline_s, clock
+        self._sent: dict[str, _Sent] = {}  # by uid, oldest first
+        self._version = 0  # of the requests that wait
+        self._spans: dict[int, tuple[float, float]] = {}  # of collect, by replica: not told to the listener yet
+        self._is_closed = False
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._replicas)
+
+    def start(self) -> None:
+        """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
+
+        Raises:
+            Exception: what an engine raised that could not be made.
+        """
+        self._call("start", [()] * len(self._replicas))
+
+    def infos(self) -> list[EngineInfo]:
+        return self._call("info", [()] * len(self._replicas))
+
+    def num_decoded(self) -> list[int]:
+        """Tokens decoded since the start, by replica."""
+        return self._replicas.num_decoded()
+
+    def generate(
+        self, requests: Sequence[DecodeRequest], *, version: int, on_progress: Callable[[int], None] | None = None
+    ) -> list[DecodeResult]:
+        """Decode all requests on all replicas; on_progress gets the tokens decoded so far by this call."""
+        place = {request.uid: i for i, request in enumerate(requests)}
+        if len(place) < len(requests):
+            raise ValueError(f"generate: {len(requests)} requests have only {len(place)} different uids")
+        self._wake()
+        before = sum(self.num_decoded())
+
+        def report() -> None:
+            if on_progress is not None:
+                on_progress(sum(self.num_decoded()) - before)
+
+        results: dict[str, DecodeResult] = {}
+        left, companies = list(requests), list[list[DecodeRequest]]()
+        while left or companies:
+            if left:
+                shares = [[left[i] for i in share] for share in split_requests(left, len(self._replicas))]
+            else:
+                shares = [companies.pop(0) if companies else [] for _ in range(len(self._replicas))]
+            left = []
+            arguments = [(share, version) for share in shares]
+            answers = self._replicas.call("generate", arguments, None if on_progress is None else report)
+            for replica, (share, answer) in enumerate(zip(shares, answers, strict=True)):
+                if isinstance(answer, Lost):
+                    verdict = self._replaced(replica, answer.reason, share)
+                    left += verdict.free
+                    companies += verdict.companies
+                    results.update((r.uid, self._given_up(r, answer.reason, version)) for r in verdict.given_up)
+                else:
+                    self._tell(replica, "generate", answer.start, answer.end)
+                    results.update((result.uid, result) for result in answer.value)
+            report()
+        for uid in place:
+            self._retries.ended(uid)
+        return [results[request.uid] for request in requests]
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests submitted and not back yet."""
+        return len(self._sent) + self._dispatch.num_waiting + self._probation.num_waiting
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        """Queue requests and send those that a replica has room for."""
+        self._wake()
+        self._version = version
+        self._dispatch.add(requests)
+        self._send()
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """Results that have come, waiting timeout_s at most for the first; freed slots are filled before it returns.
+
+        Raises:
+            TimeoutError: a replica that cannot be restarted has had a request for longer than deadline_s.
+        """
+        busy = self._dispatch.busy
+        if not busy:
+            return []
+        results: list[DecodeResult] = []
+        lost: list[tuple[int, str]] = []
+        for replica, answer in self._replicas.collect(busy, timeout_s):
+            if isinstance(answer, Lost):
+                lost.append((replica, answer.reason))
+            else:
+                self._note_span(replica, answer.start, answer.end)
+                results += answer.value
+        for result in results:
+            del self._sent[result.uid]
+            self._dispatch.end(result.uid)
+            if result.finish is not Finish.UNFINISHED:
+                self._retries.ended(result.uid)
+        for replica, reason in lost or self._overdue():
+            results += self._requeued(replica, reason)
+        self._send()
+        return results
+
+    def drain(self) -> list[DecodeResult]:
+        """End everything: results of all requests under way, UNFINISHED with the tokens there are."""
+        waiting = self._dispatch.drop_waiting() + self._probation.drop()
+        results = [self._untouched(request) for request in waiting]
+        self._is_draining = True
+        try:
+            self._replicas.abort(self._dispatch.busy)
+            while self._sent:
+                results += self.collect(_DRAIN_S)
+        finally:
+            self._is_draining = False
+        for replica in list(self._spans):
+            self._tell_span(replica)
+        return results
+
+    def take_faults(self) -> Faults:
+        """What went wrong and was mended since the last call."""
+        faults, self._faults = self._faults, Faults()
+        return faults
+
+    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
+        """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
+        self._wake()
+        return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
+
+    def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
+        """Give every replica the new weights, the same update or its own; returns when all of them hold them."""
+        self._dispatch.forget_homes()  # engines drop their prefix caches
+        updates = [update] * len(self._replicas) if isinstance(update, WeightUpdate) else update
+        self._wake("weights")
+        receipts = self._call("update_weights", [(each,) for each in updates])
+        self._recovery.note_weights(updates, receipts)
+        self._wake("kv_cache")  # the probe needs it
+        return receipts
+
+    def sleep(self) -> None:
+        """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens."""
+        if not self._sleeps or self._asleep:
+            return
+        if self.num_under_way:
+            raise RuntimeError(
+                f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way"
+            )
+        self._dispatch.forget_homes()
+        self._call("sleep", [()] * len(self._replicas))
+        self._asleep = ("weights", "kv_cache")
+
+    def _wake(self, *parts: MemoryPart) -> None:
+        """What of these sleeps; without arguments everything."""
+        for part in [part for part in self._asleep if part in parts or not parts]:
+            self._call("wake", [(part,)] * len(self._replicas))
+            self._asleep = self._asleep[1:]
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._replicas.close()
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        values = []
+        for replica, answer in enumerate(self._replicas.call(method, arguments)):
+            while isinstance(answer, Lost):
+                self._restart(replica, answer.reason, arguments[replica][0] if method == "update_weights" else None)
+                answer = self._replicas.call_one(replica, method, arguments[replica])
+            self._tell(replica, method, answer.start, answer.end)
+            values.append(answer.value)
+        return values
+
+    def _restart(self, replica: int, reason: str, next_update: WeightUpdate | None = None) -> None:
+        self._dispatch.forget_homes(replica)
+        before = self._recovery.num_restarts
+        self._recovery.restart(replica, reason, next_update)
+        num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
+        self._faults = replace(self._faults, engine_restarts=num_restarts)
+
+    def _replaced(self, replica: int, reason: str, requests: Sequence[DecodeRequest]) -> Verdict:
+        """Restart a lost replica; what becomes of the requests that it had."""
+        self._restart(replica, reason)
+        verdict = self._retries.after_loss(requests)
+        num_failed, num_again = len(verdict.given_up), len(requests) - len(verdict.given_up)
+        self._faults = replace(
+            self._faults, resubmitted=self._faults.resubmitted + num_again, failed=self._faults.failed + num_failed
+        )
+        return verdict
+
+    def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
+        """Restart a lost replica and queue what it had; the results of those that are not queued."""
+        requests = [sent.request for sent in self._sent.values() if sent.replica == replica]
+        for request in requests:
+            del self._sent[request.uid]
+            self._dispatch.end(request.uid)
+        verdict = self._replaced(replica, reason, requests)
+        results = [self._given_up(request, reason, self._version) for request in verdict.given_up]
+        if self._is_draining:
+            again = [*verdict.free, *(request for company in verdict.companies for request in company)]
+            return results + [self._untouched(request) for request in again]
+        self._dispatch.add(verdict.free)
+        self._probation.add(replica, verdict.companies)
+        return results
+
+    def _untouched(self, request: DecodeRequest) -> DecodeResult:
+        none = np.zeros(0, np.int32)
+        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.UNFINISHED, self._version)
+
+    def _given_up(self, request: DecodeRequest, reason: str, version: int) -> DecodeResult:
+        _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, request.uid, reason)
+        none = np.zeros(0, np.int32)
+        why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
+        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, version, error=why)
+
+    def _tell(self, replica: int, method: str, start: float, end: float) -> None:
+        if self.on_call is not None:
+            self.on_call(replica, method, start, end)
+
+    def _note_span(self, replica: int, start: float, end: float) -> None:
+        """Calls of collect follow each other closely: the listener hears of a second of them, or a pause, as one."""
+        first, last = self._spans.get(replica, (start, start))
+        if start - last > _PAUSE_S or end - first > _SPAN_S:
+            self._tell_span(replica)
+            first = start
+        self._spans[replica] = (first, max(first, end))  # the wall clock may have been set back since the first
+
+    def _tell_span(self, replica: int) -> None:
+        if replica in self._spans:
+            self._tell(replica, "collect", *self._spans.pop(replica))
+
+    def _send(self) -> None:
+        now, busy = self._clock(), self._dispatch.busy
+        shares: dict[int, list[DecodeRequest]] = {}
+        for replica in set(self._probation.replicas).difference(busy):
+            if company := self._probation.next(replica):
+                self._dispatch.place(company, replica)
+                shares[replica] = company
+        shares |= self._dispatch.take(closed=self._probation.replicas)
+        for replica, requests in shares.items():
+            self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
+            self._replicas.submit(replica, requests, self._version)
+
+    def _overdue(self) -> list[tuple[int, str]]:
+        """The replica that has had a request for longer than the deadline, and that in words."""
+        oldest = next(iter(self._sent.values()), None)
+        if oldest is None or self._deadline_s is None or self._clock() - oldest.since <= self._deadline_s:
+            return []
+        reason = (
+            f"request {oldest.request.uid} has not come back after rollout.deadline_s = {self._deadline_s:g} s; raise it, "
+            "or lower rollout.segment_length, if engines are just slow"
+        )
+        if not self._replicas.can_restart:
+            raise TimeoutError(f"engines of policy {self.name}: {reason}")
+        return [(oldest.replica, reason)]

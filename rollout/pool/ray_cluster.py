@@ -1,0 +1,563 @@
+"""Engines as Ray actors: start or join a cluster, place one actor an engine, call all of them at once.
+
+Token arrays cross as one numpy array a batch (Ray keeps those outside of the pickle), not as thousands of small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
+from ray.exceptions import RayError
+
+from marsrl.rollout.engines.protocol import (
+    DecodeRequest,
+    DecodeResult,
+    MemoryPart,
+    Sampling,
+    WeightUpdate,
+)
+from marsrl.rollout.engines.refusals import TrainerHost
+from marsrl.rollout.pool.build import EngineSpec, build_engine
+from marsrl.rollout.pool.engine_pulse import EnginePulse
+from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed, timed
+from marsrl.rollout.routed_experts import ExpertArray
+from marsrl.rollout.types import Finish, FloatArray, IntArray
+
+# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
+_AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
+_PROGRESS_S = 0.2
+_COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
+_COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
+_HEARD_S = 1.0  # how long an engine is waited for to say how far it is
+_GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
+_SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
+_LONGEST_START = 10  # times that, where its process answers all the while
+_CALLS_AT_ONCE = _COLLECTS + 3  # beside them num_decoded, is_there, and submit or abort
+_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
+
+
+class RayCluster:
+    """A connection of this process to Ray; several pools may share it, the last one to close ends it.
+
+    address None: a cluster is started on this machine, without dashboard, telemetry or network use, and ends with this
+    process. Otherwise the cluster at host:port (or ray://host:port) is joined, and left at the end.
+    """
+
+    _users = 0
+    _started_here = False
+    _lock = threading.Lock()
+
+    def __init__(
+        self, *, address: str | None, timeout_s: float, object_store_mib: int, gpus: Sequence[int] = ()
+    ) -> None:
+        """gpus: of this host, in the order of torch.cuda: what actors of a cluster started here may be given.
+
+        Raises:
+            RuntimeError: the cluster cannot be reached within timeout_s.
+        """
+        with RayCluster._lock:
+            if not ray.is_initialized():
+                _AUTHENTICATION_LOG.setLevel(logging.ERROR)
+                with _own_sigterm():
+                    _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
+                RayCluster._started_here = True
+            RayCluster._users += 1
+        self._is_open = True
+        self._address = address
+
+    def check_gpus(self, policy: str, num_gpus: float, host: TrainerHost) -> None:
+        """Raises RuntimeError where actors of a policy would wait for GPUs for ever, or get one that a trainer rank holds."""
+        if not num_gpus:
+            return
+        where = "started here" if self._address is None else f"at rollout.ray_address={self._address}"
+        mine = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and _is_here(node))
+        if self._address is not None and mine + host.num_ranks > host.num_gpus:
+            rest = ",".join(str(gpu) for gpu in range(host.num_ranks, host.num_gpus))
+            raise RuntimeError(
+                f"the Ray cluster {where} counts {mine:g} GPU(s) of this host, where {host.num_ranks} trainer rank(s) hold the "
+                f"first of {host.num_gpus}: it would give engines what the trainer uses; start Ray here with `"
+                + (f"CUDA_VISIBLE_DEVICES={rest} ray start ...`" if rest else "ray start --num-gpus 0 ...`")
+            )
+        free = ray.available_resources().get("GPU", 0.0)
+        if num_gpus > free:
+            raise RuntimeError(
+                f"the engines of policy {policy} need {num_gpus:g} GPU(s), and the Ray cluster {where} has {free:g} free: lower "
+                "rollout.engines, or start Ray on more hosts"
+            )
+
+    def close(self) -> None:
+        """Shut down when nobody else uses the connection and it was made here."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with RayCluster._lock:
+            RayCluster._users -= 1
+            if RayCluster._users == 0 and RayCluster._started_here:
+                RayCluster._started_here = False
+                ray.shutdown()
+
+
+def _is_here(node: Mapping[str, Any]) -> bool:
+    return str(node["NodeID"]) == ray.get_runtime_context().get_node_id()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set one, and Ray knows that
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, ours)
+
+
+def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
+    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    with _visible(gpus):  # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            object_store_memory=object_store_mib << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+            _system_config={"gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S},
+        )
+
+
+@contextlib.contextmanager
+def _visible(gpus: Sequence[int]) -> Iterator[None]:
+    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    if gpus:
+        seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
+        os.environ[name] = ",".join(seen[gpu] for gpu in gpus)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _join(address: str, timeout_s: float) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    where = address.removeprefix("ray://")
+    host, _, port = where.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=timeout_s).close()
+        except OSError as error:
+            raise RuntimeError(
+                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray "
+                f"start --head`, "
+                "correct the address, or leave it out to start a cluster on this machine"
+            ) from error
+    elif where != "auto":
+        raise RuntimeError(f"rollout.ray_address is {address!r}; expected host:port, ray://host:port or auto")
+    has_token = _use_token()
+    failure: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except BaseException as error:  # handed to the caller's thread
+            failure.append(error)
+
+    # something that is not Ray may listen there, and ray.init would wait for minutes
+    thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or failure:
+        reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
+        raise RuntimeError(
+            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
+            f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
+        ) from (failure[0] if failure else None)
+
+
+def _use_token() -> str:
+    """Show Ray's token where there is one, as `ray start` does, which then demands it of everybody. A sentence about it.
+
+    ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
+    takes no notice.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    copy = (
+        "copy ~/.ray/auth_token of the host that ran `ray start --head` there, or name its place in RAY_AUTH_TOKEN_PATH"
+    )
+    if mode is not None and mode.lower() != "token":
+        return f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
+    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
+        return f"this host has none ({path}), and a cluster may demand it: {copy}"
+    os.environ["RAY_AUTH_MODE"] = "token"
+    Config.initialize("")  # Ray has read its environment when it was imported
+    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
+    return f"the one {shown} was shown; where it is another cluster's, {copy}"
+
+
+class EngineActor:
+    """What runs in the actor's process. One thread decodes; num_decoded, submit and abort are answered meanwhile."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._decoding = threading.Lock()
+
+    def start(self) -> Timed:
+        """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
+
+        def make() -> None:
+            self._engine = build_engine(self._spec)
+
+        return timed(make)
+
+    def info(self) -> Timed:
+        return timed(self._engine.info)
+
+    def is_there(self) -> None:
+        """Answered whatever else is under way."""
+
+    def num_decoded(self) -> int:
+        return self._engine.num_decoded()
+
+    def generate(self, requests: RequestBatch, version: int) -> Timed:
+        with self._decoding:
+            return timed(lambda: ResultBatch.pack(self._engine.generate(requests.unpack(), version=version)))
+
+    def submit(self, requests: RequestBatch, version: int) -> None:
+        self._engine.submit(requests.unpack(), version=version)
+
+    def collect(self, timeout_s: float) -> Timed:
+        with self._decoding:
+            return timed(lambda: ResultBatch.pack(self._engine.collect(timeout_s)))
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def score(self, sequences: list[IntArray], temperature: float) -> Timed:
+        with self._decoding:
+            return timed(lambda: self._engine.score(sequences, temperature))
+
+    def update_weights(self, update: WeightUpdate) -> Timed:
+        with self._decoding:
+            return timed(lambda: self._engine.update_weights(update))
+
+    def sleep(self) -> Timed:
+        return timed(self._engine.sleep)
+
+    def wake(self, part: MemoryPart) -> Timed:
+        return timed(lambda: self._engine.wake(part))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class RayReplicas:
+    """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent is answered for by Lost.
+
+    deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
+        engines do not exist before `start` has been called on each.
+    silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (engine_pulse.py).
+    """
+
+    can_restart = True
+
+    def __init__(
+        self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: float, deadline_s: float, silence_s: float
+    ) -> None:
+        self._cluster, self._specs, self._num_gpus, self._deadline_s = cluster, list(specs), num_gpus, deadline_s
+        self._pulse = EnginePulse(silence_s)
+        self._actors: list[Any] = []
+        self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
+        self._submitting: dict[Any, int] = {}
+        self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
+        self._decoded_before = [0] * len(specs)  # by engines that were lost
+        self._decoded = [0] * len(specs)  # when last heard
+        self._slowest_start_s = 0.0
+        self._actors += [self._start(spec) for spec in specs]
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Timed | Lost]:
+        calls = {self._call(replica, method, each): replica for replica, each in enumerate(arguments)}
+        answers = self._answers(calls, method, on_wait)
+        return [answers[replica] for replica in range(len(self._actors))]
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        return self._answers({self._call(replica, method, arguments): replica}, method)[replica]
+
+    def restart(self, replica: int) -> Lost | None:
+        check_ray()
+        ray.kill(self._actors[replica], no_restart=True)  # a stopped process too
+        for calls in (self._collecting, self._submitting):
+            for call in [call for call, at in calls.items() if at == replica]:
+                del calls[call]
+        self._lost.pop(replica, None)
+        self._pulse.forget(replica)
+        self._decoded_before[replica] += self._decoded[replica]
+        self._decoded[replica] = 0
+        self._actors[replica] = self._start(self._specs[replica])
+        try:
+            answer = self.call_one(replica, "start", ())
+        except Exception as error:  # it started before: memory of the dead one may not be free yet
+            return Lost(f"its start raised {type(error).__name__}: {error}")
+        return answer if isinstance(answer, Lost) else None
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        self._submitting[self._actors[replica].submit.remote(RequestBatch.pack(requests), version)] = replica
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed | Lost]]:
+        calls_of = Counter(self._collecting.values())
+        for replica in busy:
+            for _ in range(calls_of[replica], _COLLECTS):
+                self._collecting[self._actors[replica].collect.remote(_COLLECT_S)] = replica
+        calls = list(self._collecting)
+        ray.wait(calls, num_returns=1, timeout=timeout_s)
+        done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
+        check_head()
+        self._settle_submits()
+        self._pulse.listen(self._actors)
+        for replica in busy:
+            self._note(replica, self._silent(replica))
+        answers: list[tuple[int, Timed | Lost]] = []
+        for call in done:
+            replica = self._collecting.pop(call)
+            answer = _answer(call, "collect")
+            self._note(replica, answer)  # both calls of collect end with a lost engine: told once
+            if not isinstance(answer, Lost):
+                answers.append((replica, answer))
+        answers += self._lost.items()
+        self._lost = {}
+        return answers
+
+    def abort(self, busy: Sequence[int]) -> None:
+        end = time.monotonic() + min(self._pulse.silence_s, self._deadline_s)
+        self._settle_submits(end - time.monotonic())  # none may arrive behind the abort
+        calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
+        for replica, answer in self._answers(calls, "abort", within_s=max(0.0, end - time.monotonic())).items():
+            self._note(replica, answer)
+
+    def num_decoded(self) -> list[int]:
+        """Of an engine that does not answer at once, what it last said."""
+        calls = {actor.num_decoded.remote(): replica for replica, actor in enumerate(list(self._actors))}
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
+            with contextlib.suppress(RayError):  # whoever waits for its results hears of it
+                self._decoded[calls[call]] = ray.get(call)
+        return [before + now for before, now in zip(self._decoded_before, self._decoded, strict=True)]
+
+    def close(self) -> None:
+        """Kill the actors (they may be in the middle of decoding after Ctrl-C) and leave the cluster."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors.clear()
+        self._cluster.close()
+
+    def _start(self, spec: EngineSpec) -> Any:
+        # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
+        options = ray.remote(EngineActor).options(
+            num_cpus=0,
+            num_gpus=self._num_gpus,
+            max_concurrency=_CALLS_AT_ONCE,
+            max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
+            runtime_env={"env_vars": spec.environment()},
+        )
+        return options.remote(spec)
+
+    def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "generate":
+            arguments = (RequestBatch.pack(arguments[0]), arguments[1])
+        return getattr(self._actors[replica], method).remote(*arguments)
+
+    def _answers(
+        self,
+        calls: Mapping[Any, int],
+        method: str,
+        on_wait: Callable[[], None] | None = None,
+        within_s: float | None = None,
+    ) -> dict[int, Timed | Lost]:
+        """By replica; Lost where it is silent, or there is none within_s seconds (default: the deadline, and some more:
+        engines have the same one and say so themselves)."""
+        if within_s is None:
+            within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
+            if method == "start":
+                within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
+        answers: dict[int, Timed | Lost] = {}
+        pending, began = list(calls), time.monotonic()
+        while pending:
+            left = began + within_s - time.monotonic()
+            timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+            answers.update((calls[call], _answer(call, method)) for call in done)
+            if method == "start":
+                seconds = [each.end - each.start for each in answers.values() if isinstance(each, Timed)]
+                self._slowest_start_s = max([self._slowest_start_s, *seconds])
+            check_head()
+            self._pulse.listen(self._actors)
+            for call in list(pending):
+                if lost := self._overdue(calls[call], method, time.monotonic() - began, within_s):
+                    answers[calls[call]] = lost
+                    pending.remove(call)
+            if pending and on_wait is not None:
+                on_wait()
+        return answers
+
+    def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
+        """Whether an engine that has been asked elapsed_s ago is given up. A start may take longer while it is heard."""
+        if method == "start":
+            is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
+            is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
+        elif lost := self._silent(replica):
+            return lost
+        else:
+            is_over = elapsed_s >= within_s
+        if not is_over:
+            return None
+        return Lost(f"no answer to {method} in {elapsed_s:.0f} s (rollout.deadline_s = {self._deadline_s:g})")
+
+    def _silent(self, replica: int) -> Lost | None:
+        if self._pulse.silent_for_s(replica) < self._pulse.silence_s:
+            return None
+        return Lost(f"its process has said nothing for run.silence_s = {self._pulse.silence_s:g} s")
+
+    def _settle_submits(self, timeout_s: float = 0.0) -> None:
+        """A refused submit raises here; an engine that has not taken one within timeout_s is lost, where that is not 0."""
+        calls = list(self._submitting)
+        done, pending = ray.wait(calls, num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+        for call in done:
+            self._note(self._submitting.pop(call), _answer(call, "submit"))
+        for call in pending if timeout_s else ():
+            self._note(self._submitting.pop(call), Lost(f"requests were not taken within {timeout_s:g} s"))
+
+    def _note(self, replica: int, answer: Timed | Lost | None) -> None:
+        if isinstance(answer, Lost):
+            self._lost.setdefault(replica, answer)
+
+
+def _answer(call: Any, method: str) -> Any:
+    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `judged` does."""
+    try:
+        answer = ray.get(call)
+    except RayError as error:
+        return judged(error, method)
+    return _unpacked(answer) if method in ("generate", "collect") else answer
+
+
+def _unpacked(answer: Timed) -> Timed:
+    return Timed(answer.value.unpack(), answer.start, answer.end)
+
+
+_Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBatch:
+    """DecodeRequests with their tokens in one array; offsets [n+1] cut it."""
+
+    uids: list[str]
+    tokens: IntArray
+    offsets: _Offsets
+    max_new_tokens: list[int]
+    samplings: list[Sampling]
+    seeds: list[int]
+    affinities: list[str]
+    experts_from: list[int | None]
+
+    @classmethod
+    def pack(cls, requests: Sequence[DecodeRequest]) -> RequestBatch:
+        tokens, offsets = _join_arrays([r.token_ids for r in requests], np.int32)
+        return cls(
+            [r.uid for r in requests],
+            tokens,
+            offsets,
+            [r.max_new_tokens for r in requests],
+            [r.sampling for r in requests],
+            [r.seed for r in requests],
+            [r.affinity for r in requests],
+            [r.experts_from for r in requests],
+        )
+
+    def unpack(self) -> list[DecodeRequest]:
+        fields = zip(
+            self.uids, _cut(self.tokens, self.offsets), self.max_new_tokens, self.samplings, self.seeds,
+            self.affinities, [None] * len(self.uids), self.experts_from,
+            strict=True,
+        )  # fmt: skip
+        return [DecodeRequest(*each) for each in fields]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultBatch:
+    """DecodeResults with their tokens and log-probs in one array each; records of experts, which are long, as they are."""
+
+    uids: list[str]
+    tokens: IntArray
+    logprobs: FloatArray
+    offsets: _Offsets
+    finishes: list[str]
+    versions: list[int]
+    num_cached_tokens: list[int]
+    errors: list[str]
+    routed_experts: list[ExpertArray | None]
+
+    @classmethod
+    def pack(cls, results: Sequence[DecodeResult]) -> ResultBatch:
+        tokens, offsets = _join_arrays([r.token_ids for r in results], np.int32)
+        logprobs, _ = _join_arrays([r.logprobs for r in results], np.float32)
+        return cls(
+            [r.uid for r in results],
+            tokens,
+            logprobs,
+            offsets,
+            [r.finish.value for r in results],
+            [r.version for r in results],
+            [r.num_cached_tokens for r in results],
+            [r.error for r in results],
+            [r.routed_experts for r in results],
+        )
+
+    def unpack(self) -> list[DecodeResult]:
+        tokens, logprobs = _cut(self.tokens, self.offsets), _cut(self.logprobs, self.offsets)
+        finishes = [Finish(value) for value in self.finishes]
+        fields = zip(
+            self.uids, tokens, logprobs, finishes, self.versions, self.num_cached_tokens, self.errors,
+            self.routed_experts, strict=True,
+        )  # fmt: skip
+        return [DecodeResult(*each) for each in fields]
+
+
+def _join_arrays(arrays: Sequence[Any], dtype: Any) -> tuple[Any, _Offsets]:
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    return (np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)), offsets
+
+
+def _cut(joined: Any, offsets: _Offsets) -> list[Any]:
+    return [joined[a:b] for a, b in itertools.pairwise(offsets.tolist())]

@@ -1,0 +1,105 @@
+"""What an error of Ray means: an engine is lost (it can be replaced), or Ray itself is of no use any more (the run ends)."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.pool.recovery import Lost
+
+_ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
+_DECODING = ("generate", "submit", "collect", "abort")
+_NEEDED = ("gcs_server", "raylet")
+_LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its memory monitor has killed
+_GO_ON = "go on from the last checkpoint with run.resume=auto"
+
+
+def judged(error: RayError, method: str) -> Lost:
+    """What an engine's call that failed with `error` means for the engine.
+
+    Raises:
+        RuntimeError: Ray is gone, or its object store is full.
+        Exception: the engine's own, where it says something about the call and not about the engine: a refusal
+            (WrongVersion, ValueError), or anything outside of decoding.
+    """
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
+        raise RuntimeError(
+            f"Ray's object store is full ({_first_line(cause)}): tokens and log-probs pass through it; make room on the disk "
+            f"that it spills to (/tmp/ray), raise rollout.object_store_mib, or lower rollout.prompts_per_step; {_GO_ON}"
+        ) from error
+    if isinstance(error, RayTaskError):
+        if isinstance(cause, WrongVersion | ValueError) or method not in _DECODING:
+            raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
+        return Lost(f"{method} raised {type(cause).__name__}: {_first_line(cause)}")
+    if not isinstance(error, _ENGINE_IS_LOST):
+        raise RuntimeError(
+            f"Ray failed in {method} ({type(error).__name__}: {_first_line(error)}); {_GO_ON}"
+        ) from error
+    check_ray(error)
+    return Lost(how_it_died(error))
+
+
+def how_it_died(error: BaseException) -> str:
+    """What ended an engine's process, in words that say what to do where that is known."""
+    low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
+    if low is not None or isinstance(error, OutOfMemoryError):
+        return (
+            f"killed by Ray's memory monitor ({(low or _first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
+            "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
+        )
+    return f"its process has died ({_last_line(error)})"
+
+
+def check_ray(error: BaseException | None = None) -> None:
+    """Raise RuntimeError where the cluster has lost this process's own node, and with it every way to an engine."""
+    check_head()
+    here = ray.get_runtime_context().get_node_id()
+    if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
+        raise RuntimeError(
+            f"Ray is gone: the raylet of this machine has died ({_last_line(error) if error else 'node not alive'}); "
+            f"its logs are in /tmp/ray/session_latest/logs; start Ray again where rollout.ray_address names a cluster, and "
+            f"{_GO_ON}"
+        ) from error
+
+
+def check_head() -> None:
+    """Raise RuntimeError where a process of Ray that this process has started has ended; costs nothing.
+
+    Ray itself says nothing for a minute when its head is gone, and then aborts this process.
+    """
+    node: Any = ray._private.worker._global_node
+    if node is None:
+        return
+    for kind, process in node.dead_processes():
+        if kind in _NEEDED:
+            raise RuntimeError(
+                f"Ray is gone: its {kind} (process {process.pid}) has ended with {_status(process.returncode)}; its logs are "
+                f"in {node.get_logs_dir_path()}; {_GO_ON}"
+            )
+
+
+def _status(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray puts the cause last."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]

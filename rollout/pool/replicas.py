@@ -1,0 +1,152 @@
+"""How a pool reaches its engines: the interface of a policy's replicas, and those of this process.
+
+    pool = EnginePool(LocalReplicas([engine]))
+
+The replicas that are Ray actors are in ray_cluster.py. A call returns, for each replica, what the engine returned and
+when it ran (Timed), or that the engine is lost (recovery.Lost).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from marsrl.rollout.engines.protocol import DecodeRequest, Engine
+from marsrl.rollout.pool.recovery import Lost
+
+_PROGRESS_S = 0.2  # between two reports of a call that waits
+_SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
+
+    value: Any
+    start: float
+    end: float
+
+
+def timed(function: Callable[[], Any]) -> Timed:
+    """Call it and take the time."""
+    start = time.time()
+    value = function()
+    return Timed(value, start, max(start, time.time()))  # the wall clock may be set back
+
+
+class Replicas(Protocol):
+    """The engines of one policy, numbered from 0."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def can_restart(self) -> bool:
+        """False where engines live in this process: what ails them ails it too."""
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> Sequence[Timed | Lost]:
+        """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        """method(*arguments) on one replica."""
+
+    def restart(self, replica: int) -> Lost | None:
+        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too."""
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        """Hand requests to a replica, which may be decoding; does not wait for it."""
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
+        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first."""
+
+    def abort(self, busy: Sequence[int]) -> None:
+        """Have every request of these replicas come back with the next results, as far as it got."""
+
+    def num_decoded(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class Irreplaceable:
+    """For replicas that are never lost alone: what ails them ends the run."""
+
+    can_restart = False
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        raise RuntimeError(f"engine {replica}: {method} of one engine alone is for one that was restarted")
+
+    def restart(self, replica: int) -> Lost | None:
+        raise RuntimeError(
+            f"engine {replica} is of this process (rollout.placement=local) and cannot be restarted alone"
+        )
+
+
+class LocalReplicas(Irreplaceable):
+    """Engines in this process, called one after the other. What they raise is raised: nothing is restarted."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = list(engines)
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> Sequence[Timed | Lost]:
+        if on_wait is None:
+            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_PROGRESS_S):
+                on_wait()
+
+        watcher = threading.Thread(target=watch, name="marsrl-progress", daemon=True)
+        watcher.start()
+        try:
+            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
+        finally:
+            done.set()
+            watcher.join()
+
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        return _invoke(self.engines[replica], method, arguments)
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        self.engines[replica].submit(requests, version=version)
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
+        """Busy engines decode in turn, a slice of time each."""
+        end = time.monotonic() + timeout_s
+        while True:
+            answers = []
+            for replica in busy:
+                left = max(0.0, end - time.monotonic())
+                slice_s = left if len(busy) == 1 else min(left, _SLICE_S)
+                engine = self.engines[replica]
+                answers.append((replica, timed(functools.partial(engine.collect, slice_s))))
+            if any(answer.value for _, answer in answers) or time.monotonic() >= end:
+                return answers
+
+    def abort(self, busy: Sequence[int]) -> None:
+        for replica in busy:
+            self.engines[replica].abort()
+
+    def num_decoded(self) -> list[int]:
+        return [engine.num_decoded() for engine in self.engines]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.engines.clear()
+
+
+def _invoke(engine: Engine, method: str, args: tuple[Any, ...]) -> Timed:
+    if method == "generate":
+        return timed(lambda: engine.generate(args[0], version=args[1]))
+    return timed(lambda: getattr(engine, method)(*args))

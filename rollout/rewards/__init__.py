@@ -1,0 +1,1 @@
+"""Judges answers in processes of their own."""

@@ -1,0 +1,219 @@
+"""Judges answers in processes of their own, with a timeout that holds.
+
+A comparison of two answers may hang (sympy ignores signals in places) or crash; answers are hostile input. Each
+comparison runs in a worker process; one that passes the deadline is killed and replaced. What could not be judged is
+a missing reward with a note, never a 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from marsrl.rollout.types import MISSING, Problem, Reward
+
+MATH_JUDGE = "marsrl.rollout.rewards.judge_process:compare_math"
+_START_TIMEOUT_S = 120.0  # loading sympy on a busy machine
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeCounts:
+    """What happened since the pool was made."""
+
+    judged: int = 0
+    timeouts: int = 0
+    crashes: int = 0
+    errors: int = 0
+
+
+class _Worker:
+    """One judge process. job: the index it works on, None when idle; is_ready: it has loaded its judge."""
+
+    def __init__(self, judge: str) -> None:
+        # -P: the working directory is not on the path; its folder names would shadow installed packages.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "marsrl.rollout.rewards.judge_process", judge],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests: IO[bytes] = self.process.stdin
+        self.replies = self.process.stdout.fileno()
+        self._buffer = b""
+        self.is_ready = False
+        self.job: int | None = None
+        self.deadline = time.monotonic() + _START_TIMEOUT_S
+
+    def submit(self, job: int, reference: str, answer: str, timeout_s: float) -> None:
+        self.job = job
+        self.deadline = time.monotonic() + timeout_s
+        line = json.dumps({"reference": reference, "answer": answer}) + "\n"
+        try:
+            self._requests.write(line.encode())
+            self._requests.flush()
+        except BrokenPipeError:
+            self.deadline = time.monotonic() + 5.0  # it has died; the end of its replies says so next
+
+    def read(self) -> dict[str, object] | None:
+        """One reply, {} where none is whole yet, None where the process has ended."""
+        chunk = os.read(self.replies, 1 << 16)
+        if not chunk:
+            return None
+        self._buffer += chunk
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return {}
+        self._buffer = rest
+        return dict(json.loads(line))
+
+    def kill(self) -> int:
+        """End the process at once, wait for it, release the pipes; its exit code."""
+        self.process.kill()
+        code = self.process.wait()
+        with contextlib.suppress(BrokenPipeError):  # an unsent request of a dead process; nobody waits for it
+            self._requests.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+class RewardPool:
+    """A fixed number of judge processes, started at the first call.
+
+        with RewardPool(workers=2, timeout_s=10) as pool:
+            rewards = pool.judge([(problem, r"\\frac{1}{2}"), ...])
+
+    judge: "module:function" of (reference, answer) -> bool, importable by a fresh interpreter.
+    """
+
+    def __init__(
+        self, workers: int = 2, timeout_s: float = 10.0, max_answer_chars: int = 2000, judge: str = MATH_JUDGE
+    ) -> None:
+        self._num_workers = workers
+        self._timeout_s = timeout_s
+        self._max_answer_chars = max_answer_chars
+        self._judge = judge
+        self._workers: list[_Worker] = []
+        self._counts = {"judged": 0, "timeouts": 0, "crashes": 0, "errors": 0}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def counts(self) -> JudgeCounts:
+        return JudgeCounts(**self._counts)
+
+    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        """One reward an answer, in order. Blocks; calls from several threads take turns."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("RewardPool.judge: the pool is closed")
+            rewards: list[Reward | None] = [self._without_worker(problem, answer) for problem, answer in answers]
+            waiting = deque(index for index, reward in enumerate(rewards) if reward is None)
+            num_open = len(waiting)
+            while num_open:
+                while len(self._workers) < min(self._num_workers, num_open):
+                    self._workers.append(_Worker(self._judge))
+                for worker in self._workers:
+                    if waiting and worker.is_ready and worker.job is None:
+                        index = waiting.popleft()
+                        problem, answer = answers[index]
+                        worker.submit(index, problem.answer or "", answer, self._timeout_s)
+                for index, reward in self._collect():
+                    rewards[index] = reward
+                    num_open -= 1
+            return [reward for reward in rewards if reward is not None]
+
+    def _without_worker(self, problem: Problem, answer: str) -> Reward | None:
+        if problem.answer is None:
+            return Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer")
+        if len(answer) > self._max_answer_chars:
+            return Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {self._max_answer_chars}")
+        return None
+
+    def _collect(self) -> list[tuple[int, Reward]]:
+        """Wait for a reply, an end or a deadline; the rewards that this settles."""
+        busy = [worker for worker in self._workers if worker.job is not None or not worker.is_ready]
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+            soonest = min(worker.deadline for worker in busy)
+            events = selector.select(max(0.0, soonest - time.monotonic()))
+        settled: list[tuple[int, Reward]] = []
+        for key, _ in events:
+            worker = key.data
+            reply = worker.read()
+            if reply is None:
+                self._replace_ended(worker, settled)
+            elif "ready" in reply:
+                worker.is_ready = True
+            elif reply:
+                settled.append((worker.job, self._reward(reply)))
+                worker.job = None
+        now = time.monotonic()
+        for worker in busy:
+            is_late = (
+                now >= worker.deadline and worker in self._workers and (worker.job is not None or not worker.is_ready)
+            )
+            if is_late:
+                self._replace_late(worker, settled)
+        return settled
+
+    def _reward(self, reply: dict[str, object]) -> Reward:
+        if "error" in reply:
+            self._counts["errors"] += 1
+            return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
+        self._counts["judged"] += 1
+        right = float(bool(reply["correct"]))
+        return Reward(right, right, {"answer": right})
+
+    def _replace_ended(self, worker: _Worker, settled: list[tuple[int, Reward]]) -> None:
+        self._workers.remove(worker)
+        code = worker.kill()
+        if not worker.is_ready:
+            raise RuntimeError(
+                f"the judge process ended with code {code} before it was ready: "
+                f"can {sys.executable} import {self._judge}? "
+                "(its own message is on stderr)"
+            )
+        self._counts["crashes"] += 1
+        if worker.job is not None:
+            _log.warning("a judge process crashed (code %d)", code)
+            settled.append((worker.job, Reward(MISSING, MISSING, note=f"the judge process crashed (code {code})")))
+
+    def _replace_late(self, worker: _Worker, settled: list[tuple[int, Reward]]) -> None:
+        self._workers.remove(worker)
+        worker.kill()
+        if not worker.is_ready:
+            raise RuntimeError(
+                f"the judge process was not ready after {_START_TIMEOUT_S:.0f} s; is the machine overloaded?"
+            )
+        self._counts["timeouts"] += 1
+        assert worker.job is not None
+        note = f"the judge took over {self._timeout_s:g} s and was killed"
+        settled.append((worker.job, Reward(MISSING, MISSING, note=note)))
+
+    def close(self) -> None:
+        """Kill every worker and wait for it. Safe to call twice."""
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+            self._workers.clear()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,285 @@
+"""Plays problems without waiting for stages to end: what a sample's end makes possible is done at once.
+
+    a result comes back
+      | not finished                      -> its next segment is submitted
+      | finished  -> judged -> group complete? -> closed -> agent's groups of the instance all closed?
+                                                              -> picks -> their groups are opened and submitted
+
+    ask()   the trainer wants one more batch       stage s of new problems begins when stage s-1 has ended and
+    take()  a batch, where one is ready            s <= batches asked for + rollout.overlap
+
+Stage s ends, and all groups closed since the last one become batch s, when every sample that was unfinished at its
+beginning has come back once (its segment is decoded), or rollout.finish_share of them have finished; with `pipeline:
+trajectory`, when nothing is open. Samples, picks and segments that follow do not wait for it. So the decoder is at
+most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
+rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
+
+No thread and no clock in here: whoever drives it calls advance() (background.py, or a simulation).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import NamedTuple
+
+from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
+from marsrl.rollout.schedule.unfinished import OpenGroup
+from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Ask, Finish, Sample
+
+_JUDGING_S = 0.01
+_KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made from
+
+
+class _Key(NamedTuple):
+    """A sample that is under way."""
+
+    group_id: str
+    place: int  # in the group
+
+    @property
+    def uid(self) -> str:
+        return f"{self.group_id}:{self.place}"
+
+
+class EventScheduler(Ledger):
+    """See the module. One thread at a time calls its methods; collect() alone may run beside ask, take and snapshot.
+
+        scheduler.resume({"main": 0}); scheduler.ask()
+        while (batch := scheduler.take()) is None:
+            scheduler.advance(timeout_s=0.2)
+        scheduler.rest(); ... new weights ...; scheduler.resume({"main": 1})
+
+    judges: where samples are judged beside the decoding; None: in the thread that calls advance().
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        team: Team,
+        source: ProblemSource,
+        *,
+        seed: int,
+        judges: Executor | None = None,
+    ) -> None:
+        super().__init__(config, team, source, seed=seed)
+        self.versions: Mapping[str, int] = {}
+        self._judges = judges
+        self._is_resting = True
+        self._num_asked = 0
+        self._due: dict[_Key, None] = {}  # to be submitted, in order
+        self._in_flight: dict[str, _Key] = {}  # by uid; at the engines
+        self._decoded: Counter[_Key] = Counter()  # tokens of a segment that was aborted: it goes on with the rest
+        self._judging: dict[Future[list[Sample]], list[_Key]] = {}
+        self._awaited: set[_Key] = set()  # what the stage waits for
+        self._num_awaited = 0  # when the stage began
+        self._num_finished = 0  # of these
+        self._lengths: dict[str, list[int]] = defaultdict(list)  # by agent, sorted: of finished completions
+        self._recent: dict[str, list[int]] = defaultdict(list)  # the same in order of their end
+
+    # The trainer's side.
+
+    def ask(self) -> None:
+        """One more batch is wanted: one more stage may begin."""
+        self._num_asked += 1
+        self._begin_stage_if_due()
+
+    def take(self) -> Batch | None:
+        """The oldest batch that is ready, or None."""
+        if not self.state.ready:
+            return None
+        self.state.num_taken += 1
+        return self.state.ready.pop(0)
+
+    def rest(self) -> None:
+        """Engines end what they decode; the tokens are kept. Afterwards they are free for anything else."""
+        self._is_resting = True
+        for pool in self.team.pools.values():
+            self.absorb(pool.drain())
+        while self._judging:
+            self._take_judged(wait=True)
+
+    def resume(self, versions: Mapping[str, int]) -> None:
+        """Go on where `rest` stopped, under these policy versions; each sample's next segment is of its policy's."""
+        self.versions = dict(versions)
+        self._is_resting = False
+        overdue = [group for group in self.state.open.values() if self.is_overdue(group, self.versions)]
+        self._close(overdue)
+        self._begin_stage_if_due()
+
+    def snapshot(self) -> RolloutState:
+        """What a checkpoint keeps: of a segment under way nothing, it is decoded again."""
+        return RolloutState(self.state.copy(), self.source.state())
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on from a checkpoint; before the first `resume`."""
+        self.state = state.scheduler
+        self.source.load(state.source)
+        self._num_asked = self.state.num_taken
+        keys = [_Key(group_id, index) for group_id, group in self.state.open.items() for index in group.partial]
+        self._due = dict.fromkeys(keys)
+        self._await(keys)
+
+    # The decoder's side.
+
+    def advance(self, timeout_s: float) -> None:
+        """Submit what is due, wait for results (timeout_s at most), and do all that they make possible."""
+        self.submit()
+        self.absorb(self.collect(timeout_s))
+
+    def submit(self) -> None:
+        """Everything that is due to the engines, tagged with its policy's version."""
+        if self._is_resting:
+            return
+        by_policy: dict[str, list[DecodeRequest]] = defaultdict(list)
+        for key in self._due:
+            group = self.state.open[key.group_id]
+            by_policy[self.policy_of(group.ask.agent)].append(self._next_segment(group, key.place))
+            self._in_flight[key.uid] = key
+        self._due.clear()
+        for policy, requests in by_policy.items():
+            self.team.pools[policy].submit(requests, version=self.versions[policy])
+
+    @property
+    def is_decoding(self) -> bool:
+        """Do engines have something of ours?"""
+        return any(pool.num_under_way for pool in self.team.pools.values())
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """Results that the engines have, waiting timeout_s at most for the first. The books are not touched."""
+        pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
+        if self._judging:
+            timeout_s = min(timeout_s, _JUDGING_S)
+        return [result for pool in pools for result in pool.collect(timeout_s / len(pools))]
+
+    def absorb(self, results: Sequence[DecodeResult]) -> None:
+        """Enter results into the books, with all that follows from them."""
+        self.note_faults()
+        unjudged: list[tuple[_Key, Ask, Sample]] = []
+        for result in results:
+            key = self._in_flight.pop(result.uid)
+            group = self.state.open[key.group_id]  # groups lose their stragglers at rest, when nothing is in flight
+            partial, finish = self.extended(group, key.place, result)
+            if finish is Finish.UNFINISHED:
+                group.partial[key.place] = partial
+                self._due[key] = None
+                if result.finish is Finish.UNFINISHED:  # aborted
+                    self._decoded[key] += len(result.token_ids)
+                else:
+                    self._decoded.pop(key, None)
+                    self._awaited.discard(key)
+            else:
+                self._decoded.pop(key, None)
+                sample = self.sample(group, key.place, partial, finish, result.error)
+                unjudged.append((key, group.ask, sample))
+        if unjudged:
+            keys, pairs = [key for key, _, _ in unjudged], [(ask, sample) for _, ask, sample in unjudged]
+            if self._judges is not None:
+                self._judging[self._judges.submit(self.team.judged, pairs)] = keys
+            else:
+                self._finish(keys, self.team.judged(pairs))
+        self._take_judged(wait=False)
+        self._end_stage_if_due()
+
+    def _take_judged(self, *, wait: bool) -> None:
+        for judging in [future for future in self._judging if wait or future.done()]:
+            self._finish(self._judging.pop(judging), judging.result())
+
+    def _finish(self, keys: Iterable[_Key], samples: Iterable[Sample]) -> None:
+        """Judged samples into their groups; a sample stays partial until now, so that a snapshot loses nothing."""
+        touched: dict[str, OpenGroup] = {}
+        for key, sample in zip(keys, samples, strict=True):
+            self._num_finished += key in self._awaited
+            self._awaited.discard(key)
+            group = self.state.open[key.group_id]
+            del group.partial[key.place]
+            group.finished[key.place] = sample
+            touched[key.group_id] = group
+            self._note_length(sample.agent, len(sample.token_ids))
+        self._close([group for group in touched.values() if group.is_complete])
+
+    def _close(self, groups: Iterable[OpenGroup]) -> None:
+        """Close groups, and open those that the next agent is asked about."""
+        for group in groups:
+            for index in group.partial:  # stragglers
+                key = _Key(group.ask.group_id, index)
+                self._due.pop(key, None)
+                self._decoded.pop(key, None)
+                self._awaited.discard(key)
+            self.state.closed.append(self.close_group(group))
+            self._open(self.pick(group.ask.rollout_id, group.ask.agent))
+
+    def _open(self, asks: Sequence[Ask]) -> None:
+        for group in self.open_groups(asks, self.versions):
+            self._due.update(dict.fromkeys(_Key(group.ask.group_id, index) for index in group.partial))
+
+    # Stages.
+
+    def _begin_stage_if_due(self) -> None:
+        state = self.state
+        if self._is_resting or state.num_stages > state.num_batches:
+            return
+        if state.num_stages >= self._num_asked + self.config.overlap:
+            return
+        state.num_stages += 1
+        self.note_stage()
+        self._open(state.pending)  # left by a run without rollout.overlap
+        state.pending = []
+        num_carried = self._num_carried()
+        if num_carried <= self.config.max_unfinished:
+            self._open(self.draw(num_carried))
+        self._await([_Key(group_id, index) for group_id, group in state.open.items() for index in group.partial])
+        self._end_stage_if_due()
+
+    def _num_carried(self) -> int:
+        """Samples that have tokens and need more."""
+        return sum(bool(partial.segments) for group in self.state.open.values() for partial in group.partial.values())
+
+    def _await(self, keys: Sequence[_Key]) -> None:
+        self._awaited, self._num_awaited, self._num_finished = set(keys), len(keys), 0
+
+    def _end_stage_if_due(self) -> None:
+        state = self.state
+        if state.num_stages == state.num_batches or not self._is_stage_over():
+            return
+        state.num_batches += 1
+        groups = tuple(sorted(state.closed, key=lambda group: group.group_id))
+        metrics = {**self.counts, "rollout/stages": 1, "rollout/unfinished": self.num_unfinished}
+        state.ready.append(Batch(groups, metrics))
+        state.closed = []
+        self.counts: Counter[str] = Counter()
+        self._begin_stage_if_due()
+
+    def _is_stage_over(self) -> bool:
+        if self.config.pipeline == "trajectory":
+            return not self.state.open
+        if self.config.finish_share < 1 and self._num_finished >= self.config.finish_share * self._num_awaited:
+            return True
+        return not self._awaited
+
+    # Guesses of how long a completion gets: the longest are sent first.
+
+    def _next_segment(self, group: OpenGroup, index: int) -> DecodeRequest:
+        request = self.request(group, index, num_decoded=self._decoded[_Key(group.ask.group_id, index)])
+        known = len(group.partial[index].token_ids)
+        lengths = self._lengths[group.ask.agent]
+        longer = lengths[bisect.bisect_right(lengths, known) :]
+        if not longer:
+            return request
+        # the mean that is left of those that got at least this far, capped by the segment's budget
+        expected = min(sum(longer) / len(longer) - known, request.max_new_tokens)
+        return replace(request, expected_new_tokens=expected)
+
+    def _note_length(self, agent: str, length: int) -> None:
+        bisect.insort(self._lengths[agent], length)
+        self._recent[agent].append(length)
+        if len(self._recent[agent]) > _KNOWN_LENGTHS:
+            oldest = self._recent[agent].pop(0)
+            del self._lengths[agent][bisect.bisect_left(self._lengths[agent], oldest)]

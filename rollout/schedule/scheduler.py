@@ -1,0 +1,146 @@
+"""Plays problems in stages: what is submitted, what is carried over, what is finished, what is asked next.
+
+    stage k:   new problems + the picks of stage k-1 + unfinished samples
+                    | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
+                    v
+               finished samples -> parsed -> judged -> complete groups -> training queue (all agents at once)
+                                                          | once an agent's groups of an instance are all complete
+                                                          v
+                                                     picks, asked in stage k+1
+
+This is MarsRL's agentic pipeline (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so
+up to five agents of different problems are in flight in one stage. `pipeline: trajectory` plays stages until every
+problem of the step has ended: the baseline. With rollout.overlap, event_scheduler.py plays instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
+from marsrl.rollout.schedule.unfinished import OpenGroup
+from marsrl.rollout.types import Finish, Group, Sample
+
+_PROGRESS_S = 0.2
+
+
+class Scheduler(Ledger):
+    """Stage and step are 1:1; nothing runs between two calls. See the module's diagram."""
+
+    def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> Batch:
+        """Play until a step's groups are there: one stage, or all stages of a step's trajectories.
+
+        Args:
+            versions: the policy version that every policy's engines hold.
+        """
+        if self.state.ready:  # left by a run with rollout.overlap
+            self.state.num_taken += 1
+            return self.state.ready.pop(0)
+        batches = [self._stage(versions, progress, new_problems=True)]
+        if self.config.pipeline == "trajectory":
+            while self.state.pending or self.state.open:
+                done = sum(int(batch.metrics["rollout/tokens"]) for batch in batches)
+                batches.append(self._stage(versions, _behind(done, progress), new_problems=False))
+        counts: Counter[str] = Counter()
+        for batch in batches:
+            counts.update(batch.metrics)
+        groups = tuple(g for batch in batches for g in batch.groups)
+        self.state.num_stages = self.state.num_batches = self.state.num_taken = self.state.num_taken + 1
+        return Batch(groups, {**counts, "rollout/stages": len(batches), "rollout/unfinished": self.num_unfinished})
+
+    @contextmanager
+    def resting(self, versions: Mapping[str, int] | None = None) -> Iterator[None]:
+        """Engines are at rest between two stages anyway; the next call of next_batch tells the versions."""
+        yield
+
+    def snapshot(self) -> RolloutState:
+        return RolloutState(self.state, self.source.state())
+
+    def restore(self, state: RolloutState) -> None:
+        self.state = state.scheduler
+        self.source.load(state.source)
+
+    def close(self) -> None:
+        """Nothing of ours is left running."""
+
+    def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> Batch:
+        self.note_stage()
+        self.counts: Counter[str] = Counter()
+        asks, self.state.pending = self.state.pending, []
+        if new_problems and self.num_unfinished <= self.config.max_unfinished:
+            asks += self.draw(self.num_unfinished)
+        self.open_groups(asks, versions)
+        finished = self._decode(versions, progress)
+        self.note_faults()
+        self._judge(finished)
+        groups = self._close_groups(versions)
+        for rollout_id, agent in list(self.state.rounds):
+            self.state.pending += self.pick(rollout_id, agent)
+        return Batch(tuple(groups), self.counts)
+
+    def _decode(self, versions: Mapping[str, int], progress: Progress | None) -> list[tuple[OpenGroup, int, Sample]]:
+        """One ordered submission to the engines; returns what finished, the rest stays partial."""
+        finished = []
+        for policy, pool in self.team.pools.items():
+            work = [
+                (group, index)
+                for _, group in sorted(self.state.open.items())
+                if self.policy_of(group.ask.agent) == policy
+                for index in group.partial
+            ]
+            requests = [self.request(group, index) for group, index in work]
+            behind = _behind(self.counts["rollout/tokens"], progress)
+            results = self._play(pool, requests, versions[policy], behind) if requests else []
+            for (group, index), result in zip(work, results, strict=True):
+                partial, finish = self.extended(group, index, result)
+                if finish is Finish.UNFINISHED:
+                    group.partial[index] = partial
+                else:
+                    del group.partial[index]
+                    finished.append((group, index, self.sample(group, index, partial, finish, result.error)))
+        return finished
+
+    def _play(
+        self, pool: EnginePool, requests: Sequence[DecodeRequest], version: int, progress: Progress | None
+    ) -> list[DecodeResult]:
+        """Results in the order of the requests: all of them to the end, or until rollout.finish_share has finished."""
+        if self.config.finish_share == 1:
+            return pool.generate(requests, version=version, on_progress=progress)
+        left = {request.uid: self.config.max_response_tokens - self._num_known(request) for request in requests}
+        results: dict[str, DecodeResult] = {}
+        num_finished, num_tokens = 0, 0
+        pool.submit(requests, version=version)
+        while len(results) < len(requests):
+            has_share = num_finished >= self.config.finish_share * len(requests)
+            for result in pool.drain() if has_share else pool.collect(_PROGRESS_S):
+                results[result.uid] = result
+                num_tokens += len(result.token_ids)
+                num_finished += result.finish is not Finish.LENGTH or len(result.token_ids) >= left[result.uid]
+            if progress is not None:
+                progress(num_tokens)
+        return [results[request.uid] for request in requests]
+
+    def _num_known(self, request: DecodeRequest) -> int:
+        """Tokens of its completion that a request begins with."""
+        return len(request.token_ids) - len(self.state.open[request.affinity].prompt_ids)
+
+    def _judge(self, finished: Sequence[tuple[OpenGroup, int, Sample]]) -> None:
+        judged = self.team.judged([(group.ask, sample) for group, _, sample in finished])
+        for (group, index, _), sample in zip(finished, judged, strict=True):
+            group.finished[index] = sample
+
+    def _close_groups(self, versions: Mapping[str, int]) -> list[Group]:
+        """Groups that are trained now: complete ones, and with drop_stragglers old ones without their stragglers."""
+        groups = [group for _, group in sorted(self.state.open.items())]
+        closed = [self.close_group(group) for group in groups if group.is_complete or self.is_overdue(group, versions)]
+        left, self.state.closed = self.state.closed, []  # the first is empty but for a run that had rollout.overlap
+        return left + closed
+
+
+def _behind(done: int, progress: Progress | None) -> Progress | None:
+    """Progress of a call that comes after others which decoded `done` tokens."""
+    return None if progress is None else lambda tokens: progress(done + tokens)

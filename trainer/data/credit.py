@@ -1,0 +1,180 @@
+"""Which sample gets how much credit: advantages from groups of rewards, and what of it trains.
+
+Credit is given once a step, over all samples of all policies: who is compared with whom does not depend on which weights
+answered, nor on who is trained. Only then is it cut, by policy (Credited.of) and into updates (mini_batches.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from marsrl.kernels import group_advantage
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import Group, Reward, Sample
+from marsrl.trainer.config import CreditConfig
+from marsrl.trainer.data.packing import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """A step's samples with their credit: of all agents, or of those of one policy.
+
+    groups: every group, trained or not, with the rewards that were credited (the outcome where credit.reward_scheme says
+    so). sequences: the trained samples that have a gradient. counted: the sampled tokens of each trained sample that is
+    in the loss's denominator, by uid (algorithms: those with a reward; zero-spread groups when credit.count_zero_groups).
+    advantages: of every trained sample with a reward, by uid, for the samples log.
+    """
+
+    groups: tuple[Group, ...] = ()
+    sequences: tuple[TrainSequence, ...] = ()
+    counted: Mapping[str, int] = field(default_factory=dict)
+    advantages: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of the denominator."""
+        return sum(self.counted.values())
+
+    def of(self, agents: Collection[str]) -> Credited:
+        """The part of these agents; nothing is computed again."""
+        groups = tuple(group for group in self.groups if group.agent in agents)
+        uids = {sample.uid for group in groups for sample in group.samples}
+        return Credited(
+            groups,
+            tuple(sequence for sequence in self.sequences if sequence.uid in uids),
+            {uid: count for uid, count in self.counted.items() if uid in uids},
+            {uid: value for uid, value in self.advantages.items() if uid in uids},
+        )
+
+
+def credit(
+    groups: Sequence[Group],
+    config: CreditConfig,
+    agents: Mapping[str, AgentConfig],
+    *,
+    success: float = 1.0,
+    keep_zero: bool = False,
+) -> Credited:
+    """Advantages of all samples, and the sequences that enter packing.
+
+    Args:
+        groups: finished groups of all agents, whichever policy answers and whether they are trained: each is in the
+            statistics that credit.normalise takes, and in the outcomes.
+        agents: every agent of the team in order; a sequence's agent index is its place here.
+        success: the credited reward before penalties from which a sample is positive (mpt.success), if its advantage is
+            above 0 too.
+        keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
+
+    A sample without a reward is in no statistic, no sequence and no denominator. An advantage of exactly 0 (a group
+    without spread, a singleton) leaves the sample out of packing.
+    """
+    names = list(agents)
+    if config.reward_scheme == "outcome":
+        groups = outcome_rewards(groups)
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        return Credited(tuple(groups))
+    advantage = group_advantage(
+        torch.tensor([s.reward.value for s in samples], dtype=torch.float32),
+        torch.tensor(_indices(s.group_id for s in samples)),
+        torch.tensor(_indices(s.agent for s in samples)),
+        torch.tensor(_indices(s.rollout_id for s in samples)),
+        normalise=config.normalise,
+        std=config.std,
+        singleton=config.singleton,
+    ).tolist()
+    sequences = []
+    counted: dict[str, int] = {}
+    advantages: dict[str, float] = {}
+    for sample, value in zip(samples, advantage, strict=True):
+        if sample.reward.is_missing or not config.trains(sample.agent):
+            continue
+        advantages[sample.uid] = value
+        enters = value != 0.0 or keep_zero
+        if enters or config.count_zero_groups:
+            counted[sample.uid] = int(sample.is_sampled.sum())
+        if enters:
+            agent = agents[sample.agent]
+            sequences.append(
+                TrainSequence(
+                    uid=sample.uid,
+                    prompt_ids=sample.prompt_ids,
+                    token_ids=sample.token_ids,
+                    is_sampled=sample.is_sampled,
+                    rollout_logprobs=sample.rollout_logprobs,
+                    advantage=value * agent.loss_weight,
+                    agent=names.index(sample.agent),
+                    temperature=agent.temperature,
+                    is_positive=value > 0 and sample.reward.correct >= success,
+                    routed_experts=sample.routed_experts,
+                )
+            )
+    return Credited(tuple(groups), tuple(sequences), counted, advantages)
+
+
+def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
+    """The same groups with every reward replaced by the outcome: the mean final correctness over the leaves below.
+
+    A leaf is a sample that no other sample answers. A Solver's or Corrector's leaf counts its own correctness, a verdict
+    that of the solution judged, which is its parent. The ablation that MarsRL argues against. An outcome has no
+    penalties: both `value` and `correct` of the new reward are the outcome.
+    """
+    by_uid: dict[str | None, Sample] = {s.uid: s for g in groups for s in g.samples}
+    children: dict[str | None, list[Sample]] = {}
+    for sample in by_uid.values():
+        children.setdefault(sample.parent_uid, []).append(sample)
+
+    def own(sample: Sample) -> float:
+        judged = by_uid.get(sample.parent_uid) if sample.verdict is not None else None
+        return judged.reward.correct if judged is not None else sample.reward.correct
+
+    def leaves(sample: Sample) -> list[float]:
+        below = children.get(sample.uid, [])
+        return [value for child in below for value in leaves(child)] if below else [own(sample)]
+
+    def outcome(sample: Sample) -> Sample:
+        known = [value for value in leaves(sample) if not math.isnan(value)]
+        value = sum(known) / len(known) if known else math.nan
+        return replace(sample, reward=Reward(value, value, {"outcome": value}))
+
+    return [replace(g, samples=tuple(outcome(s) for s in g.samples)) for g in groups]
+
+
+def _indices(names: Iterable[str]) -> list[int]:
+    """Each name as the index of its first appearance."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(name, len(seen)) for name in names]
+
+
+def variance_inflation(groups: Iterable[Group]) -> dict[str, float]:
+    """drmas/{agent}/variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (Dr. MAS, arXiv:2602.08847).
+
+    What the second moment of agent k's gradient would gain under one baseline for all agents; 1 = nothing. mu_k and
+    sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents for it;
+    the factors of the instances are averaged, each weighing as many as the agent's calls there. An instance whose rewards
+    are all equal has no gradient under either baseline and is left out. Each instance must be whole: of one agent's calls
+    alone the factor is 1 whatever the others would have got.
+    """
+    instances: dict[str, dict[str, list[float]]] = {}
+    for group in groups:
+        rewards = [sample.reward.value for sample in group.samples if not sample.reward.is_missing]
+        instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(rewards)
+    factors: dict[str, list[tuple[int, float]]] = {}
+    for calls in instances.values():
+        everything = torch.tensor([r for rewards in calls.values() for r in rewards], dtype=torch.float64)
+        if len(set(everything.tolist())) < 2:
+            continue
+        mean, variance = everything.mean(), everything.var(correction=0)
+        for agent, rewards in calls.items():
+            if rewards:
+                own = torch.tensor(rewards, dtype=torch.float64)
+                factor = (own.var(correction=0) + (own.mean() - mean) ** 2) / variance
+                factors.setdefault(agent, []).append((len(rewards), factor.item()))
+    return {
+        f"drmas/{agent}/variance_inflation": math.fsum(n * factor for n, factor in found) / sum(n for n, _ in found)
+        for agent, found in sorted(factors.items())
+    }

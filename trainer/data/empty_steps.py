@@ -1,0 +1,42 @@
+"""Why a step had nothing to train on."""
+
+from __future__ import annotations
+
+from marsrl.rollout.schedule.ledger import Batch
+from marsrl.trainer.config import RunConfig
+
+
+def why_nothing_trains(batch: Batch, config: RunConfig, num_steps: int) -> str:
+    """A sentence for whoever has to change a setting.
+
+    num_steps: steps in a row without a gradient; the last of them played `batch`.
+    """
+    samples = [sample for group in batch.groups for sample in group.samples]
+    if not samples:
+        num_long = int(batch.metrics.get("rollout/prompts_too_long", 0))
+        first = next(iter(config.agents))
+        why = (
+            f"{num_long} prompts were longer than agents.<name>.max_input_tokens (agents.{first}: "
+            f"{config.agents[first].max_input_tokens}); raise it, or leave long problems out of data.train"
+            if num_long
+            else "nothing was asked"
+        )
+        return f"no completion came and none is under way: {why}"
+    parts = {
+        "are of agents that are not trained (credit.train_agents)": [
+            sample for sample in samples if not config.credit.trains(sample.agent)
+        ],
+        "have no reward": [
+            sample for sample in samples if config.credit.trains(sample.agent) and sample.reward.is_missing
+        ],
+    }
+    rest = len(samples) - sum(map(len, parts.values()))
+    told = [f"{len(found)} {what}" for what, found in parts.items() if found]
+    if rest:
+        told.append(f"{rest} have the rewards of all others that they are compared with")
+    notes = [sample.reward.note for sample in parts["have no reward"] if sample.reward.note]
+    return (
+        f"no sample had a gradient in {num_steps} steps in a row (trainer.max_empty_steps); of the last step's {len(samples)} "
+        f"samples {', '.join(told)}{f' (the first: {notes[0][:200]})' if notes else ''}: see samples/ for what was asked and "
+        "answered"
+    )

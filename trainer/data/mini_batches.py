@@ -1,0 +1,75 @@
+"""A step's credited samples of one policy cut into mini-batches, one an optimizer update; groups stay whole.
+
+Here each update gets its denominators: they are known before anything is packed, so that neither ranks nor micro-batches
+nor the cut of a sequence over ranks can change them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from marsrl.rollout.team import derive_seed
+from marsrl.trainer.data.credit import Credited
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.share import MiniBatch, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How token losses become one number: loss.aggregation over what credit.denominator names.
+
+    A token of sample i of agent k adds its term l times
+
+        token                   1 / sum_j |o_j|
+        sequence                1 / (S |o_i|)
+        sequence_sum_constant   1 / (S max_tokens)
+
+    |o|: sampled tokens; j runs over the S samples of the update ("all") or over those of agent k ("agent": every agent
+    has a mean of its own, and the means are added up). Samples whose gradient is 0 count (credit.count_zero_groups).
+    """
+
+    aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
+    denominator: Literal["all", "agent"] = "all"
+    max_tokens: int = 1
+
+    def size(self, num_tokens: int) -> int:
+        """What a sample of so many tokens adds to its denominator."""
+        return {"token": num_tokens, "sequence": 1, "sequence_sum_constant": self.max_tokens}[self.aggregation]
+
+
+def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> Work:
+    """The work of one step in at most `number` mini-batches.
+
+    Groups in an order drawn from (seed, step) go one by one to the mini-batch with the fewest samples in the loss's
+    denominator; each has denominators of its own, of the samples of its groups (algorithms: "per update"). A
+    mini-batch that nothing in would train is left out; its tokens are then in no denominator.
+    """
+    order = sorted(credited.groups, key=lambda group: group.group_id)
+    random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)
+    members: list[dict[str, str]] = [{} for _ in range(number)]  # {uid: agent}
+    for group in order:
+        agent_of = {sample.uid: group.agent for sample in group.samples if sample.uid in credited.counted}
+        min(members, key=len).update(agent_of)
+    cut = [_averaged(credited, agent_of, average) for agent_of in members]
+    return Work(tuple(part for part in cut if part.sequences) or (MiniBatch((), 0.0),))
+
+
+def _averaged(credited: Credited, agent_of: Mapping[str, str], average: Average) -> MiniBatch:
+    """The samples of these uids with their denominators: one number for all, or a weight of each sample."""
+    totals: Counter[str] = Counter()  # by agent
+    for uid, agent in agent_of.items():
+        totals[agent] += average.size(credited.counted[uid])
+
+    def weight(sequence: TrainSequence) -> float:
+        of_sample = max(1, credited.counted[sequence.uid]) if average.aggregation == "sequence" else 1
+        of_agent = max(1, totals[agent_of[sequence.uid]]) if average.denominator == "agent" else 1
+        return 1 / (of_sample * of_agent)
+
+    sequences = tuple(
+        replace(sequence, weight=weight(sequence)) for sequence in credited.sequences if sequence.uid in agent_of
+    )
+    return MiniBatch(sequences, 1.0 if average.denominator == "agent" else float(sum(totals.values())))

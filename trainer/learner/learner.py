@@ -1,0 +1,477 @@
+"""The learner of one policy: packed micro-batches in, one optimizer step, statistics out. The same on CPU and GPUs.
+
+    learner = Learner(policy, "models/qwen3", objective=PolicyObjective(), mpt=MptConfig(), num_agents=5,
+                      total_steps=32, seed=0)
+    stats = learner.step(micro_batches, normaliser=float(num_tokens))    # all ranks
+    for name, tensor in learner.export(): ...                            # all ranks; tensors on rank 0
+
+Nothing here draws random numbers after construction (no dropout), so a checkpoint holds weights, optimizer and step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective, raise_bad_targets
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
+from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.learner.fixed import Fixed
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.hf_files import copy_frame
+from marsrl.trainer.learner.megatron.layout import check, resolve
+from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
+from marsrl.trainer.runs.directory import write_json
+from marsrl.trainer.weights.other_roundings import other_roundings
+
+if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+    from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
+    from marsrl.trainer.learner.megatron.context import ContextCut
+    from marsrl.trainer.learner.megatron.head import HeadResult, LossInputs
+    from marsrl.trainer.learner.megatron.router_replay import Choices, ReplayCounts
+    from marsrl.trainer.weights.wire import HeldWeights
+
+
+class Learner:
+    """One policy's model and optimizer on this rank. Every method is collective: all ranks call it together."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        model_dir: str | Path,
+        *,
+        objective: PolicyObjective,
+        mpt: MptConfig,
+        num_agents: int,
+        total_steps: int,
+        seed: int,
+        old_policy: Literal["pois", "sais", "recompute"] = "pois",
+        router_replay: Literal["none", "recompute", "rollout"] = "none",
+        reference_dir: str | Path | None = None,
+    ) -> None:
+        """Build the model on this layout's process groups (made here where there are none) and read its weights.
+
+        mpt.probability replaces objective.mpt_probability; mpt.scope "off" turns the masking off.
+        reference_dir: weights of objective.kl's reference, frozen; read and held only where there is such a term.
+
+        Raises:
+            ValueError: the directory or the layout cannot be used; nothing was started then.
+        """
+        if objective.kl != "none" and reference_dir is None:
+            raise ValueError(f"learner: objective.kl is {objective.kl} and reference_dir is None; name its weights")
+        shape = read_shape(model_dir)
+        layout = resolve(policy.layout)
+        check(layout, shape, parallel.world_size())
+        if router_replay != "none" and not shape.num_experts:
+            raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
+        if layout.context > 1 and (objective.ratio == "sequence" or objective.correction == "sequence_mask"):
+            raise ValueError(
+                f"layout.context is {layout.context}, but loss.ratio={objective.ratio} with loss.correction="
+                f"{objective.correction} needs whole sequences on a rank; set 1, or per-token choices of both"
+            )
+        if policy.optimizer.offload and not torch.cuda.is_available():
+            raise ValueError(NO_OFFLOAD_ON_CPU)
+        parallel.start(layout, seed)
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from marsrl.trainer.learner.megatron.convert import Converter
+        from marsrl.trainer.learner.megatron.model import build_model
+        from marsrl.trainer.learner.megatron.optimizer import Optimizer
+
+        self._vocab_size, self._num_experts = shape.vocab_size, shape.num_experts
+        self._router_replay = router_replay
+        self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
+        probability = None if mpt.scope == "off" else mpt.probability
+        self._objective = dataclasses.replace(objective, mpt_probability=probability)
+        self._mpt, self._num_agents, self._total_steps, self._old_policy = mpt, num_agents, total_steps, old_policy
+        self._model, self._ddp, self._config = build_model(shape, layout, policy)
+        self._converter = Converter(self._model, shape)
+        self._converter.load(model_dir)
+        self._optimizer = Optimizer(self._ddp, policy.optimizer, self._config.params_dtype)
+        self._optimizer.reload_weights()
+        self._reference: Any = None
+        if objective.kl != "none":
+            from marsrl.trainer.learner.megatron.reference import frozen_model
+
+            assert reference_dir is not None
+            self._reference = frozen_model(reference_dir, layout, policy)
+        self._run_schedule = get_forward_backward_func()
+        self._is_last_stage = parallel_state.is_pipeline_last_stage()
+        self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        self._context_group = parallel_state.get_context_parallel_group()
+        # Every tensor-parallel rank sees the same micro-batches: one of them counts.
+        self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        has_cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+        self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
+
+    @property
+    def align(self) -> int:
+        """What the length of a packed micro-batch must be a multiple of (pack's `align`)."""
+        return self._layout.tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows, padding of the vocabulary left out."""
+        return self._vocab_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the data-parallel ranks: ranks of one place work on the same micro-batches."""
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel places."""
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_world_size())
+
+    def step(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        *,
+        normaliser: float,
+        lr: float | None = None,
+        fixed: Sequence[Fixed] | None = None,
+        is_last: bool = True,
+    ) -> StepStats:
+        """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
+
+        lr: of this step, in place of the policy's schedule.
+        fixed: what fix() gave for the same micro-batches before the first of several updates (updates.py); None: now.
+        is_last: False where other updates of the same step follow, which share its learning rate.
+
+        Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
+
+        Raises:
+            ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+        """
+        from marsrl.trainer.learner.megatron.optimizer import lr_at
+
+        if lr is None:
+            lr = lr_at(self.num_steps, self._total_steps, self._policy.optimizer)
+        num_trained, num_tokens = self._agree(micro_batches)
+        self.num_steps += is_last
+        if num_trained == 0:
+            return empty_step(self._num_agents, lr)
+        if not normaliser > 0:
+            raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
+        cuts = self._cut(micro_batches)
+        batches = [each.batch for each in cuts]
+        if fixed is None:
+            fixed = self._fixed(batches, is_first=True)
+        self._set_aux_scale(num_tokens)
+        self._optimizer.zero_grad()
+        results, replay = self._forward_backward(batches, fixed, normaliser)
+        sums = StepSums(self._num_agents, self._device)
+        if self._counts:
+            for batch, result in zip(batches, results, strict=True):
+                sums.add(batch, result, counts_samples=self._context_group.rank() == 0)
+        reduced = sums.reduced()
+        raise_bad_targets()  # here, where the host waits for the sums anyway
+        grad_norm = self._optimizer.grad_norm()
+        is_finite = math.isfinite(grad_norm) and math.isfinite(reduced.loss)
+        if is_finite:
+            self._optimizer.apply(grad_norm, lr)
+        logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
+        return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay)
+
+    def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        """What several updates of one step take as given, under the present weights: once, before the first of them.
+
+        is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
+        """
+        self._agree(batches)
+        return self._fixed([each.batch for each in self._cut(batches)], is_first=is_first)
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[Tensor]:
+        """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask.
+
+        The router chooses the experts, whatever trainer.router_replay says.
+        rounded_as: every result on the way is rounded otherwise, as in another program of that dtype (other_roundings.py).
+        """
+        self._agree(batches, trains=False)
+        cuts = self._cut(batches)
+        with other_roundings(self._model, rounded_as) if rounded_as is not None else nullcontext():
+            return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
+        self._optimizer.gather_weights()
+        return self._converter.export()
+
+    def held(self) -> HeldWeights:
+        """This rank's part of the present weights; nothing is copied."""
+        self._optimizer.gather_weights()
+        return self._converter
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write the weights as a Hugging Face directory, with config and tokenizer of the one we started from."""
+        self._optimizer.gather_weights()
+        self._converter.save_hf(folder, self._model_dir)
+
+    def save(self, folder: str | Path) -> None:
+        """Model, optimizer and step as a Megatron distributed checkpoint, in a new or empty directory.
+
+        Raises:
+            RuntimeError: on all ranks, naming the one that could not write and why.
+        """
+        pending = self.begin_save(Path(folder), copy=False)
+        pending.write()
+        pending.finish(f"learner: {folder} was not saved")
+        dist.barrier()
+
+    def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
+        """Plan a save into `folder`; with copy=True the rest of it may run beside training."""
+        from marsrl.trainer.learner.megatron.checkpoint_store import begin_save
+
+        self._optimizer.gather_weights()
+        num_steps = self.num_steps
+
+        def write_files(folder: Path) -> None:
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
+            write_json(folder / "learner.json", {"num_steps": num_steps})
+
+        return begin_save(self._checkpoint_state(is_loading=False), folder, write_files, copy=copy)
+
+    def load(self, folder: str | Path) -> None:
+        """Restore what save() wrote; under the same layout training goes on bit for bit.
+
+        Raises:
+            ValueError: the directory is not a whole checkpoint; with the file that is missing.
+        """
+        from marsrl.trainer.learner.megatron.checkpoint_store import load
+
+        folder = Path(folder)
+        if not (folder / "learner.json").is_file():
+            raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
+        state = load(self._checkpoint_state(is_loading=True), folder)
+        missing, unknown = self._model.load_state_dict(state["model"], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        if missing or unknown:
+            raise ValueError(f"learner: {folder} lacks {missing} and has {unknown} that the model does not know")
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = int(json.loads((folder / "learner.json").read_text(encoding="utf-8"))["num_steps"])
+
+    def close(self) -> None:
+        """Tear the process groups down."""
+        parallel.stop()
+
+    # The pieces of a step.
+
+    def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
+        """This rank's part of each batch, which all context-parallel ranks were given, on the device."""
+        from marsrl.trainer.learner.megatron.context import ContextCut, cut
+
+        size, align = self._layout.context, self.align
+        if size == 1:
+            whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
+            return [ContextCut(_on(batch, self._device), whole, batch.num_tokens) for batch in batches]
+        cuts = [cut(batch, self._context_group.rank(), size, align) for batch in batches]
+        return [dataclasses.replace(c, batch=_on(c.batch, self._device), rows=c.rows.to(self._device)) for c in cuts]
+
+    def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
+        """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
+        if self._layout.context == 1:
+            return [each.cpu() for each in values]
+        pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
+        return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
+
+    def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
+        """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
+        problem = 0
+        if any(batch.num_tokens % self.align for batch in batches):
+            problem = 1
+        elif self._mpt.scope == "batch" and len(batches) > 1:
+            problem = 2
+        elif trains and self._router_replay == "rollout" and any(_lacks_experts(batch) for batch in batches):
+            problem = 3
+        counts = len(batches)
+        trained = sum(batch.trained_rows.numel() for batch in batches)
+        packed = sum(batch.num_tokens for batch in batches)
+        share = torch.tensor([trained, packed], dtype=torch.int64, device=self._device)
+        extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=self._device)
+        dist.all_reduce(share)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])
+        if problem == 1:
+            raise ValueError(
+                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {self.align}; "
+                f"use pack(..., align={self.align}); here: {[batch.num_tokens for batch in batches]}"
+            )
+        if problem == 2:
+            raise ValueError(
+                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
+                f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
+            )
+        if problem == 3:
+            raise ValueError(
+                "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
+            )
+        if most != fewest or most == 0:
+            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
+        copies = self._layout.tensor * self._layout.pipeline * self._layout.context
+        return int(share[0]) // copies, int(share[1]) // copies
+
+    def _set_aux_scale(self, num_tokens: int) -> None:
+        """The router's balancing loss as the token-weighted mean over all micro-batches.
+
+        Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
+        counts its share of them only.
+        """
+        if self._policy.router_aux_loss > 0 and self._config.num_moe_experts:
+            sharers = self._layout.tensor * self._layout.context
+            self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * sharers / num_tokens
+
+    @torch.no_grad()
+    def _fixed(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+        needs_old = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
+        scores, experts = self._score_and_experts(batches, needs_old)
+        old: Sequence[Tensor | None] = scores
+        if self._old_policy == "sais":
+            if any(batch.rollout_logprobs is None for batch in batches):
+                raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+            old = [batch.rollout_logprobs for batch in batches]
+        elif not needs_old:
+            old = [None] * len(batches)
+        reference: Sequence[Tensor | None] = [None] * len(batches)
+        if self._reference is not None:
+            reference = self._forward(batches, "score", self._reference)
+        return [Fixed(*each) for each in zip(old, reference, experts, strict=True)]
+
+    def _score_and_experts(
+        self, batches: Sequence[PackedBatch], needs_scores: bool
+    ) -> tuple[list[Tensor], Sequence[Choices | None]]:
+        """Log-probs where they are needed, and the experts to force: R2 records them in the same forward pass."""
+        none: Sequence[Choices | None] = [None] * len(batches)
+        from marsrl.trainer.learner.megatron.router_replay import record_experts, replay_experts
+
+        if self._router_replay == "none":
+            return self._forward(batches, "score") if needs_scores else [], none
+        if self._router_replay == "rollout":
+            experts = self._rollout_experts(batches)
+            if not needs_scores:
+                return [], experts
+            with replay_experts(self._model, experts, self._num_experts):  # old and new log-probs of the same experts
+                return self._forward(batches, "score"), experts
+        with record_experts(self._model, self._num_experts) as recorded:
+            scores = self._forward(batches, "score")
+        return scores, recorded.of_batches(len(batches))
+
+    def _rollout_experts(self, batches: Sequence[PackedBatch]) -> Sequence[Choices | None]:
+        from marsrl.trainer.learner.megatron.router_replay import experts_of_rank
+
+        cut = self._layout.uses_sequence_parallel
+        experts = [batch.routed_experts for batch in batches]
+        return [None if each is None else experts_of_rank(self._model, each, sequence_parallel=cut) for each in experts]
+
+    def _forward_backward(
+        self, batches: Sequence[PackedBatch], fixed: Sequence[Fixed], normaliser: float
+    ) -> tuple[list[HeadResult], ReplayCounts | None]:
+        """The results of this rank's micro-batches, empty before the last stage; what replaying experts changed."""
+        from marsrl.trainer.learner.megatron.head import LossInputs
+        from marsrl.trainer.learner.megatron.router_replay import replay_experts
+
+        def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
+            batch, inputs = next(data)
+            return model(batch, inputs), _loss_of
+
+        inputs = [
+            LossInputs(
+                self._objective, self._mpt, self._num_agents, normaliser, each.old_logprobs, each.reference_logprobs
+            )
+            for each in fixed
+        ]
+        data = list(zip(batches, inputs, strict=True))
+        if self._router_replay == "none":
+            return self._schedule(forward_step, data, forward_only=False), None
+        choices = [each.experts for each in fixed]
+        with replay_experts(self._model, choices, self._num_experts) as replayed:
+            results = self._schedule(forward_step, data, forward_only=False)
+        return results, replayed.counts()
+
+    def _forward(
+        self, batches: Sequence[PackedBatch], what: Literal["score", "logits"], model: Any = None
+    ) -> list[Tensor]:
+        """Forward passes of `model` (None: the policy); the last stage's [T] log-probs on every stage."""
+
+        def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
+            return model(next(data), None, what), _as_it_is
+
+        outputs = self._schedule(forward_step, list(batches), forward_only=True, model=model)
+        if self._layout.pipeline > 1:
+            if not self._is_last_stage:
+                outputs = [torch.empty(batch.num_tokens, device=self._device) for batch in batches]
+            for output in outputs:
+                dist.broadcast(output, self._last_rank, group=self._pipeline_group)
+        return outputs
+
+    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool, model: Any = None) -> list[Any]:
+        first = data[0][0] if isinstance(data[0], tuple) else data[0]
+        return self._run_schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(data),
+            model=[self._ddp if model is None else model],
+            num_microbatches=len(data),
+            seq_length=first.num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        metadata = {
+            # The one format that reshards exactly between TP/EP/PP/DP layouts.
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        from marsrl.trainer.learner.megatron.checkpoint_store import drop_extra_state
+
+        model = drop_extra_state(self._model.sharded_state_dict(metadata=metadata))
+        return {
+            "model": model,
+            "optimizer": self._optimizer.sharded_state_dict(model, metadata, is_loading=is_loading),
+        }
+
+
+def _lacks_experts(batch: PackedBatch) -> bool:
+    return batch.routed_experts is None and batch.trained_rows.numel() > 0
+
+
+def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
+    """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
+    return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
+
+
+def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
+
+
+def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    if device.type == "cpu":
+        return batch
+    moved: dict[str, Any] = {
+        each.name: value.to(device, non_blocking=True)
+        for each in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, each.name), Tensor)
+    }
+    return dataclasses.replace(batch, **moved)

@@ -1,0 +1,80 @@
+"""Packed causal attention for megatron's layers, on kernels.attention_varlen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from marsrl.kernels import attention_varlen
+from marsrl.trainer.learner.megatron.context import Keys
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """Where the sequences of a micro-batch lie, carried to every layer.
+
+    The format is not "thd": megatron's packed path would rotate q and k sequence by sequence. Here the angles are
+    gathered by position once a micro-batch (head.py), and only the attention looks at the bounds.
+    """
+
+    qkv_format: str = "sbhd"
+    cu_seqlens: Tensor | None = None  # [S+1] int32
+    keys: Keys | None = None  # of context parallelism
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, num_tokens: int, context_group: Any) -> Segments:
+        """Of a micro-batch, or of this rank's part of it."""
+        is_cut = context_group.size() > 1
+        return cls(cu_seqlens=cu_seqlens, keys=Keys.of(cu_seqlens, num_tokens, context_group) if is_cut else None)
+
+
+class PackedAttention(MegatronModule):
+    """core_attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Segments | None = None,
+    ) -> Tensor:
+        assert packed_seq_params is not None and packed_seq_params.cu_seqlens is not None, "attention needs Segments"
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        bounds, keys = packed_seq_params.cu_seqlens, packed_seq_params.keys
+        if keys is None:
+            output = attention_varlen(q, k, v, bounds, scale=self.scale)
+        else:
+            k, v = keys.gather(k), keys.gather(v)
+            output = attention_varlen(q, k, v, keys.cu_seqlens, cu_seqlens_k=keys.cu_seqlens_k, scale=self.scale)
+        return output.reshape(output.shape[0], 1, -1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """megatron's torch norm refuses sequence parallelism; this one marks its weight for the reduction over TP ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads

@@ -1,0 +1,283 @@
+"""One policy's part of a checkpoint: Megatron plans which rank stores what, each rank writes it itself, without forks.
+
+__R_0.distcp    the tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
+index.json      where each part of each tensor lies: in place of Megatron's .metadata, which is a pickle
+common.json     what all ranks share, the number of the optimizer's updates: in place of Megatron's common.pt, whose
+                parameter groups differ between layouts with and without expert parallelism
+metadata.json   Megatron's name of the format
+
+    pending = begin_save(state, folder, files, copy=True)  # all ranks; training may go on after it
+    pending.write()                                   # any thread, no collectives
+    pending.finish("was not saved")                   # all ranks, when every rank's write() is through
+
+Tensors are read with torch.load(weights_only=True); nothing else from disk goes through a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as formats
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from marsrl.rollout.state import decode, encode
+from marsrl.trainer.learner.megatron.checkpoint_index import NAME as INDEX
+from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader, Piece, render_index
+from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together
+from marsrl.trainer.runs.directory import write_atomically, write_json
+from marsrl.trainer.runs.manifest import FileSum
+
+COMMON = "common.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank wrote: its file (none where it holds no shard of its own) and the parts in it."""
+
+    file: str
+    num_bytes: int
+    crc32: int
+    pieces: tuple[Piece, ...]
+
+
+class PendingSave:
+    """A save between its plan and its end. write() touches only this rank's files and may run beside training."""
+
+    def __init__(self, folder: Path, tensors: _Held, metadata: Metadata | None, files: Callable[[Path], None]) -> None:
+        self._folder, self._tensors, self._metadata, self._files = folder, tensors, metadata, files
+        self._written = _Written("", 0, 0, ())
+        self._error: Exception | None = None
+
+    def write(self) -> None:
+        """This rank's part, to the disk. An error is kept for finish(), where all ranks hear of it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if rank() == 0:
+                self._files(self._folder)
+            if self._tensors.items:
+                self._written = _write_tensors(self._tensors.items, self._folder)
+        except Exception as error:
+            self._error = error
+        self._tensors.items.clear()  # the copies
+
+    def finish(self, failure: str, advice: str = "") -> dict[str, FileSum]:
+        """Collective: rank 0 writes the index. The tensor files of all ranks with their sums, by name.
+
+        Raises:
+            RuntimeError: on all ranks, when any could not write: failure, the ranks with their errors, advice.
+        """
+        stop_together(self._error, failure, advice)
+        parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
+        error = None
+        if rank() == 0:
+            assert self._metadata is not None
+            try:
+                index = render_index(self._metadata, [piece for part in parts for piece in part.pieces])
+                write_atomically(self._folder / INDEX, index)
+            except (OSError, RuntimeError) as raised:
+                error = raised
+        stop_together(error, failure, advice)
+        return {part.file: FileSum(part.num_bytes, part.crc32) for part in parts if part.file}
+
+
+def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None], *, copy: bool) -> PendingSave:
+    """Collective: plan the save of a sharded state into `folder`, and write nothing yet.
+
+    Args:
+        files: writes what belongs to it beside the tensors; called on rank 0.
+        copy: take copies in CPU memory, so that the weights may change before write() is through.
+    """
+    sharded, common = save_preprocess(state)
+    keyed = formats._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
+    planner = formats.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    held = _Held(copy)
+    planned = save_state_dict_async_plan(formats.mcore_to_pyt_state_dict(keyed), held, None, 0, planner=planner)
+    updates = {count for optimizer in _optimizers(common) for count in _updates(optimizer)}
+    assert len(updates) <= 1, f"parameter groups were updated {updates} times"
+
+    def write_files(folder: Path) -> None:
+        write_json(folder / COMMON, {"optimizer_step": updates.pop() if updates else 0})
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        files(folder)
+
+    return PendingSave(folder, held, planned[0][1], write_files)
+
+
+def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _Written:
+    name = f"__{rank()}_0.distcp"
+    pieces = []
+    with open(folder / name, "wb") as raw:
+        file = _SummedFile(raw)
+        for item, tensor in items:
+            start = file.num_bytes
+            try:
+                torch.save(_alone(tensor), cast(IO[bytes], file))
+            except RuntimeError as error:  # torch's zip writer tells of a failed write in its own words
+                raise file.error or error from error
+            pieces.append(Piece(item.index.fqn, tuple(item.index.offset or ()), name, start, file.num_bytes - start))
+        raw.flush()
+        os.fsync(raw.fileno())
+    return _Written(name, file.num_bytes, file.crc32, tuple(pieces))
+
+
+@torch.no_grad()
+def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Collective: the state that was saved in `folder`, cut as `state` is; the optimizer's settings are those of `state`."""
+    common = extract_sharded_base(load_preprocess(state)[0])[1]
+    step = json.loads((folder / COMMON).read_bytes())["optimizer_step"]
+    for optimizer in _optimizers(common):
+        _set_updates(optimizer, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that megatron's format is made of
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), _LoadTensors(), _LoadCommon(common))
+    return loaded
+
+
+def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's sharded state without TransformerEngine's FP8 objects: pickles, and empty in float32 and bfloat16."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
+    }
+
+
+class _Held:
+    """What torch's save planner hands to a storage writer: the tensors of this rank, held until they are written."""
+
+    can_run_decentralized_global_plan = True  # every rank knows its own file name
+
+    def __init__(self, copy: bool) -> None:
+        self._copy = copy
+        self.items: list[tuple[WriteItem, Tensor]] = []
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Nothing to set up: the folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_decentralized_global_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
+            self.items.append((item, _copied(tensor) if self._copy else tensor.detach()))
+
+
+class _SummedFile:
+    """A file that only grows, with its size and CRC-32 so far: what torch.save needs of a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.num_bytes += len(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return len(data)
+
+    def flush(self) -> None:
+        """The writer flushes once, at the end."""
+
+
+class _LoadTensors(formats.TorchDistLoadShardedStrategy):
+    """Megatron's load of the torch_dist format, with index.json in place of .metadata."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        wanted = [t for t in formats.nested_values(sharded_state_dict) if isinstance(t, formats.ShardedTensor)]
+        keyed, flat, renamed = formats._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        found = formats.mcore_to_pyt_state_dict(keyed, True)
+        planner = formats.MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in wanted if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in wanted if t.allow_shape_mismatch},
+        )
+        checkpoint.load_state_dict(found, IndexReader(checkpoint_dir), planner=planner)
+        unwrapped = {name: formats._unwrap_pyt_sharded_tensor(value) for name, value in found.items()}
+        restored = formats._replace_sharded_keys_with_state_dict_keys(unwrapped, flat, renamed)
+        formats._restore_dict_types(restored, sharded_state_dict)
+        return restored
+
+
+class _LoadCommon(LoadCommonStrategy):
+    """What is not a tensor, known already."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        super().__init__()
+        self._common = common
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        return self._common
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise AssertionError(f"{checkpoint_dir}: only tensors are stored")
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def check_backend_compatibility(self, loaded_version: Any) -> None:
+        """There is one."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """There is one."""
+
+
+def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
+    """The state dicts of all optimizers: megatron nests them differently for one optimizer and for several."""
+    if isinstance(common, dict):
+        if "param_groups" in common:
+            yield common
+        else:
+            for value in common.values():
+                yield from _optimizers(value)
+
+
+def _updates(optimizer: dict[str, Any]) -> list[float]:
+    """How often its parameters were updated: in the groups of a distributed optimizer, beside the state of another."""
+    common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
+    return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
+
+
+def _set_updates(optimizer: dict[str, Any], step: float) -> None:
+    groups = [group for group in optimizer["param_groups"] if "step" in group]
+    for group in groups:
+        group["step"] = type(group["step"])(step)
+    if not groups:
+        optimizer.setdefault("state", {})["common_step"] = torch.tensor(step)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU, with no more storage than its own: torch.save writes the whole storage of a view."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

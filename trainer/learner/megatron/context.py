@@ -1,0 +1,133 @@
+"""Context parallelism of packed batches: which tokens of every sequence a rank holds, and which keys they see.
+
+Every sequence is cut into 2C equal chunks and rank r of C holds chunks r and 2C-1-r, so that all have the same work
+under a causal mask; keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk sees those
+of its sequence up to its own end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from marsrl.trainer.data.packing import PackedBatch, rows_of
+
+_PER_TOKEN = (
+    "token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature", "routed_experts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """One rank's part of a packed batch.
+
+    batch: [T'] tokens, S sequences; its cu_seqlens count this rank's tokens, its position_ids are those in the sequence.
+    rows: [C, T'] int64, for every rank the place of each of its tokens in the whole batch; T where it is padding.
+    num_tokens: T of the whole batch.
+    """
+
+    batch: PackedBatch
+    rows: Tensor
+    num_tokens: int
+
+    def whole(self, mine: Tensor, group: Any) -> Tensor:
+        """[T] values in the frame of the whole batch from every rank's [T']. Collective over the context group."""
+        parts = [torch.empty_like(mine) for _ in range(len(self.rows))]
+        dist.all_gather(parts, mine.contiguous(), group=group)
+        out = mine.new_zeros(self.num_tokens + 1)
+        out[self.rows.flatten()] = torch.cat(parts)
+        return out[:-1]
+
+
+def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
+    """Rank `rank`'s part of a batch that every context-parallel rank holds.
+
+    Sequences are padded, masked, to a multiple of 2C, and the last one until a rank has a multiple of `align` tokens.
+    """
+    total = batch.num_tokens
+    lengths = batch.cu_seqlens.diff().long()
+    padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
+    unit = size * align * (2 if align % 2 else 1)  # of the sum; keeps the last sequence a multiple of 2C
+    padded[-1] += -int(padded.sum()) % unit
+    chunks = padded // (2 * size)  # [S]
+    bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)]) // size
+    positions, rows = [], []
+    for r in range(size):
+        first = torch.stack([chunks * r, chunks * (2 * size - 1 - r)], 1).flatten()  # of each chunk, in its sequence
+        sizes = chunks.repeat_interleave(2)
+        start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
+        position = torch.arange(int(sizes.sum())) + (first - start).repeat_interleave(sizes)
+        sequence = torch.arange(len(chunks)).repeat_interleave(2 * chunks)
+        row = batch.cu_seqlens.long()[sequence] + position
+        positions.append(position)
+        rows.append(torch.where(position < lengths[sequence], row, total))
+    changes: dict[str, Any] = {}
+    for name in _PER_TOKEN:
+        values = getattr(batch, name)
+        if isinstance(values, Tensor):
+            padding = values.new_full((1, *values.shape[1:]), _padding(name, values.dtype))
+            changes[name] = torch.cat([values, padding])[rows[rank]]
+    trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, bounds)
+    mine = dataclasses.replace(
+        batch,
+        **changes,
+        position_ids=positions[rank],
+        cu_seqlens=bounds.to(torch.int32),
+        max_seqlen=int(padded.max()),
+        trained_rows=trained_rows,
+        positive_rows=positive_rows,
+    )
+    return ContextCut(mine, torch.stack(rows), total)
+
+
+def _padding(name: str, dtype: torch.dtype) -> int:
+    """Of a token that is none: a temperature to divide by, no expert, else 0."""
+    if name == "routed_experts":
+        return int(torch.iinfo(dtype).max)
+    return 1 if name == "temperature" else 0
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys this rank's queries see: 2S segments, the two chunks of each sequence.
+
+    cu_seqlens: [2S+1] int32, of the queries; cu_seqlens_k: [2S+1] int32, of the keys; their last ones stand together.
+    places: [(2C+1) T'/2] int64, each key's place among the keys gathered from all ranks, [C T'].
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    places: Tensor
+    group: Any
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, num_tokens: int, group: Any) -> Keys:
+        """From the [S+1] bounds of this rank's T' tokens. On the device of the bounds; the host does not wait."""
+        rank, size = group.rank(), group.size()
+        bounds = cu_seqlens.long()
+        chunk = (bounds.diff() // 2).repeat_interleave(2, output_size=2 * (len(bounds) - 1))  # [2S]
+        seen = torch.tensor([rank + 1, 2 * size - rank], device=bounds.device).repeat(len(bounds) - 1)
+        zero = bounds.new_zeros(1)
+        ends_q, ends_k = torch.cat([zero, chunk.cumsum(0)]), torch.cat([zero, (chunk * seen).cumsum(0)])
+        num_keys = (2 * size + 1) * num_tokens // 2
+        segment = torch.arange(len(chunk), device=bounds.device).repeat_interleave(chunk * seen, output_size=num_keys)
+        offset = torch.arange(num_keys, device=bounds.device) - ends_k[segment]
+        length = chunk[segment]
+        index = offset // length  # of the key's chunk in its sequence
+        is_late = index >= size
+        owner = torch.where(is_late, 2 * size - 1 - index, index)
+        places = owner * num_tokens + bounds[segment // 2] + offset % length + is_late * length
+        return cls(ends_q.int(), ends_k.int(), places, group)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[(2C+1) T'/2, N, D] keys (or values) from this rank's [T', N, D]; the gradient is summed over ranks."""
+        everyone = gather_from_sequence_parallel_region(
+            mine.contiguous(), tensor_parallel_output_grad=True, group=self.group
+        )
+        return everyone.index_select(0, self.places)

@@ -1,0 +1,219 @@
+"""Hugging Face safetensors <-> this rank's Megatron shards, one tensor at a time, bit for bit. See mapping.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.transfers import Box
+from marsrl.trainer.learner.megatron.held import held_boxes, held_matrices
+from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
+from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, part_shape, split, units
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank stands in every group of the converter."""
+
+    stage: int
+    tensor: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+
+class Converter:
+    """Reads and writes the Hugging Face form of one model's parameters. Made, and used, on all ranks together."""
+
+    def __init__(self, model: nn.Module, shape: ModelShape) -> None:
+        self._shape = shape
+        self._parameters = dict(model.named_parameters())
+        self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._units = units(shape, self._num_stages)
+        self._place = _Place(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, self._place)
+        self._places: list[_Place] = places
+        self._num_local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
+        self._dtype = next(iter(self._parameters.values())).dtype
+        self._unit_of = {name: unit for unit in self._units for name in unit.hf}
+        self._boxes: list[dict[str, Box]] = []
+        known = {self._local_name(unit) for unit in self._units if self._owns(unit)}
+        if shape.is_tied and self._num_stages > 1:
+            known.add("output_layer.weight")  # the last stage's copy of the embedding
+        assert known >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known)}"
+
+    @torch.no_grad()
+    def load(self, model_dir: str | Path) -> None:
+        """Fill the parameters from a Hugging Face directory; a rank reads the bytes of its own shards, no others.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+        """
+        with HfReader(model_dir) as reader:
+            for unit in self._units:
+                copies_embedding = (
+                    unit.name.startswith("embedding.")
+                    and self._place.stage > 0
+                    and "output_layer.weight" in self._parameters
+                    and self._shape.is_tied
+                )
+                if not self._owns(unit) and not copies_embedding:
+                    continue
+                group = self._group(unit)
+                target = self._parameters["output_layer.weight"] if copies_embedding else self._local(unit)
+                shard = reader.shard(self._shape, unit, group.rank(), group.size())
+                target.copy_(shard.reshape(target.shape))
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
+
+        Every rank must exhaust the iterator: each tensor is gathered from its owners when it is asked for, so that no
+        rank holds the whole model. The tensors are copies: later steps do not change them.
+        """
+        for unit in self._units:
+            whole = self._collect(unit)
+            if whole is not None:
+                parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
+                yield from zip(unit.hf, parts, strict=True)
+
+    # What this rank holds, for a sync without files (wire.HeldWeights).
+
+    @property
+    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every Hugging Face tensor of the model, in the order of its file."""
+        return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._shape.num_kv_heads
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
+        """For each rank {Hugging Face name: the part of that tensor which it holds}."""
+        if not self._boxes:
+            for place in self._places:
+                boxes: dict[str, Box] = {}
+                for unit in self._units:
+                    if self._owns(unit, place):
+                        part = place.tensor if unit.expert is None else place.expert_tensor
+                        boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size()))
+                self._boxes.append(boxes)
+        return self._boxes
+
+    @torch.no_grad()
+    def matrix(self, name: str) -> Tensor:
+        """This rank's box of a Hugging Face tensor, in the model's dtype and memory where it lies together there."""
+        unit = self._unit_of[name]
+        matrices = held_matrices(self._shape, unit, self._local(unit), self._group(unit).size())
+        return matrices[unit.hf.index(name)]
+
+    def save_hf(self, folder: str | Path, source: str | Path) -> None:
+        """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.
+
+        It appears under its name when it is complete.
+
+        Raises:
+            ValueError: the directory exists.
+        """
+        folder = Path(folder)
+        exists = [folder.exists()]
+        dist.broadcast_object_list(exists, src=0)
+        if exists[0]:
+            raise ValueError(f"export: {folder} exists; name a new directory")
+        if dist.get_rank() != 0:
+            for _ in self.export():
+                raise AssertionError("only rank 0 exports")
+        else:
+            write_hf(folder, self.export(), Path(source))
+        dist.barrier()
+
+    # One unit: who has it, and how it is cut and put together.
+
+    def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
+        """A rank (default: this one) holds a part of the unit."""
+        place = place or self._place
+        if unit.stage != place.stage:
+            return False
+        return unit.expert is None or unit.expert // self._num_local_experts == place.expert
+
+    def _local_name(self, unit: Unit) -> str:
+        if not unit.name.startswith("decoder.layers."):
+            return unit.name
+        _, _, layer, rest = unit.name.split(".", 3)
+        return f"decoder.layers.{int(layer) - unit.stage * (self._shape.num_layers // self._num_stages)}.{rest}"
+
+    def _local(self, unit: Unit) -> Tensor:
+        parameter = self._parameters[self._local_name(unit)].data
+        return parameter if unit.expert is None else parameter[unit.expert % self._num_local_experts]
+
+    def _group(self, unit: Unit) -> Any:
+        if unit.expert is None:
+            return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()
+
+    def _source(self, unit: Unit) -> int:
+        """The rank that sends the unit to rank 0: the lowest that has the first shard."""
+        for rank, place in enumerate(self._places):
+            if place.stage != unit.stage:
+                continue
+            if unit.expert is None and place.tensor == 0 and place.data == 0:
+                return rank
+            holder = unit.expert is not None and unit.expert // self._num_local_experts == place.expert
+            if holder and place.expert_tensor == 0 and place.expert_data == 0:
+                return rank
+        raise AssertionError(f"no rank owns {unit}")
+
+    def _collect(self, unit: Unit) -> Tensor | None:
+        """The whole Megatron tensor on rank 0, None elsewhere."""
+        whole: Tensor | None = None
+        source, rank = self._source(unit), dist.get_rank()
+        if self._owns(unit):
+            group = self._group(unit)
+            shard = self._local(unit).reshape(part_shape(self._shape, unit, group.size())).contiguous()
+            if unit.cut is None or group.size() == 1:
+                whole = shard
+            else:
+                shards = [torch.empty_like(shard) for _ in range(group.size())]
+                dist.all_gather(shards, shard, group=group)
+                whole = torch.cat(shards, unit.cut)
+        if source == 0:
+            return whole if rank == 0 else None
+        if rank == source:
+            assert whole is not None
+            dist.send(whole, 0)
+            return None
+        if rank == 0:
+            whole = torch.empty(self._whole_shape(unit), dtype=self._dtype, device=torch.cuda.current_device())
+            dist.recv(whole, source)
+            return whole
+        return None
+
+    def _whole_shape(self, unit: Unit) -> tuple[int, ...]:
+        """Of the uncut Megatron tensor; the vocabulary is padded for the tensor-parallel ranks there are."""
+        if unit.cut is None:
+            return part_shape(self._shape, unit)
+        parts = self._group(unit).size()
+        cut = list(part_shape(self._shape, unit, parts))
+        cut[unit.cut] *= parts
+        return tuple(cut)

@@ -1,0 +1,222 @@
+"""A GPTModel over packed micro-batches that ends in the fused loss, and never holds logits.
+
+Nothing here makes the host wait for the device: which rows are scored was counted when the batch was packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.trainer.config import MptConfig
+from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.learner.megatron.attention import Segments
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the last stage needs beside the batch.
+
+    old_logprobs, reference_logprobs: [T] float32, nats; None: pseudo on-policy, no KL term.
+    """
+
+    objective: PolicyObjective
+    mpt: MptConfig
+    num_agents: int
+    normaliser: float
+    old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """The loss of a micro-batch and whose samples mask their mastered tokens ([S] bool; None: nobody's)."""
+
+    policy: PolicyLoss
+    gate: Tensor | None
+
+
+class FusedHead(ColumnParallelLinear):
+    """The output layer, with names and checkpoint format unchanged, that hands its shard to a fused op.
+
+    Called as a module, so that the hooks which gather parameters before use still fire.
+    """
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        compute: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """compute(hidden [T, H], weight [V / TP, H]); None: logits, as in ColumnParallelLinear."""
+        if compute is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        return compute(hidden.flatten(0, 1), self.weight if weight is None else weight)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose forward takes a PackedBatch.
+
+    Returns, on the last pipeline stage: HeadResult with `loss`, log-probs [T] float32 with what="score", the logits
+    [T, V / TP] with what="logits"; on other stages the hidden states [T / TP, 1, H].
+    """
+
+    def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.real_vocab_size = real_vocab_size
+        if self.post_process:
+            self.output_layer.__class__ = FusedHead
+
+    def forward(
+        self, batch: PackedBatch, loss: LossInputs | None = None, what: Literal["loss", "score", "logits"] = "loss"
+    ) -> Any:
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
+        # [T, 1, 1, D] angles: those of the longest sequence, gathered by position.
+        angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, self.pg_collection.cp),
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if what == "logits":
+            return self.output_layer(hidden, weight=weight)[0].squeeze(1)
+
+        def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:
+            if loss is None:
+                return self._logprobs(batch, rows, shard)
+            return self._loss(batch, loss, rows, shard)
+
+        return self.output_layer(hidden, weight=weight, compute=compute)
+
+    def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""
+        rows = batch.trained_rows
+        logprobs = torch.zeros(batch.num_tokens, device=hidden.device)
+        if rows.numel():
+            logprobs[rows] = self._statistics(batch, hidden, weight, rows).logprobs
+        return logprobs
+
+    def _statistics(
+        self,
+        batch: PackedBatch,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        temperature: Tensor | float | None = None,
+    ) -> Any:
+        """Log-probs and entropy [R] of these rows; temperature None: those that they were sampled at."""
+        if temperature is None:
+            temperature = batch.temperature[rows] if isinstance(batch.temperature, Tensor) else batch.temperature
+        with torch.no_grad():
+            return linear_logprob(
+                hidden.detach()[rows],
+                weight,
+                batch.targets[rows],
+                temperature=temperature,
+                tp_group=self.pg_collection.tp,
+                real_vocab_size=self.real_vocab_size,
+            )
+
+    def _loss(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> HeadResult:
+        gate, dropped = self._gate(batch, loss, hidden, weight)
+        policy = linear_policy_loss(
+            hidden,
+            weight,
+            batch.targets,
+            objective=loss.objective,
+            advantages=batch.advantages if batch.token_advantages is None else None,
+            token_advantages=batch.token_advantages,
+            mask=batch.mask,
+            cu_seqlens=batch.cu_seqlens,
+            agent_of=batch.agent_of,
+            num_agents=loss.num_agents,
+            gate=gate if dropped is None else None,
+            old_logprobs=loss.old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=loss.reference_logprobs,
+            normaliser=loss.normaliser,
+            weights=batch.weights,
+            dropped=dropped,
+            temperature=batch.temperature,
+            main_grad=self._main_grad(weight),
+            tp_group=self.pg_collection.tp,
+            real_vocab_size=self.real_vocab_size,
+        )
+        return HeadResult(policy, gate)
+
+    def _main_grad(self, weight: Tensor) -> Tensor | None:
+        """DDP's float32 gradient buffer of the head, which the kernel adds to; None where no gradient is formed."""
+        if not torch.is_grad_enabled():
+            return None
+        buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        return buffer
+
+    def _gate(
+        self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Whose mastered tokens are masked [S], and with mpt.temperature=1 which tokens these are [T]; None: nobody's,
+        and those that the loss finds by itself, at the sampling temperature.
+
+        One sweep over the same hidden states, before the loss is formed.
+
+        Scope `sample` sweeps the positive samples alone, and nothing when there are none (the others have no gate
+        whatever their entropy, so theirs is left 0); a sample's mean is over the context-parallel ranks that it is cut
+        over, all of which take part in the sum. Scope `batch` sweeps all tokens of all ranks (one micro-batch a step;
+        the learner checks that).
+        """
+        if loss.mpt.scope == "off":
+            return None, None
+        is_batch = loss.mpt.scope == "batch"
+        rows, group = batch.trained_rows if is_batch else batch.positive_rows, self._gate_group(is_batch)
+        if not rows.numel() and group is None:
+            return None, None
+        entropy = torch.zeros(batch.num_tokens, device=hidden.device)
+        is_mastered = torch.zeros(batch.num_tokens, dtype=torch.bool, device=hidden.device)
+        is_own = loss.mpt.temperature == 1
+        if rows.numel():
+            found = self._statistics(batch, hidden, weight, rows, 1.0 if is_own else None)
+            entropy[rows] = found.entropy
+            if is_own:
+                is_mastered[rows] = found.logprobs.exp() >= loss.mpt.probability
+        gate = mpt_gate(
+            entropy,
+            batch.mask,
+            batch.cu_seqlens,
+            batch.is_positive,
+            entropy_threshold=loss.mpt.entropy,
+            scope=loss.mpt.scope,
+            process_group=group,
+        )
+        if not is_own:
+            return gate, None
+        of_tokens = gate.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
+        return gate, is_mastered & of_tokens
+
+    def _gate_group(self, is_batch: bool) -> Any:
+        if is_batch:
+            return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return self.pg_collection.cp if self.pg_collection.cp.size() > 1 else None

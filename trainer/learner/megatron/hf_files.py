@@ -1,0 +1,164 @@
+"""Hugging Face directories: tensors read by parts, and a directory written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from marsrl.rollout.model_shape import ModelShape, weight_files
+from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
+from marsrl.trainer.runs.directory import sync, sync_tree
+
+SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
+
+
+class HfReader:
+    """The tensors of a Hugging Face directory. Only the parts that are asked for are read.
+
+    with HfReader("models/qwen3") as reader:
+        shard = reader.shard(shape, unit, part=1, parts=4)
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self._folder = Path(model_dir)
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+
+    def __enter__(self) -> HfReader:
+        for path in weight_files(self._folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, "pt"))
+            except SafetensorError as error:
+                self._stack.close()
+                raise ValueError(f"model: {path} is no whole safetensors file ({error}); download it again") from error
+            self._where.update(dict.fromkeys(file.keys(), file))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def check(self, shape: ModelShape) -> None:
+        """Every tensor that config.json asks for is there, in its shape. Reads headers alone.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; as `shard` does.
+        """
+        for unit in units(shape, 1):
+            self._check(shape, unit)
+
+    def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
+        """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+        """
+        self._check(shape, unit)
+        tensors = []
+        for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            index = [slice(None)] * len(wanted)
+            if unit.hf_cut is not None:
+                index[unit.hf_cut] = slice(*hf_span(unit, wanted[unit.hf_cut], part, parts))
+            tensors.append(self._read(name, tuple(index)))
+        return join(shape, unit, tensors, parts)
+
+    def _check(self, shape: ModelShape, unit: Unit) -> None:
+        missing = [name for name in unit.hf if name not in self._where]
+        if missing:
+            raise ValueError(f"model: {self._folder} has no tensor {', '.join(missing)}, which config.json asks for")
+        for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            found = tuple(self._where[name].get_slice(name).get_shape())
+            if found != wanted:
+                raise ValueError(
+                    f"model: {self._folder}: {name} has shape {list(found)}, config.json gives {list(wanted)}"
+                )
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """The one place that reads from the files."""
+        tensor: Tensor = self._where[name].get_slice(name)[index]
+        return tensor
+
+
+def copy_frame(source: Path, folder: Path) -> None:
+    """Copy what a Hugging Face directory holds beside weights: config, generation config, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write a Hugging Face directory and return the bytes of its tensors; it appears under its name when complete.
+
+    At most shard_bytes of tensors (or one tensor) are held at a time. config.json names the dtype that was written.
+
+    Args:
+        tensors: (Hugging Face name, CPU tensor).
+        frame: directory with config.json and the tokenizer.
+
+    Raises:
+        ValueError: the directory exists.
+    """
+    if folder.exists():
+        raise ValueError(f"export: {folder} exists; name a new directory")
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        total = _write(part, tensors, frame, shard_bytes)
+        sync_tree(part)
+        part.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return total
+
+
+def _write(part: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int) -> int:
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    num_bytes = total = 0
+    dtype = ""
+
+    def flush() -> None:
+        files.append(list(held))
+        save_file(held, part / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and num_bytes + tensor.nbytes > shard_bytes:
+            flush()
+            num_bytes = 0
+        held[name] = tensor
+        num_bytes += tensor.nbytes
+        total += tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+    flush()
+    weight_map = {}
+    for i, names in enumerate(files, 1):
+        final = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        (part / f"{i}.safetensors").rename(part / final)
+        weight_map.update(dict.fromkeys(names, final))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    copy_frame(frame, part)
+    _name_dtype(part / "config.json", dtype)
+    return total
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """transformers and vLLM load in the dtype that config.json names: it must be that of the tensors."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key, dtype) != dtype:
+            config[key] = dtype
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

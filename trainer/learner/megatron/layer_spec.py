@@ -1,0 +1,63 @@
+"""The one layer spec of every policy: which module serves which part of a transformer layer.
+
+                      TransformerEngine             ours
+    norms             TENorm                        RMSNorm (attention.py)
+    linear layers     TE{Column,Row}ParallelLinear  megatron's
+    attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
+                      kernels where it is installed)
+    experts           GroupedExperts on kernels.grouped_linear (TransformerEngine's GEMMs where it can serve)
+
+TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
+export do not know which was chosen. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from marsrl.trainer.learner.megatron.attention import PackedAttention, RMSNorm
+from marsrl.trainer.learner.megatron.experts import GroupedExperts
+
+# Below it TENorm on queries and keys harms convergence (megatron-core, extensions/transformer_engine_spec_provider.py).
+_TE_WITH_QK_NORM = "1.9.0"
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron's local spec with our attention and experts, and norms and linear layers as config.transformer_impl says."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.sharded_state_dict_keys_map = {}  # it renames norms as TransformerEngine fuses them
+    layer.self_attention.submodules.core_attention = PackedAttention
+    if config.num_moe_experts:
+        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+    if config.transformer_impl == "transformer_engine":
+        norm, qk_norm = _take_transformer_engine(layer)
+    else:
+        norm = qk_norm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if config.qk_layernorm:
+        attention = layer.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = qk_norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _take_transformer_engine(layer: Any) -> tuple[type, type]:
+    """Put its linear layers into the layer; (norm, norm of queries and keys)."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+    from megatron.core.utils import is_te_min_version
+
+    attention = layer.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
+    dense = getattr(layer.mlp.submodules, "linear_fc1", None)
+    if dense is not None:
+        layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        layer.mlp.submodules.linear_fc2 = TERowParallelLinear
+    return TENorm, TENorm if is_te_min_version(_TE_WITH_QK_NORM) else RMSNorm

@@ -1,0 +1,129 @@
+"""Builds the Megatron model of a policy: transformer config, data-parallel wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.learner.megatron.head import PolicyModel
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.learner.megatron.layer_spec import layer_spec
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.mapping import padded_rows
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    # Norms, and of a dense layer the whole MLP; experts.py adds their activation. Fused attention keeps no scores, so
+    # that its recomputation would buy little.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
+    dtype = torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32
+    moe: dict[str, Any] = {}
+    if shape.num_experts:
+        has_aux = policy.router_aux_loss > 0
+        moe = {
+            "num_moe_experts": shape.num_experts,
+            "moe_ffn_hidden_size": shape.ffn_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not shape.normalises_top_k,
+            "moe_router_load_balancing_type": "aux_loss" if has_aux else "none",
+            "moe_aux_loss_coeff": policy.router_aux_loss,
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": layout.expert,
+            "expert_tensor_parallel_size": layout.expert_tensor,
+        }
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_size,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
+        qk_layernorm=shape.has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # Every parameter is read from the HF directory, but without this megatron does not mark which are cut over TP
+        # ranks, and the gradient norm silently counts one rank's part of them.
+        perform_initialization=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.uses_sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,  # micro-batches differ in length; pipeline stages tell each other
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
+        transformer_impl="transformer_engine"
+        if choose_layers(policy.layers).layers == "transformer_engine"
+        else "local",
+        calculate_per_token_loss=True,  # megatron divides by nothing: the loss comes divided by the global normaliser
+        **moe,
+        **_RECOMPUTE[policy.recompute],
+    )
+
+
+def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> PolicyModel:
+    """This rank's part of the model, parameters uninitialised, on the current device."""
+    return PolicyModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config),
+        vocab_size=padded_rows(shape.vocab_size, layout.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        real_vocab_size=shape.vocab_size,
+    )
+
+
+def build_model(
+    shape: ModelShape, layout: Layout, policy: PolicyConfig
+) -> tuple[PolicyModel, DistributedDataParallel, TransformerConfig]:
+    """The bare model, the same wrapped for training, and megatron's config of both."""
+    config = transformer_config(shape, layout, policy)
+    model = bare_model(shape, layout, config)
+    wrapped = Float16Module(config, model) if config.bf16 else model
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=policy.optimizer.distributed,
+            overlap_grad_reduce=policy.optimizer.overlap_grad_reduce,
+            overlap_param_gather=policy.optimizer.overlap_param_gather,
+        ),
+        wrapped,
+    )
+    if policy.optimizer.overlap_grad_reduce:
+        config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
+    # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
+    config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
+        chunks, None, **options
+    )
+    return model, ddp, config

@@ -1,0 +1,86 @@
+"""Process groups from a policy's layout."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import os
+
+import torch
+import torch.distributed as dist
+
+from marsrl.trainer.learner.megatron import shim
+from marsrl.trainer.learner.megatron.layout import Layout
+
+_current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
+_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
+
+
+def world_size() -> int:
+    """Ranks of this run, before or after the process group stands."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
+    """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
+
+    Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
+    one does nothing.
+
+    Args:
+        wait_s: after so long in a collective, a rank takes the others for lost.
+
+    Raises:
+        ValueError: groups stand for another layout.
+    """
+    shim.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = datetime.timedelta(seconds=wait_s)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        _own_world.append(True)
+    if _current:
+        if _current[0] != layout:
+            raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
+        return
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=math.ceil(wait_s / 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    _current.append(layout)
+
+
+def stop(*, keep_world: bool = False) -> None:
+    """Tear the groups down; keep_world (collective) leaves the default process group for another layout."""
+    if _current:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+
+        if keep_world:
+            # destroy_model_parallel forgets most of them, and no more: every gloo group has threads that poll 100 times a
+            # second for as long as it stands. Nobody closes one that another rank still receives from.
+            dist.barrier()
+            for group in parallel_state._global_process_group_list[1:]:  # the first stands for the default one
+                dist.destroy_process_group(group)
+        parallel_state.destroy_model_parallel()
+        if keep_world:
+            gc.collect()  # a learner that nobody has any more holds them in cycles
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
+        _current.clear()
+    if _own_world and not keep_world:
+        _own_world.clear()
+        if dist.is_initialized():  # an engine that closes takes down whatever there is
+            dist.destroy_process_group()

@@ -1,0 +1,183 @@
+"""Makes megatron-core run on CPU tensors and gloo: explicit, reversible by not calling it, and off where CUDA is.
+
+Call `install()` before megatron is imported. No file of megatron is edited; every entry says what breaks without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_installed: list[TorchFunctionMode] = []  # the one mode that is in force; empty: not installed
+
+
+def install() -> bool:
+    """Prepare this process for megatron; True where the CPU shim is in force, False where CUDA is used as it is.
+
+    A second call does nothing. On every machine it sets what megatron-core 0.16.1 leaves undefined without
+    TransformerEngine.
+
+    Raises:
+        RuntimeError: megatron was imported before, without the shim.
+    """
+    if torch.cuda.is_available():
+        _mend_without_transformer_engine()
+        return False
+    if not _installed:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(
+                "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
+                " call marsrl.trainer.learner.megatron.shim.install() first"
+            )
+        _before_import()
+        _installed.append(_CudaToCpu())
+        _installed[0].__enter__()
+        _after_import()
+    _mend_without_transformer_engine()
+    return True
+
+
+def _before_import() -> None:
+    # jit_fuser is torch.compile: 21.7 s a step against 0.03 s; read when megatron decorates.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU  # device= of nearly every buffer and parameter
+    cuda.set_device = lambda device: None  # rank initialisation
+    cuda.Stream = cuda.Event = _HostStream  # the token dispatcher and DDP make side streams
+    cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
+    cuda.stream = lambda stream=None: contextlib.nullcontext()  # grad buffers reduce on a side stream
+    cuda.synchronize = lambda device=None: None  # checkpoint save waits for the device
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+
+
+def _after_import() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    # The RNG tracker writes CUDA generator states.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # It warns when weights drawn under a "GPU" state move the CPU's generator, which here is the same one.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # The first dispatcher makes it with whatever torch.cuda.Stream is by then: vLLM on a CPU puts its own there, without
+    # events.
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
+    # It returns CPU tensors as they are, where all_to_all wants host numbers.
+    move = dispatcher.maybe_move_tensor_to_cpu
+
+    def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+
+    dispatcher.maybe_move_tensor_to_cpu = move_to_host
+    # gloo has no all-gather or reduce-scatter of unequal parts, which ETP > 1 with EP > 1 needs.
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def uneven_gather(
+        x: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, use_global_buffer)
+        padded = x.new_zeros((max(output_split_sizes), *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def uneven_scatter(
+        x: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, input_split_sizes, use_global_buffer)
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = uneven_gather, uneven_scatter
+
+
+def _mend_without_transformer_engine() -> None:
+    """What megatron-core 0.16.1 leaves undefined without TransformerEngine, on GPUs too."""
+    import megatron.core.optimizer.optimizer_config as optimizer_config
+    import megatron.core.tensor_parallel as tensor_parallel
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.utils as utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # else every MoE forward raises NameError
+    if utils.get_te_version() is None:
+        # The precision-aware optimizer, which offloading wants, compares no version with one: TypeError.
+        optimizer_config.is_te_min_version = lambda version, check_equality=True: False
+    if not hasattr(random, "FP8GlobalStateManager"):
+        # It takes its default fp8=False for yes, and recomputing norms raises NameError.
+        tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """device="cuda" in factories and .to(), Tensor.cuda(), pin_memory, and the type names the optimizer compares."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            # The optimizer sorts parameters by the names of CUDA types; nobody else may see them.
+            caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
+            return name.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else name
+        if kwargs:
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _to_cpu(args[1]), *args[2:])
+        return func(*args)
+
+
+def _to_cpu(device: Any) -> Any:
+    is_cuda = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return _CPU if is_cuda else device
+
+
+class _HostStream:
+    """The one ordered stream of a host; an event of it is always reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _HostStream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+_STREAM = _HostStream()

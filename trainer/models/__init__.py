@@ -1,0 +1,1 @@
+"""Model directories: made with random weights, and exported from a checkpoint."""

@@ -1,0 +1,172 @@
+"""`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader
+from marsrl.trainer.learner.megatron.hf_files import write_hf
+from marsrl.trainer.learner.megatron.mapping import Unit, part_shape, split, units
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import damage
+
+_LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written where, and from which checkpoint."""
+
+    source: Path
+    folder: Path
+    num_bytes: int
+
+
+def export(source: str | Path, out: str | Path, policy: str | None = None) -> Exported:
+    """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer.
+
+    Args:
+        source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it.
+        policy: which of several policies.
+
+    Raises:
+        ValueError: nothing to export there, several policies and none named, or `out` exists.
+    """
+    out = Path(out)
+    if out.exists():
+        raise ValueError(f"{out} exists and is not overwritten; name a new directory")
+    folder = _policy_folder(Path(source), policy)
+    frame = folder / "hf"
+    if not frame.is_dir():
+        raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what Learner.save wrote")
+    shape = read_shape(frame, needs_weights=False)
+    return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+
+
+def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of the mapping; one layer's experts at most
+    are held."""
+    stored = _Stored(folder)
+    for unit in units(shape, 1):
+        whole = stored.whole(shape, unit)
+        yield from zip(unit.hf, (part.contiguous() for part in split(shape, unit, whole)), strict=True)
+
+
+def _policy_folder(source: Path, policy: str | None) -> Path:
+    if (source / "learner.json").is_file():
+        return source
+    if (source / "config.yaml").is_file():
+        latest = RunDirectory(source).latest_checkpoint()
+        if latest is None:
+            raise ValueError(f"run {source} has no whole checkpoint yet (checkpoints/latest)")
+        source = latest.path
+    if (source / "policies").is_dir() and (problems := damage(source)):
+        raise ValueError(
+            f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or take another"
+        )
+    policies = sorted(p.parent.name for p in source.glob("policies/*/learner.json"))
+    if not policies:
+        raise ValueError(
+            f"{source} is neither a run directory (config.yaml), a checkpoint (policies/) nor a policy of one (learner.json)"
+        )
+    if policy is None and len(policies) > 1:
+        raise ValueError(f"{source} holds the policies {', '.join(policies)}; choose one with --policy")
+    name = policy or policies[0]
+    if name not in policies:
+        raise ValueError(f"--policy {name}: {source} holds {', '.join(policies)}")
+    return source / "policies" / name
+
+
+class _Stored:
+    """The Megatron parameters in a distributed checkpoint, whole whatever layout wrote them.
+
+    Parameters of all layers are one stored tensor [layers, ...]; expert parameters [layers, experts, ...]. A stored
+    chunk is at most one layer of one rank, so that a layer is read at a time and kept until the next is asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = IndexReader(folder)
+        self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._layer: int | None = None
+        self._of_layer: dict[str, Tensor] = {}
+
+    def whole(self, shape: ModelShape, unit: Unit) -> Tensor:
+        """The unit's Megatron tensor in the view that is cut; a vocabulary with the padding it was stored with."""
+        if not unit.name.startswith(_LAYERS):
+            return self._read(unit.name, ())
+        layer, _, rest = unit.name.removeprefix(_LAYERS).partition(".")
+        if int(layer) != self._layer:
+            self._layer, self._of_layer = int(layer), {}
+        if rest not in self._of_layer:
+            self._of_layer[rest] = self._read(_LAYERS + rest, (int(layer),))
+        of_layer = self._of_layer[rest]
+        found = of_layer if unit.expert is None else of_layer[unit.expert]
+        wanted = part_shape(shape, unit)
+        if found.numel() != torch.Size(wanted).numel():
+            raise ValueError(
+                f"checkpoint {self._folder}: {unit.name} has shape {list(found.shape)}, its config.json gives {list(wanted)}"
+            )
+        return found.reshape(wanted)
+
+    def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """Stored tensor `key` at `index` of its first dimensions."""
+        stored = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"checkpoint {self._folder} has no tensor {key}, which its config.json asks for")
+        rest = stored.size[len(index) :]
+        chunk = ChunkStorageMetadata(
+            offsets=torch.Size([*index, *(0 for _ in rest)]), sizes=torch.Size([*(1 for _ in index), *rest])
+        )
+        items = create_read_items_for_chunk_list(key, stored, [chunk])
+        target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
+        covered = sum(torch.Size(item.lengths).numel() for item in items)
+        if covered != target.numel():
+            raise ValueError(
+                f"checkpoint {self._folder}: the parts of {key} have {covered} numbers, expected {target.numel()}; it is torn"
+            )
+        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        return target.reshape(rest)
+
+
+class _Into(LoadPlanner):
+    """Where torch's reader puts what it reads: one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in spans)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """resolve_tensor hands out views: nothing is left to do."""
+
+    # Torch's planner interface; a read of known items asks for none of these.
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        raise NotImplementedError("the items to read are known")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError("the items to read are known")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError("the items to read are known")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError("the items to read are known")
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError(f"{read_item} is no tensor")

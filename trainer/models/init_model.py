@@ -1,0 +1,160 @@
+"""A random Qwen3-MoE as a Hugging Face directory, which transformers, vLLM and the trainer load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class InitShape:
+    """A Qwen3-MoE without its vocabulary. vLLM on CPU wants expert_width a multiple of 32 and head_dim 32 or more."""
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    max_positions: int = 1024
+    rope_theta: float = 10000.0
+    vocab_size: int | None = None  # rows of the embedding where there are to be more than the tokenizer has words
+
+
+SHAPES = {
+    "tiny": InitShape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
+    "cpu_default": InitShape(96, 3, 4, 2, 32, 8, 2, 64),
+    "bench": InitShape(256, 4, 8, 2, 32, 16, 4, 128, vocab_size=8192),  # benchmarks/train_step.py
+}
+INIT_STD = 0.05
+_RMS_EPS = 1e-6
+
+
+def init_model(
+    shape: str | InitShape,
+    tokenizer: str | Path,
+    out: str | Path,
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Path:
+    """Write the directory `out` and return it: weights, config, generation_config, tokenizer with chat template.
+
+    tokenizer: "bytes", "arithmetic", or a Hugging Face directory whose tokenizer is copied. Matrices are normal with
+    std 0.05; what writes into the residual stream (o_proj, down_proj) is scaled by 1 / sqrt(2 layers). The same seed
+    gives the same weights.
+    """
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise ValueError(f"init: shape is {shape!r}; there are {', '.join(SHAPES)}")
+        shape = SHAPES[shape]
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"init: {out} exists and is not an empty directory; name a new one")
+    out.mkdir(parents=True, exist_ok=True)
+    vocab_size, eos_id, pad_id = _write_tokenizer(tokenizer, out)
+    if shape.vocab_size is not None:
+        if shape.vocab_size < vocab_size:
+            raise ValueError(f"init: the tokenizer has {vocab_size} words, the shape's vocabulary {shape.vocab_size}")
+        vocab_size = shape.vocab_size
+    torch_dtype = getattr(torch, dtype)
+    weights = {name: tensor.to(torch_dtype) for name, tensor in _weights(shape, vocab_size, seed)}
+    save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    _write_config(shape, vocab_size, eos_id, pad_id, dtype, out)
+    return out
+
+
+def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
+    """(vocabulary size, end token id, padding token id)."""
+    from transformers import AutoTokenizer
+
+    if tokenizer == "bytes":
+        write_byte_tokenizer(out)
+    elif tokenizer == "arithmetic":
+        write_arithmetic_tokenizer(out)
+    elif Path(tokenizer).is_dir():
+        AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(str(out))
+    else:
+        raise ValueError(
+            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic or a Hugging Face directory"
+        )
+    loaded = AutoTokenizer.from_pretrained(str(out))
+    if loaded.eos_token_id is None:
+        raise ValueError(f"init: the tokenizer of {tokenizer} names no eos_token; set it in tokenizer_config.json")
+    pad_id = loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id
+    return len(loaded), int(loaded.eos_token_id), int(pad_id)
+
+
+def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, float32 tensor), in the order in which they are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
+
+    def normal(rows: int, columns: int, std: float = INIT_STD) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * std
+
+    hidden, width = shape.hidden, shape.expert_width
+    yield "model.embed_tokens.weight", normal(vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", torch.ones(hidden)
+        yield f"{prefix}.self_attn.q_proj.weight", normal(shape.num_heads * shape.head_dim, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", normal(shape.num_kv_heads * shape.head_dim, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", normal(shape.num_kv_heads * shape.head_dim, hidden)
+        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_dim)
+        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_dim)
+        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, shape.num_heads * shape.head_dim, residual_std)
+        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden)
+        yield f"{prefix}.mlp.gate.weight", normal(shape.num_experts, hidden)
+        for expert in range(shape.num_experts):
+            yield f"{prefix}.mlp.experts.{expert}.gate_proj.weight", normal(width, hidden)
+            yield f"{prefix}.mlp.experts.{expert}.up_proj.weight", normal(width, hidden)
+            yield f"{prefix}.mlp.experts.{expert}.down_proj.weight", normal(hidden, width, residual_std)
+    yield "model.norm.weight", torch.ones(hidden)
+    yield "lm_head.weight", normal(vocab_size, hidden)
+
+
+def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is taken, but not declared
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.expert_width * shape.experts_per_token,  # of a dense layer; there is none
+        moe_intermediate_size=shape.expert_width,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.experts_per_token,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=shape.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rms_norm_eps=_RMS_EPS,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        use_sliding_window=False,
+        initializer_range=INIT_STD,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
+        bos_token_id=None,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype=dtype,
+    )
+    config.save_pretrained(str(out))
+    generation = {"eos_token_id": eos_id, "pad_token_id": pad_id, "do_sample": True, "temperature": 1.0}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")

@@ -1,0 +1,1 @@
+"""What a run says: metrics, samples, trace, summary, console and report."""

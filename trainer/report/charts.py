@@ -1,0 +1,212 @@
+"""The report's pictures as inline SVG: estimates with error bars, curves, stacked bars, a timeline.
+
+Every piece of text goes through Markup.format, which escapes it. Colours are CSS classes (c0..c7), so that the page
+decides about light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+
+from marsrl.trainer.report.summary import Estimate
+from marsrl.trainer.report.trace import MARKS, Span
+
+NUM_COLORS = 8
+MAX_SPANS = 3000  # a browser draws this many rectangles at once without stutter
+
+Points = Sequence[tuple[int, float | None]]
+
+_WIDTH, _HEIGHT = 480, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 30
+
+
+def visible(text: str) -> str:
+    """Text in which nothing hides: control characters as pictures, direction overrides and broken surrogates named."""
+    return "".join(_VISIBLE.get(c) or (f"⟨U+{ord(c):04X}⟩" if 0xD800 <= ord(c) <= 0xDFFF else c) for c in text)
+
+
+_VISIBLE = {chr(c): chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
+_VISIBLE |= {chr(c): f"⟨U+{c:04X}⟩" for c in (*range(0x7F, 0xA0), 0x2028, 0x2029, 0xFEFF, 0xFFFE, 0xFFFF)}
+_VISIBLE |= {chr(c): f"⟨U+{c:04X}⟩" for c in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def headline(rows: Sequence[tuple[str, Estimate | None, Estimate | None]]) -> Markup:
+    """Bars in [0, 1], before above after, with the 95% interval as a whisker."""
+    row, bar, left, width = 62, 18, 96, 520
+    shapes = []
+    for tick in range(0, 101, 25):
+        x = left + width * tick / 100
+        shapes.append(_line(x, 4, x, row * len(rows), "grid"))
+        shapes.append(_text(x, row * len(rows) + 16, f"{tick}%", "tick middle"))
+    for index, (name, before, after) in enumerate(rows):
+        top = index * row + 10
+        shapes.append(_text(left - 10, top + 24, name, "label end"))
+        for k, (when, value) in enumerate((("before", before), ("after", after))):
+            if value is None or value.mean is None:
+                continue
+            y = top + k * (bar + 3)
+            title = f"{name} {when}: {value.mean:.3f} ({value.low:.3f} to {value.high:.3f}), n = {value.n}"
+            shapes.append(_rectangle(left, y, width * value.mean, bar, when, title))
+            low, high, middle = left + width * value.low, left + width * value.high, y + bar / 2
+            shapes.append(_line(low, middle, high, middle, "whisker"))
+            shapes.extend(_line(x, middle - 4, x, middle + 4, "whisker") for x in (low, high))
+            shapes.append(_text(high + 8, y + 13, f"{100 * value.mean:.1f}", "value"))
+    return _svg(left + width + 60, row * len(rows) + 24, shapes, "before and after")
+
+
+def curves(series: Mapping[str, Points], label: str) -> Markup:
+    """One line a series over the steps; a missing value breaks the line. At least one finite value is needed."""
+    steps = [step for points in series.values() for step, value in points if value is not None]
+    values = [value for points in series.values() for _, value in points if value is not None]
+    low, high = _padded(min(values), max(values))
+    x_of = _scale(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
+    y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    shapes = _axes(min(steps), max(steps), low, high)
+    for index, (name, points) in enumerate(series.items()):
+        color = f"c{index % NUM_COLORS}"
+        for run in _runs(points):
+            path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in run)
+            shapes.append(Markup('<polyline class="line {}" points="{}"/>').format(color, path))
+        shown = [(step, value) for step, value in points if value is not None]
+        for step, value in shown if len(shown) <= 80 else ():
+            title = f"{name}, step {step}: {value:.4g}"
+            shapes.append(
+                Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}</title></circle>').format(
+                    color, x_of(step), y_of(value), visible(title)
+                )
+            )
+    return _svg(_WIDTH, _HEIGHT, shapes, label)
+
+
+def stacked(series: Mapping[str, Points], label: str) -> Markup:
+    """A bar a step, cut into the series (seconds); a missing value adds nothing."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name, points in series.items():
+        for step, value in points:
+            by_step.setdefault(step, {})[name] = max(0.0, value or 0.0)
+    first, last = min(by_step), max(by_step)
+    high = max(sum(parts.values()) for parts in by_step.values()) or 1.0
+    y_of = _scale(0.0, high, _HEIGHT - _BOTTOM, _TOP)
+    slot = (_WIDTH - _LEFT - _RIGHT) / (last - first + 1)
+    shapes = _axes(first, last, 0.0, high, slot / 2)
+    for step, parts in by_step.items():
+        below = 0.0
+        for index, name in enumerate(series):
+            value = parts.get(name, 0.0)
+            if value > 0:
+                top, bottom = y_of(below + value), y_of(below)
+                x, title = _LEFT + (step - first + 0.1) * slot, f"step {step}, {name}: {value:.3g} s"
+                shapes.append(_rectangle(x, top, 0.8 * slot, bottom - top, f"c{index % NUM_COLORS}", title))
+                below += value
+    return _svg(_WIDTH, _HEIGHT, shapes, label)
+
+
+def timeline(spans: Sequence[Span]) -> tuple[Markup, dict[str, str], int]:
+    """Lanes over time, and a line over all of them where a step or a stage begins.
+
+    Returns the picture, {span name: colour class}, and how many short spans were left out.
+    """
+    marks = [span for span in spans if span.lane.startswith(f"{MARKS}/")]
+    spans = [span for span in spans if not span.lane.startswith(f"{MARKS}/")]
+    lanes = list(dict.fromkeys(sorted((span.lane for span in spans), key=lambda lane: (len(lane), lane))))
+    lanes.sort(key=lambda lane: lane.partition("/")[0])
+    names = list(dict.fromkeys(span.name for span in spans))
+    colors = {name: f"c{index % NUM_COLORS}" for index, name in enumerate(names)}
+    shown = sorted(spans, key=lambda span: span.start_s - span.end_s)[:MAX_SPANS]
+    row, left, width = 24, 110, 990
+    start = min(span.start_s for span in [*spans, *marks])
+    end = max(span.end_s for span in [*spans, *marks])
+    x_of = _scale(start, end, left, left + width)
+    shapes = []
+    for tick in _ticks(start, end, 10):
+        shapes.append(_line(x_of(tick), 0, x_of(tick), row * len(lanes), "grid"))
+        shapes.append(_text(x_of(tick), row * len(lanes) + 16, f"{tick:.4g} s", "tick middle"))
+    for index, lane in enumerate(lanes):
+        shapes.append(_text(left - 8, row * index + 16, lane, "label end"))
+    for span in shown:
+        arguments = ", ".join(f"{key} {value}" for key, value in span.arguments.items())
+        title = f"{span.name} {arguments}: {span.start_s:.3f} to {span.end_s:.3f} s".replace(" :", ":")
+        x, y = x_of(span.start_s), row * lanes.index(span.lane) + 3
+        shapes.append(_rectangle(x, y, max(0.7, x_of(span.end_s) - x), row - 6, colors[span.name], title))
+    for mark in marks[:MAX_SPANS]:
+        x, kind = x_of(mark.start_s), mark.lane.partition("/")[2]
+        line = '<line class="mark {}" x1="{:.2f}" y1="0" x2="{:.2f}" y2="{}"><title>{}</title></line>'
+        shapes.append(Markup(line).format(kind, x, x, row * len(lanes), visible(f"{mark.name}: {mark.start_s:.3f} s")))
+    return _svg(left + width + 30, row * len(lanes) + 24, shapes, "timeline"), colors, len(spans) - len(shown)
+
+
+def _runs(points: Points) -> list[list[tuple[int, float]]]:
+    """The stretches without a missing value."""
+    runs: list[list[tuple[int, float]]] = [[]]
+    for step, value in points:
+        if value is None:
+            runs.append([])
+        else:
+            runs[-1].append((step, value))
+    return [run for run in runs if run]
+
+
+def _axes(first: int, last: int, low: float, high: float, inset: float = 0.0) -> list[Markup]:
+    y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    x_of = _scale(first, last, _LEFT + inset, _WIDTH - _RIGHT - inset)
+    shapes = []
+    for tick in _ticks(low, high, 4):
+        shapes.append(_line(_LEFT, y_of(tick), _WIDTH - _RIGHT, y_of(tick), "grid"))
+        shapes.append(_text(_LEFT - 6, y_of(tick) + 4, f"{tick:.4g}", "tick end"))
+    for tick in _ticks(first, last, 6):
+        if tick == int(tick):
+            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick)}", "tick middle"))
+    return shapes
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers in [low, high]."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(magnitude * m for m in (1, 2, 5, 10) if magnitude * m >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """Some room around the data; starts at 0 where the data is positive and comes near it."""
+    if low >= 0 and low <= 0.5 * high:
+        return 0.0, high * 1.05
+    room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - room, high + room
+
+
+class _scale:
+    """A linear map of [low, high] to [to_low, to_high]; one value maps to the middle."""
+
+    def __init__(self, low: float, high: float, to_low: float, to_high: float) -> None:
+        self.low, self.high, self.to_low, self.to_high = low, high, to_low, to_high
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.to_low + share * (self.to_high - self.to_low)
+
+
+def _svg(width: float, height: float, shapes: Sequence[Markup], label: str) -> Markup:
+    return Markup('<svg viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">{}</svg>').format(
+        width, height, label, Markup("").join(shapes)
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
+    return Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>').format(kind, x1, y1, x2, y2)
+
+
+def _text(x: float, y: float, text: str, kind: str) -> Markup:
+    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>').format(kind, x, y, visible(text))
+
+
+def _rectangle(x: float, y: float, width: float, height: float, kind: str, title: str) -> Markup:
+    return Markup(
+        '<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}" rx="1.5"><title>{}</title></rect>'
+    ).format(kind, x, y, width, height, visible(title))

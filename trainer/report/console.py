@@ -1,0 +1,139 @@
+"""What a run prints: progress bars, messages and the table at the end. The one place that draws on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from marsrl.trainer.report.summary import Estimate, Summary, compared
+
+PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
+
+
+class Bar:
+    """Progress of one thing. Counts, and says its rate and a note (a loss); how it is shown is the subclass's."""
+
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
+        self.description, self.total, self.unit = description, total, unit
+        self.completed = 0
+        self.note = ""
+        self._start = time.monotonic()
+
+    def advance(self, count: int = 1, note: str | None = None) -> None:
+        self.update(self.completed + count, note)
+
+    def update(self, completed: int, note: str | None = None) -> None:
+        """Set how much is done, in `unit`; note None keeps the last one."""
+        self.completed = completed
+        self.note = self.note if note is None else note
+        self._show()
+
+    def rate(self) -> str:
+        elapsed_s = time.monotonic() - self._start
+        return f"{self.completed / elapsed_s:,.0f} {self.unit}/s" if elapsed_s > 0 and self.unit else ""
+
+    def _show(self) -> None:
+        """Quiet."""
+
+
+class _RichBar(Bar):
+    def __init__(self, description: str, total: int | None, unit: str, progress: Progress) -> None:
+        super().__init__(description, total, unit)
+        self._progress = progress
+        self._task: TaskID = progress.add_task(description, total=total, rate="", note="")
+
+    def _show(self) -> None:
+        self._progress.update(self._task, completed=self.completed, rate=self.rate(), note=self.note)
+
+
+class _PlainBar(Bar):
+    def __init__(self, description: str, total: int | None, unit: str, out: Console, interval_s: float) -> None:
+        super().__init__(description, total, unit)
+        self._out, self._interval_s, self._last = out, interval_s, time.monotonic()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._interval_s:
+            self._last = now
+            self.print_line()
+
+    def print_line(self) -> None:
+        of = f"/{self.total:,}" if self.total is not None else ""
+        parts = [f"{self.description}: {self.completed:,}{of} {self.unit}".rstrip(), self.rate(), self.note]
+        self._out.print(Text("  ".join(part for part in parts if part)), soft_wrap=True)
+
+
+class RunConsole:
+    """The console of one rank: rank 0 draws (bars on a terminal, a line now and then elsewhere), others are silent.
+
+        console = RunConsole(rank=0)
+        with console.progress("warm start", total=650, unit="steps") as bar:
+            bar.advance(note="loss 0.31")
+        console.results(summary)
+
+    Text is printed as it is: a `[red]` that a model or a path holds is no markup here.
+    """
+
+    def __init__(self, rank: int = 0, stream: TextIO | None = None, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self.is_quiet = rank != 0
+        self._console = Console(file=stream or sys.stderr, quiet=self.is_quiet, highlight=False)
+        self._plain_interval_s = plain_interval_s
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    @contextmanager
+    def progress(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
+        """A bar for the body. total None: not known, only the count and the rate are shown."""
+        if self.is_quiet:
+            yield Bar(description, total, unit)
+        elif self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}", markup=False),
+                TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn(),
+            )
+            with Progress(*columns, console=self._console) as progress:
+                yield _RichBar(description, total, unit, progress)
+        else:
+            bar = _PlainBar(description, total, unit, self._console, self._plain_interval_s)
+            yield bar
+            bar.print_line()
+
+    def results(self, summary: Summary) -> None:
+        """The table before / after with 95% intervals; nothing where nothing was evaluated."""
+        if summary.before is None and summary.after is None:
+            return
+        title = Text(f"{summary.name}: held-out problems, 95% Wilson intervals")
+        table = Table(title=title, title_justify="left")
+        for heading in ("", "before", "after", "change"):
+            table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+        for name, before, after in compared(summary.before, summary.after):
+            table.add_row(name, _cell(before), _cell(after), _change(before, after))
+        self._console.print(table)
+
+
+def _cell(value: Estimate | None) -> str:
+    if value is None or value.mean is None:
+        return "not measured"
+    return f"{value.mean:.3f} ({value.low:.3f}-{value.high:.3f}, n {value.n})"
+
+
+def _change(before: Estimate | None, after: Estimate | None) -> str:
+    if before is None or after is None or before.mean is None or after.mean is None:
+        return ""
+    return f"{after.mean - before.mean:+.3f}"

@@ -1,0 +1,149 @@
+"""metrics.jsonl and its copies (TensorBoard; wandb when asked): one line a step, each step once, always valid JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from marsrl.trainer.runs.directory import RunDirectory, names_file, write_atomically
+
+logger = logging.getLogger(__name__)
+
+NON_FINITE = "metrics/non_finite"
+"""How many values of a line were NaN or infinite and were written as null. Only on lines that have some."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """One line: the metrics of one step. None = the value was not finite."""
+
+    step: int
+    values: Mapping[str, float | None]
+
+
+class MetricsLog:
+    """Writes the metrics of every step. Rank 0 only.
+
+        with MetricsLog(run, resume_step=checkpoint.step) as metrics:
+            metrics.log(13, {"actor/loss": 0.1, ...})
+
+    resume_step: the last step that the checkpoint contains; lines after it belong to work that is lost and are cut
+    off (0 cuts all but a line of step 0). Needed where the run has a metrics.jsonl already; None refuses to touch it.
+    TensorBoard is told to forget the same steps; its event files keep them, its pages do not show them.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        self.num_non_finite = 0
+        self._last_step: int | None = None
+        if run.metrics.exists():
+            if resume_step is None:
+                raise ValueError(f"{run.metrics} exists and is not overwritten; say from which step the run goes on")
+            self._last_step = _truncate(run.metrics, resume_step)
+        self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
+        self._tensorboard: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # here: a run without it need not import tensorboard
+
+            purge_step = None if resume_step is None else resume_step + 1
+            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
+        self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for the life of the log
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step. Steps must increase: a line a step is what resume and every reader rely on."""
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
+        if "step" in metrics:
+            raise ValueError("a metric is called 'step', which is the name of the line's own step; rename it")
+        values = {name: float(value) for name, value in metrics.items()}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        row: dict[str, float | None] = {"step": step}
+        row.update({name: value if math.isfinite(value) else None for name, value in values.items()})
+        if bad:
+            row[NON_FINITE] = len(bad)
+            self.num_non_finite += len(bad)
+            logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(sorted(bad)[:8]))
+        with names_file(Path(self._file.name)):
+            self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._last_step = step
+        finite = {name: value for name, value in row.items() if name != "step" and value is not None}
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[MetricsRow]:
+    """Every whole line. A torn last line (the run died while writing it, or is writing it now) is left out.
+
+    Raises:
+        ValueError: another line is no metrics object; says which.
+    """
+    return [row for row, _ in _parse(path)]
+
+
+def _parse(path: Path) -> list[tuple[MetricsRow, bytes]]:
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
+        try:
+            values = json.loads(line)
+            step = values.pop("step")
+            if not isinstance(step, int) or not all(v is None or isinstance(v, int | float) for v in values.values()):
+                raise ValueError("expected an integer step and numbers or nulls")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
+            ) from error
+        rows.append((MetricsRow(step, values), line))
+    return rows
+
+
+def _truncate(path: Path, last_step: int) -> int | None:
+    """Drop the lines after last_step and a torn line; returns the last step left."""
+    kept = [(row, line) for row, line in _parse(path) if row.step <= last_step]
+    write_atomically(path, b"".join(line + b"\n" for _, line in kept))
+    return kept[-1][0].step if kept else None
+
+
+def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
+    """Start a wandb run; it talks to the network, so it happens only where run.wandb names a project."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise RuntimeError(
+            f"run.wandb={project} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
+        ) from error
+    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: a start that may have failed before
+    return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)

@@ -1,0 +1,140 @@
+"""report.html: one file that shows what a run did, readable without a network and without a script.
+
+The page holds no JavaScript at all, ours or anybody's: folding is <details>, the theme switch is CSS, charts are SVG,
+and its Content-Security-Policy forbids scripts and every load. What models wrote is shown as text (autoescape).
+A part that the run has not left behind yet is named as missing, a damaged samples file by its line; the rest is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from marsrl.trainer.report import charts as charts
+from marsrl.trainer.report.metrics import MetricsRow, read_metrics
+from marsrl.trainer.report.samples_log import sample_files
+from marsrl.trainer.report.summary import compared, load_summary
+from marsrl.trainer.report.trace import read_trace
+from marsrl.trainer.report.trees import Trajectory, WholeSamples, shorten, trajectories_around
+from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChartPlan:
+    """A chart: its title, its unit, and the metrics on it, as prefix + anything + suffix."""
+
+    title: str
+    unit: str
+    prefix: str
+    suffix: str = ""
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    plan: ChartPlan
+    svg: Markup | None  # None: not one finite value was recorded
+    legend: tuple[tuple[str, str], ...]  # (series, colour class)
+
+
+PLANS = (
+    ChartPlan("Reward", "mean per agent", "reward/", "/mean"),
+    ChartPlan("Groups without advantage", "share of samples with advantage 0", "advantage/", "/fraction_zero"),
+    ChartPlan("Verdicts", "share of 'wrong' among readable verdicts", "verdicts/", "/fraction_wrong"),
+    ChartPlan("Response length", "mean, tokens", "response_length/", "/mean"),
+    ChartPlan("Entropy", "nats", "actor/entropy"),
+    ChartPlan("Gradient norm", "before clipping", "actor/grad_norm"),
+    ChartPlan("Masked well-mastered tokens", "share", "mpt/fraction_masked"),
+    ChartPlan("Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_"),
+    ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
+    ChartPlan("Time per step", "seconds", "timing_s/", is_stacked=True),
+)
+
+
+def write_report(directory: str | Path) -> Path:
+    """Write report.html of a run, finished or not, and return its path.
+
+    Raises:
+        ValueError: the directory is not there, or a file of it other than samples is damaged; says which.
+    """
+    run = RunDirectory(Path(directory))
+    if not run.path.is_dir():
+        raise ValueError(f"report: {run.path} is not there; give the directory of a run (it holds config.yaml)")
+    summary = load_summary(run.summary) if run.summary.exists() else None
+    rows = read_metrics(run.metrics) if run.metrics.exists() else []
+    spans = read_trace(run.trace) if run.trace.exists() else []
+    files = sample_files(run)
+    rows_of_agents = compared(summary.before, summary.after) if summary else compared(None, None)
+    picture, colors, num_left_out = charts.timeline(spans) if spans else (None, {}, 0)
+    trajectories: list[tuple[str, list[Trajectory]]] = []
+    read = WholeSamples()
+    if files:
+        trajectories.append((f"First step ({min(files)})", trajectories_around(files, last=False, read=read)))
+    if len(files) > 1:
+        trajectories.append((f"Last step ({max(files)})", trajectories_around(files, last=True, read=read)))
+    for damage in read.damages.values():
+        logger.warning("report: %s: what comes before that line is shown", damage)
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            name=run.path.resolve().name,
+            summary=summary,
+            agents=rows_of_agents,
+            headline=charts.headline(rows_of_agents) if summary and (summary.before or summary.after) else None,
+            last_step=rows[-1].step if rows else None,
+            charts=[_chart(plan, rows) for plan in PLANS],
+            num_non_finite=sum(value is None for row in rows for value in row.values.values()),
+            timeline=picture,
+            span_colors=colors,
+            num_left_out=num_left_out,
+            trajectories=trajectories,
+            damages=list(read.damages.values()),
+            config=run.config.read_text("utf-8") if run.config.exists() else None,
+        )
+    )
+    write_atomically(run.report, page.encode("utf-8"))
+    return run.report
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        # os.fspath: the template lies beside this file, wherever the package was installed
+        loader=FileSystemLoader(os.fspath(Path(__file__).parent)),
+        autoescape=True,  # always, not by file name: Jinja's own choice leaves *.j2 unescaped
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: charts.visible(value) if type(value) is str else value,
+    )
+    environment.filters["shorten"] = shorten
+    return environment
+
+
+def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:
+    names = dict.fromkeys(
+        name
+        for row in rows
+        for name in row.values
+        if name.startswith(plan.prefix) and name.endswith(plan.suffix) and name != "timing_s/total"
+    )
+    series = {
+        name.removeprefix(plan.prefix).removesuffix(plan.suffix) or name.rpartition("/")[2]: [
+            (row.step, row.values[name]) for row in rows if name in row.values
+        ]
+        for name in names
+    }
+    series = {name: points for name, points in series.items() if any(value is not None for _, value in points)}
+    if not series:
+        return Chart(plan, None, ())
+    draw = charts.stacked if plan.is_stacked else charts.curves
+    legend = tuple((name, f"c{index % charts.NUM_COLORS}") for index, name in enumerate(series))
+    return Chart(plan, draw(series, plan.title), legend if len(series) > 1 else ())

@@ -1,0 +1,46 @@
+"""An update's statistics under the names that people know (verl's vocabulary), overall and for every agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from marsrl.trainer.learner.step_stats import StepStats
+
+
+def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
+    """actor/*, mpt/* and train_rollout/* of one update of one policy.
+
+    Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
+    """
+    sums = {name: dict(zip(agents, values, strict=True)) for name, values in stats.agent_sums.items()}
+    tokens = sum(sums["tokens"].values())
+    metrics: dict[str, float] = {
+        "actor/loss": stats.loss,
+        "actor/grad_norm": stats.grad_norm,
+        "actor/lr": stats.lr,
+        "actor/tokens": tokens,
+        "actor/updates": stats.num_updates,
+        "actor/empty_steps": float(stats.is_empty),
+        "actor/skipped_steps": float(stats.is_skipped),
+        "mpt/gated_samples": stats.gated_samples,
+    }
+    if tokens:
+        metrics["actor/entropy"] = sum(sums["entropy"].values()) / tokens
+        metrics["actor/clip_fraction"] = sum(sums["clipped_tokens"].values()) / tokens
+        metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
+        metrics["mpt/fraction_masked"] = sum(sums["masked_tokens"].values()) / tokens
+    if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs were known
+        metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
+        metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
+        metrics["train_rollout/k3"] = stats.k3
+    if stats.replay is not None and stats.replay.tokens:
+        metrics["router/replayed_differ"] = stats.replay.tokens_differ / stats.replay.tokens
+        metrics["router/replayed_choices_differ"] = stats.replay.choices_differ / stats.replay.choices
+    for agent in agents:
+        count = sums["tokens"][agent]
+        if count:
+            metrics[f"actor/{agent}/tokens"] = count
+            metrics[f"actor/{agent}/entropy"] = sums["entropy"][agent] / count
+            metrics[f"actor/{agent}/clip_fraction"] = sums["clipped_tokens"][agent] / count
+            metrics[f"mpt/{agent}/fraction_masked"] = sums["masked_tokens"][agent] / count
+    return metrics

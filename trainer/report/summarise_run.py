@@ -1,0 +1,71 @@
+"""A run in one page of numbers: what summary.json says."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import TYPE_CHECKING
+
+from marsrl.trainer.config import WarmStartConfig
+from marsrl.trainer.doctor import library_versions
+from marsrl.trainer.machine import commit, device_name
+from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
+
+if TYPE_CHECKING:
+    from marsrl.trainer.run import Driver, Run
+
+
+def summarise_run(run: Run, driver: Driver) -> Summary:
+    """The summary of a run that has just ended."""
+    config = run.config
+    info = driver.team.pools[next(iter(run.learners))].infos()[0]  # of frozen policies the summary says nothing
+    tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
+    started = None
+    if run.started is not None:
+        solver = driver.before.solver.mean if driver.before else None
+        verifier = driver.before.verifier.mean if driver.before and driver.before.verifier else None
+        met = driver.before is not None and meets_gate(driver.before, config.warm_start)
+        started = WarmStartRecord(
+            cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
+        )
+    return Summary(
+        name=run.directory.path.name,
+        task=config.task,
+        model=", ".join(policy.model or "warm start" for policy in config.policies.values()),
+        device=device_name(),
+        steps=run.step,
+        seeds={"run": config.run.seed},
+        before=driver.before,
+        after=driver.after,
+        engine=EngineRecord(
+            engine_class=info.engine_class,
+            library=info.library,
+            version=info.library_version,
+            kind=info.kind,
+            device=info.device,
+            dtype=info.dtype,
+        ),
+        tokens_per_engine=tuple(tokens),
+        verified_syncs=driver.num_syncs,
+        warm_start=started,
+        timings={**run.total_seconds, "run": time.monotonic() - run.began},
+        versions={"python": platform.python_version(), **library_versions()},
+        commit=commit(),
+    )
+
+
+def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
+    """Is the warm-started team mediocre: good enough to learn from its own samples, with room to become better?"""
+    return not missed_gates(before, settings)
+
+
+def missed_gates(before: Evaluation, settings: WarmStartConfig) -> list[str]:
+    """For each agent that is worse or better than it should be: what was found and what was wanted, for people."""
+    gates = [("Solver", before.solver, settings.gate_solver)]
+    if before.verifier is not None:
+        gates.append(("Verifier", before.verifier, settings.gate_verifier))
+    return [
+        f"{name} {found.mean}, wanted {(low, high)}"
+        for name, found, (low, high) in gates
+        if found.mean is None or not low <= found.mean <= high
+    ]

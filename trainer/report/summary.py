@@ -1,0 +1,161 @@
+"""summary.json: what a run reached, and on what it ran. The schema, its writer and its reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from marsrl.trainer.runs.directory import write_json
+
+Z_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
+
+
+def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
+
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
+    width at p = 0 and p = 1, unlike the normal interval. `successes` may be fractional (a mean of partial credit: the
+    interval is then a little too wide). n = 0 knows nothing: (0, 1).
+    """
+    if n < 0 or not 0 <= successes <= n:
+        raise ValueError(f"wilson_interval: {successes} successes of {n}; expected 0 <= successes <= n")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    center = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    # min/max: rounding puts the bound of p = 0 or 1 an ulp outside
+    return max(0.0, min(p, (center - half) / scale)), min(1.0, max(p, (center + half) / scale))
+
+
+class Schema(BaseModel):
+    """Base of the models here: frozen, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Estimate(Schema):
+    """A measured proportion with its 95% Wilson interval. mean is null where n = 0."""
+
+    mean: float | None = Field(ge=0, le=1)
+    low: float = Field(ge=0, le=1)
+    high: float = Field(ge=0, le=1)
+    n: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Estimate:
+        if (self.mean is None) != (self.n == 0):
+            raise ValueError(f"mean is {self.mean} with n = {self.n}; mean is null exactly when n = 0")
+        if self.mean is not None and not self.low <= self.mean <= self.high:
+            raise ValueError(f"mean {self.mean} is not between low {self.low} and high {self.high}")
+        return self
+
+
+def estimate(successes: float, n: int) -> Estimate:
+    """successes of n, with the interval."""
+    low, high = wilson_interval(successes, n)
+    return Estimate(mean=successes / n if n else None, low=low, high=high, n=n)
+
+
+class Confusion(Schema):
+    """How often a Verifier said what of solutions that were right or wrong. none: no verdict could be read."""
+
+    right_correct: int = Field(0, ge=0)
+    right_wrong: int = Field(0, ge=0)
+    wrong_correct: int = Field(0, ge=0)
+    wrong_wrong: int = Field(0, ge=0)
+    none: int = Field(0, ge=0)
+
+
+class VerifierEstimate(Estimate):
+    """Balanced accuracy on the fixed probe; the counts there (confusion) and inside the whole loop (loop_confusion)."""
+
+    confusion: Confusion
+    loop_confusion: Confusion | None = None
+
+
+class CorrectorEstimate(Estimate):
+    """Accuracy on fixed inputs that are wrong and flagged; breaks: how often it turns a right solution wrong."""
+
+    breaks: Estimate
+
+
+class Evaluation(Schema):
+    """One row set of the table: each agent, and the whole loop. verifier, corrector: null where the team has none."""
+
+    solver: Estimate
+    verifier: VerifierEstimate | None = None
+    corrector: CorrectorEstimate | None = None
+    system: Estimate
+
+    @property
+    def rows(self) -> dict[str, Estimate]:
+        """By name, in the order of the table; without what the team does not have."""
+        found = {"solver": self.solver, "verifier": self.verifier, "corrector": self.corrector, "system": self.system}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
+    """(name, before, after) of the table's lines; None where nothing was evaluated."""
+    rows = [{} if each is None else each.rows for each in (before, after)]
+    names = rows[0] or rows[1] or dict.fromkeys(("solver", "verifier", "corrector", "system"))
+    return [(name, rows[0].get(name), rows[1].get(name)) for name in names]
+
+
+class EngineRecord(Schema):
+    """What decoded: the class and version of the real library."""
+
+    engine_class: str = Field(alias="class")
+    library: str
+    version: str
+    kind: str
+    device: str
+    dtype: str
+
+
+class WarmStartRecord(Schema):
+    """How the untrained policy became a mediocre team. solver, verifier: what the gate measured."""
+
+    cached: bool
+    seconds: float = Field(ge=0)
+    gate_met: bool
+    solver: float | None = None
+    verifier: float | None = None
+
+
+class Summary(Schema):
+    """summary.json. before / after are null where nothing was evaluated."""
+
+    name: str
+    task: str
+    model: str = Field(description="HF directory, or the shape of the built-in policy")
+    device: str = Field(description="hardware of the trainer")
+    steps: int = Field(ge=0)
+    seeds: dict[str, int]
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    engine: EngineRecord
+    tokens_per_engine: tuple[int, ...]
+    verified_syncs: int = Field(ge=0)
+    warm_start: WarmStartRecord | None = None
+    timings: dict[str, float] = Field(default_factory=dict, description="seconds by phase")
+    versions: dict[str, str] = Field(default_factory=dict, description="torch, vllm, ray, megatron-core, ...")
+    commit: str | None = Field(None, description="git revision of marsrl; null outside a checkout")
+
+
+def save_summary(path: Path, summary: Summary) -> None:
+    """Write summary.json atomically."""
+    write_json(path, summary.model_dump(mode="json", by_alias=True))
+
+
+def load_summary(path: Path) -> Summary:
+    """Read summary.json. Raises ValueError with the file and the key that is wrong."""
+    try:
+        # json, not pydantic's own parser: that one refuses the lone surrogates of an undecodable file name
+        return Summary.model_validate(json.loads(path.read_bytes()))
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise ValueError(f"{path} is not a run summary of this version of marsrl: {error}") from error

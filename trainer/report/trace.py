@@ -1,0 +1,175 @@
+"""trace.json: who was busy when, in the Chrome trace format that Perfetto (ui.perfetto.dev) opens.
+
+A lane is "kind/which": engine/0, rank/1, credit/main, reward/pool, sync/main. Perfetto shows a process for each kind and a
+thread for each lane. Where a step or a stage begins there is a mark over all lanes (lanes mark/step, mark/stage). Format:
+"Trace Event Format" (Google), complete events ("ph": "X"), instant events ("i") and metadata events ("M").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from marsrl.trainer.runs.directory import write_atomically
+
+MARKS = "mark"  # kind of the lanes in which steps and stages begin
+Argument = int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Work of one lane. start_s, end_s: seconds since the trace began."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WallSpan:
+    """Work that another process timed, or that another process is told of. start, end: time.time()."""
+
+    name: str
+    start: float
+    end: float
+    arguments: Mapping[str, int] = field(default_factory=dict)
+
+
+class TraceLog:
+    """Collects spans from any thread; `save` writes them.
+
+        trace = TraceLog(run.trace)
+        with trace.span("rank/0", "step", step=3):
+            learner.step(batch)
+        trace.mark("step", 4)
+        trace.save()
+
+    path: None where spans are collected only to be handed on (`take`).
+    The clock is time.monotonic(), which never jumps. What another process timed (an engine, perhaps on another host) is
+    `add_wall`ed: as near as the hosts' wall clocks are. Where the file exists (a resumed run) its spans are kept
+    and the clock goes on behind them.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._spans: list[Span] = read_trace(path) if path is not None and path.exists() else []
+        self._num_marks = Counter(span.lane for span in self._spans if span.lane.startswith(f"{MARKS}/"))
+        self._zero = time.monotonic() - max((span.end_s for span in self._spans), default=0.0)
+
+    def add(
+        self, lane: str, name: str, start: float, end: float, arguments: Mapping[str, Argument] | None = None
+    ) -> None:
+        """Record work done between two readings of time.monotonic()."""
+        if end < start:
+            raise ValueError(f"trace: span {name!r} of lane {lane!r} ends {start - end:.6f} s before it starts")
+        span = Span(lane, name, start - self._zero, end - self._zero, dict(arguments or {}))
+        with self._lock:
+            self._spans.append(span)
+
+    def add_wall(self, lane: str, span: WallSpan) -> None:
+        """Record work done between two readings of time.time()."""
+        ahead = _wall_clock_ahead()
+        self.add(lane, span.name, span.start - ahead, span.end - ahead, span.arguments)
+
+    def mark(self, kind: str, number: int | None = None) -> None:
+        """A step or stage of this number begins now; None: one more than there are in this trace."""
+        now, lane = time.monotonic(), f"{MARKS}/{kind}"
+        with self._lock:
+            self._num_marks[lane] += 1
+            number = number or self._num_marks[lane]
+        self.add(lane, f"{kind} {number}", now, now)
+
+    def take(self) -> list[WallSpan]:
+        """Everything recorded so far, for another process's trace; it is forgotten here."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        ahead = _wall_clock_ahead() + self._zero
+        numbers = ({k: v for k, v in span.arguments.items() if isinstance(v, int)} for span in spans)
+        return [
+            WallSpan(span.name, span.start_s + ahead, span.end_s + ahead, each)
+            for span, each in zip(spans, numbers, strict=True)
+        ]
+
+    @contextmanager
+    def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:
+        """Record the body's time, also where it raises."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, time.monotonic(), arguments)
+
+    def save(self) -> None:
+        """Write everything recorded so far, atomically."""
+        assert self._path is not None, "a trace without a path is handed on, not saved"
+        with self._lock:
+            spans = list(self._spans)
+        content = json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, allow_nan=False)
+        write_atomically(self._path, content.encode("ascii"))
+
+
+def _wall_clock_ahead() -> float:
+    """time.time() - time.monotonic(), from the quickest of some readings: a thread may have to wait between two clocks."""
+    readings = []
+    for _ in range(5):
+        before, wall, after = time.monotonic(), time.time(), time.monotonic()
+        readings.append((after - before, wall - (before + after) / 2))
+    return min(readings)[1]
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace.json that TraceLog wrote."""
+    try:
+        events = json.loads(path.read_bytes())["traceEvents"]
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        return [
+            Span(lanes[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e.get("dur", 0)) / 1e6, e["args"])
+            for e in events
+            if e["ph"] in ("X", "i")
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a trace of a run ({error!r}); move it away") from error
+
+
+def _events(spans: list[Span]) -> list[dict[str, object]]:
+    lanes = sorted({span.lane for span in spans}, key=_natural)
+    kinds = list(dict.fromkeys(lane.partition("/")[0] for lane in lanes))
+    process = {lane: kinds.index(lane.partition("/")[0]) + 1 for lane in lanes}  # from 1: Perfetto hides process 0
+    thread = {lane: index + 1 for index, lane in enumerate(lanes)}
+    events: list[dict[str, object]] = []
+    for index, kind in enumerate(kinds, start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": kind}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": index, "tid": 0, "args": {"sort_index": index}})
+    for lane in lanes:
+        where = {"pid": process[lane], "tid": thread[lane]}
+        events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": lane}})
+        events.append({"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": thread[lane]}})
+    for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        start, duration = round(span.start_s * 1e6, 3), round((span.end_s - span.start_s) * 1e6, 3)
+        where = {"pid": process[span.lane], "tid": thread[span.lane]}
+        arguments = {key: _json_safe(value) for key, value in span.arguments.items()}
+        phase: dict[str, object] = {"ph": "X", "dur": duration}
+        if span.lane.startswith(f"{MARKS}/"):
+            phase = {"ph": "i", "s": "g"}  # an instant, over all lanes
+        events.append({**phase, "name": span.name, "cat": "marsrl", "ts": start, **where, "args": arguments})
+    return events
+
+
+def _json_safe(value: Argument) -> Argument:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _natural(lane: str) -> tuple[str, int, str]:
+    """engine/2 before engine/10."""
+    kind, _, which = lane.partition("/")
+    return kind, int(which) if which.isdecimal() else -1, which

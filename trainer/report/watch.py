@@ -1,0 +1,59 @@
+"""Who tells trace.json what: engines, judges, the scheduler's stages, and the ranks beside rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.team import Team
+from marsrl.trainer.report.trace import TraceLog, WallSpan
+from marsrl.trainer.runs.collective import gather_bytes, rank, world_size
+
+_ENGINE_WORK = {
+    "generate": "decode",
+    "collect": "decode",
+    "update_weights": "load weights",
+    "score": "score the probe",
+    "restart": "lost: restarted",
+    "sleep": "go to sleep",
+    "wake": "wake up",
+}
+
+
+def watch_engines(pools: Mapping[str, EnginePool], trace: TraceLog) -> None:
+    """A lane for every engine; engines are numbered over the policies, in order of the pools."""
+    first = 0
+    for pool in pools.values():
+
+        def note(replica: int, method: str, start: float, end: float, first: int = first) -> None:
+            trace.add_wall(f"engine/{first + replica}", WallSpan(_ENGINE_WORK.get(method, method), start, end))
+
+        pool.on_call = note
+        first += pool.num_engines
+
+
+def watch_judge(team: Team, trace: TraceLog) -> None:
+    """The lane reward/pool: when answers were judged, and how many."""
+
+    def note(num_answers: int, start: float, end: float) -> None:
+        trace.add_wall("reward/pool", WallSpan("judge", start, end, {"answers": num_answers}))
+
+    team.judge.on_call = note
+
+
+def gather_rank_spans(trace: TraceLog) -> None:
+    """What the other ranks did since the last call, into rank 0's trace. Collective."""
+    if world_size() == 1:
+        return
+    told = gather_bytes(encode(_Spans(tuple(trace.take()) if rank() else ())))
+    if rank() == 0:
+        for number, each in enumerate(told):
+            for span in decode(_Spans, each).spans:
+                trace.add_wall(f"rank/{number}", span)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    spans: tuple[WallSpan, ...]

@@ -1,0 +1,285 @@
+"""A checkpoint: every policy's learner, the rollout's state, and what they belong to, written whole or not at all.
+
+checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
+checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
+checkpoints/step_12/meta.json           step, policy versions (rank 0)
+checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
+checkpoints/latest                      moved last, when everything above is on disk
+
+A save goes into step_12.part, which is renamed when it is whole:
+
+    begin: plan, copy        write: each rank its files, fsync        end: index, manifest, rename, latest
+    all ranks together       here, or in a thread beside training     all ranks together
+
+With run.async_checkpoint the end comes after the first step at whose end every rank has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Literal
+
+from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.state import decode, encode
+from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.runs.manifest import FileSum, damage, write_manifest
+from marsrl.trainer.runs.directory import (
+    Checkpoint,
+    CheckpointError,
+    RunDirectory,
+    sync_tree,
+    write_atomically,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a run goes on: step = the last one the checkpoint contains."""
+
+    step: int
+    versions: dict[str, int]
+    rollout: RolloutState
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A save whose end is still to come."""
+
+    step: int
+    policies: Mapping[str, PendingSave]
+    writer: Thread | None  # None: written already
+
+
+class CheckpointWriter:
+    """Saves the run, one checkpoint at a time. Every method is collective.
+
+    keep_last: how many of the last checkpoints stay; keep_every: those of steps divisible by it stay too (0: none).
+    """
+
+    def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, is_async: bool) -> None:
+        self._run, self._keep_last, self._keep_every, self._is_async = run, keep_last, keep_every, is_async
+        self._pending: _Pending | None = None
+
+    def save(
+        self,
+        step: int,
+        versions: Mapping[str, int],
+        learners: Mapping[str, Learner],
+        rollout: RolloutState | None,
+    ) -> None:
+        """Take a checkpoint after `step`; returns when it is whole, with async when the copies are taken.
+
+        rollout: rank 0's. A save that is still under way is brought to its end first.
+
+        Raises:
+            RuntimeError: on all ranks, when one could not write (disk full, no permission); the checkpoints before stay.
+        """
+        self.finish()
+        part, error = self._part(step), None
+        if rank() == 0:
+            assert rollout is not None
+            try:
+                for left in self._run.checkpoints.glob("step_*.part"):  # by a run that died while saving
+                    shutil.rmtree(left)
+                write_atomically(part / "rollout.msgpack", encode(rollout))
+                write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
+            except OSError as raised:
+                error = raised
+        self._stop_together(error, step)
+        copy = self._is_async
+        policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
+        if not self._is_async:
+            _write(policies)
+            self._pending = _Pending(step, policies, None)
+            self.finish()
+            return
+        # A daemon: a run that is interrupted does not wait for it, and the part it leaves is no checkpoint.
+        writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
+        writer.start()
+        self._pending = _Pending(step, policies, writer)
+
+    def finish_if_written(self) -> None:
+        """End a save under way if every rank has written its part."""
+        if self._pending is not None:
+            writer = self._pending.writer
+            if all_true(writer is None or not writer.is_alive()):
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and end it: manifest, rename, latest, older ones removed.
+
+        Raises:
+            RuntimeError: on all ranks, when one could not write.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.writer is not None:
+            pending.writer.join()
+        known: dict[str, FileSum] = {}
+        failure, advice = self._failure(pending.step), self._advice()
+        try:
+            for name, each in pending.policies.items():
+                sums = each.finish(failure, advice)
+                known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
+        except RuntimeError:
+            self._clear(pending.step)
+            raise
+        error = None
+        if rank() == 0:
+            try:
+                self._put_in_place(pending.step, known)
+            except OSError as raised:
+                error = raised
+        self._stop_together(error, pending.step)
+
+    def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
+        part, final = self._part(step), self._run.checkpoint(step)
+        write_manifest(part, known)
+        sync_tree(part)
+        if final.exists():  # of a run that went back: `latest` has named the one that it went back to ever since
+            shutil.rmtree(final)
+        os.rename(part, final)
+        self._run.mark_latest(step)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Later ones than `step` are of a run that went back: they stay until their step comes again."""
+        past = [each for each in self._run.steps_on_disk() if each <= step]
+        for each in past[: -self._keep_last]:
+            if not (self._keep_every and each % self._keep_every == 0):
+                shutil.rmtree(self._run.checkpoint(each))
+
+    def _stop_together(self, error: Exception | None, step: int) -> None:
+        try:
+            stop_together(error, self._failure(step), self._advice())
+        except RuntimeError:
+            self._clear(step)
+            raise
+
+    def _clear(self, step: int) -> None:
+        """What was written of a checkpoint that will not be one may fill the disk: it goes, as far as it can."""
+        if rank() == 0:
+            shutil.rmtree(self._part(step), ignore_errors=True)
+
+    def _part(self, step: int) -> Path:
+        final = self._run.checkpoint(step)
+        return final.with_name(f"{final.name}.part")
+
+    def _failure(self, step: int) -> str:
+        return f"the checkpoint of step {step} was not written ({self._part(step)})"
+
+    def _advice(self) -> str:
+        place = ""
+        with contextlib.suppress(OSError):  # only words: the error itself has been told
+            place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
+        return f"{place}mend what the error names: room, permissions, or what is in the way"
+
+
+def load_checkpoint(
+    run: RunDirectory,
+    learners: Mapping[str, Learner],
+    resume: Literal["auto", "previous"],
+    warn: Callable[[str], None],
+) -> Restored | None:
+    """Collective: restore every learner and return the rest; None where the run has no checkpoint yet.
+
+    All files are compared with the manifest before anything is read from them. Where the checkpoint that `latest`
+    names is damaged, or `latest` does not name one, resume="auto" stops and names the newest that is whole;
+    resume="previous" takes that one, says how many steps are lost, and lets `latest` name it from now on.
+
+    Raises:
+        CheckpointError: on all ranks: damaged files, each with what was found and expected; no checkpoint is whole; or the
+            weights do not fit the model.
+    """
+    latest, problem = _latest(run)
+    if latest is None and problem is None:
+        return None
+    if latest is not None:
+        newer = [each for each in run.steps_on_disk() if each > latest]
+        if newer:
+            warn(f"checkpoints/latest names step {latest}; of later steps there are also {newer}, which are not used")
+        if files := _damage(run.checkpoint(latest)):
+            more = " ..." if files[8:] else ""
+            problem = f"checkpoint {run.checkpoint(latest)} is damaged: {'; '.join(files[:8])}{more}"
+    step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
+    assert step is not None
+    found = Checkpoint(run.checkpoint(step), step)
+    meta = json.loads((found.path / "meta.json").read_bytes())
+    if meta["step"] != found.step:
+        raise CheckpointError(
+            f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back"
+        )
+    for name, learner in learners.items():
+        try:
+            learner.load(found.path / "policies" / name)
+        except Exception as error:  # Megatron's own, of many kinds
+            raise CheckpointError(
+                f"policy {name} of {found.path}, whose files are whole, could not be loaded ({type(error).__name__}: "
+                f"{_first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
+                "them back to what the run began with (config.yaml)"
+            ) from error
+    rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
+    return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
+
+
+def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
+    """What rank 0 sees, on all ranks: (the step that `latest` names, what is wrong with `latest`). Collective."""
+    seen: list[int | str | None] = [None, None]
+    if rank() == 0:
+        try:
+            latest = run.latest_checkpoint()
+            seen = [latest.step if latest is not None else None, None]
+        except (RuntimeError, OSError) as error:
+            seen = [None, str(error)]
+    step, problem = json.loads(broadcast_bytes(json.dumps(seen).encode() if rank() == 0 else None))
+    return step, problem
+
+
+def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
+    """The newest whole checkpoint before `latest` (None: of all), if the user asked for it; else an error that names it."""
+    for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
+        if not _damage(run.checkpoint(step)):
+            break
+    else:
+        which = "no earlier checkpoint" if latest is not None else "no checkpoint"
+        raise CheckpointError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
+    if resume != "previous":
+        which, again = "the newest whole one", ""
+        if latest is not None:
+            which, again = f"{which} before it", f", which plays {latest - step} step(s) again"
+        raise CheckpointError(
+            f"{problem}; {which} is step_{step}: restore the files, or go on from step_{step} with run.resume=previous{again}"
+        )
+    lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
+    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
+    if rank() == 0:
+        run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
+    return step
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+def _damage(folder: Path) -> list[str]:
+    """manifest.damage, the files shared out among the ranks; the same list on all. Collective."""
+    told = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
+    return sorted({line for part in told for line in part})
+
+
+def _write(policies: Mapping[str, PendingSave]) -> None:
+    for each in policies.values():
+        each.write()

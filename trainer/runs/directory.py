@@ -1,0 +1,332 @@
+"""Where a run leaves what it did, and how a directory is never overwritten.
+
+runs/<name>/
+    lock                      held by the run that writes here, names its process (lock.py)
+    config.yaml               the resolved settings
+    metrics.jsonl             one object a step            (metrics.py)
+    tensorboard/              the same, as event files
+    samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
+    trace.json                who was busy when            (trace.py)
+    checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    bad_batches/              batches of steps that were skipped (bad_batches.py)
+    hf/                       an exported model
+    summary.json, report.html (summary.py, report.py)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
+_LONGEST_NAME = 200  # file systems take 255 bytes; wandb's ids and our temporary names are to fit too
+_STEP = re.compile(r"step_(\d+)")
+_COMMENT = re.compile(rb"\A#.*\n")
+
+
+@contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """An OSError of the body that names no file (a write, an fsync) names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing: a reader, or a crash, never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder: a rename cannot cross file systems
+    try:
+        with names_file(path), open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Atomic, valid JSON: a NaN or an infinity in it is a ValueError, because no other JSON reader takes them."""
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{path}: not written, {error}; write a missing number as null") from error
+    write_atomically(path, text.encode("ascii") + b"\n")
+
+
+def sync(path: Path) -> None:
+    """fsync one file or folder: what it holds now is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(root: Path) -> None:
+    """fsync every file and folder, so that a rename that follows never outruns its contents."""
+    for folder, _, files in os.walk(root):
+        for name in [*files, "."]:
+            sync(Path(folder) / name)
+
+
+class CheckpointError(RuntimeError):
+    """There is no going on from the run's last checkpoint as it is; the text says why, and what can be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: its folder and the step after which it was taken."""
+
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The folder of one run. Rank 0 makes it with `create`; everybody else looks at it with `RunDirectory(path)`."""
+
+    path: Path
+    existed: bool = False  # the folder was there: the run goes on in it, or a start before it failed
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        name: str | None,
+        preset: str,
+        resume: Literal["off", "auto", "previous"] = "off",
+        now: datetime | None = None,
+    ) -> RunDirectory:
+        """Make directory/name, or for another resume than "off" find it.
+
+        Without a name it is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... behind it where that is taken; the name is
+        claimed by mkdir, so that two runs started in the same second do not share it. A folder whose run never began
+        (its start failed) is taken again.
+
+        Raises:
+            ValueError: the name exists, its run began, and resume is off; it is there but is no run directory; it is no
+                plain file name; it is to go on and has no name; the folder cannot be written to.
+        """
+        try:
+            found = cls.find(directory, name, resume)
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            if found is None:
+                return cls(
+                    _claim(Path(directory), f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}")
+                )
+            if not found.existed:
+                try:
+                    found.path.mkdir()
+                except FileExistsError:  # another start was faster
+                    return cls.create(directory, name, preset, resume)
+            return found
+        except OSError as error:
+            raise ValueError(_cannot_be_written(Path(directory), error)) from error
+
+    @classmethod
+    def find(
+        cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
+    ) -> RunDirectory | None:
+        """What `create` would make or find, nothing made yet (`existed` says which); None where it would choose a name.
+
+        Raises:
+            ValueError: as `create` does.
+        """
+        root = Path(directory)
+        try:
+            return cls._find(root, name, resume)
+        except OSError as error:
+            raise ValueError(_cannot_be_written(root, error)) from error
+
+    @classmethod
+    def _find(cls, root: Path, name: str | None, resume: str) -> RunDirectory | None:
+        if name is None and resume != "off":
+            raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
+        path = root if name is None else root / _checked(name)
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir() and there != path:
+            raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
+        if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+        if name is None:
+            return None
+        if there != path:
+            return cls(path)
+        run = cls(path, existed=True)
+        is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
+        if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
+            go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
+            raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
+        if is_foreign:
+            raise ValueError(
+                f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
+            )
+        return run
+
+    @property
+    def has_begun(self) -> bool:
+        """There is something of the run that a second one of its name would destroy."""
+        if any(path.exists() for path in (self.checkpoints, self.samples, self.evaluation_before)):
+            return True
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluation_before(self) -> Path:
+        return self.path / "evaluation_before.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / "bad_batches"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint taken after `step` goes."""
+        return self.checkpoints / f"step_{step}"
+
+    def write_config(self, resolved: object, made_of: str = "") -> Path:
+        """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
+
+        A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml. The
+        file of a start that failed is replaced.
+        made_of: the presets and files that the settings came from, a comment at the top.
+        """
+        settings = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False)
+        comment = f"# settings: {made_of.encode('ascii', 'backslashreplace').decode()}\n" if made_of else ""
+        content = f"{comment}{settings}".encode("ascii")
+        path, resumes = self.config, 0
+        if not self.has_begun:
+            write_atomically(path, content)
+            return path
+        while path.exists():
+            if _COMMENT.sub(b"", path.read_bytes()) == settings.encode("ascii"):
+                return path
+            resumes += 1
+            path = self.path / f"config.resumed_{resumes}.yaml"
+        write_atomically(path, content)
+        return path
+
+    def mark_latest(self, step: int) -> None:
+        """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
+        path = self.checkpoint(step)
+        if not path.is_dir():
+            raise RuntimeError(f"{path} is not there, so it cannot become the latest checkpoint; save it first")
+        write_atomically(self.checkpoints / "latest", f"{path.name}\n".encode("ascii"))
+
+    def steps_on_disk(self) -> list[int]:
+        """The steps of which there is a checkpoint folder, whole or not, in order."""
+        return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step_*") if p.name[5:].isdecimal())
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there.
+
+        Raises:
+            CheckpointError: `latest` is gone though there are checkpoints, or names something else than one of them.
+        """
+        pointer = self.checkpoints / "latest"
+        if not pointer.exists():
+            if steps := self.steps_on_disk():
+                raise CheckpointError(f"{pointer} is missing, and there is {_named(steps)}")
+            return None
+        content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
+        found = _STEP.fullmatch(content)
+        if not found:
+            raise CheckpointError(
+                f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}"
+            )
+        path = self.checkpoints / content
+        if not path.is_dir():
+            raise CheckpointError(f"{pointer} names {content}, which is gone; there is {_named(self.steps_on_disk())}")
+        return Checkpoint(path, int(found[1]))
+
+
+def refuse_file_of_a_run(path: Path) -> None:
+    """Raise ValueError where a command is to replace a file of a run: only the run that holds its lock does that."""
+    for folder in path.absolute().parents:
+        if path.exists() and (folder / "lock").is_file() and (folder / "config.yaml").is_file():
+            raise ValueError(f"{path} is a file of the run in {folder} and is not replaced; name another file")
+
+
+def _named(steps: list[int]) -> str:
+    return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
+
+
+def _checked(name: str) -> str:
+    """run.name, if it can name a folder."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
+            "put the folder it goes into in run.dir"
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"run.name has {len(name)} letters ({name[:40]}...), expected at most {_LONGEST_NAME}")
+    return name
+
+
+def _cannot_be_written(root: Path, error: OSError) -> str:
+    return f"run.dir={root}: {error.filename or root}: {error.strerror}; give a folder in run.dir that can be made and written to"
+
+
+def _claim(root: Path, name: str) -> Path:
+    """A new folder called name, name-2, name-3, ...: the first that is free."""
+    attempt = 1
+    while True:
+        path = root / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            attempt += 1

@@ -1,0 +1,138 @@
+"""What a start does with the run of its name: begin, go on, or be refused; and which settings may differ when it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import why_held
+
+_OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
+
+
+def outlook(config: RunConfig, preset: str) -> list[str]:
+    """What a start with these settings would do, in sentences. Writes nothing.
+
+    Raises:
+        ValueError: it would be refused; as the start says it.
+    """
+    run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
+    if run is None:
+        return [f"run: a new one, {config.run.dir}/{preset}-<UTC time>"]
+    if not run.existed:
+        return [f"run: a new one, {run.path}"]
+    if reason := why_held(run):
+        raise ValueError(reason)
+    return resume_lines(run, config)
+
+
+def resume_lines(run: RunDirectory, config: RunConfig) -> list[str]:
+    """From where a run that is there goes on, and with what other settings, in sentences.
+
+    Raises:
+        ValueError: with these settings it cannot go on; names the setting, what the run has and what was given.
+    """
+    if not run.has_begun:
+        return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
+    lines = [_where(run, config)]
+    saved = saved_config(run)
+    if saved is None:
+        return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
+    if refused := list(_refusals(saved, config)):
+        raise ValueError(
+            f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
+            "a run of another name"
+        )
+    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_THE_START]
+    if keys:
+        told = ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
+        lines.append(f"differs from {run.config}: {told}")
+    return lines
+
+
+def saved_config(run: RunDirectory) -> RunConfig | None:
+    """The settings that the run began with; None where config.yaml is not there or not of this version."""
+    try:
+        return RunConfig.model_validate(yaml.safe_load(run.config.read_bytes()))
+    except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError
+        return None
+
+
+def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
+    """The settings, with those of the warm start as the run began: its weights are in the checkpoints of one that goes on."""
+    saved = saved_config(run) if config.run.resume != "off" else None
+    if saved is None:
+        return config
+    seed = config.run.model_copy(update={"seed": saved.run.seed})
+    return config.model_copy(update={"run": seed, "warm_start": saved.warm_start, "task_options": saved.task_options})
+
+
+def _where(run: RunDirectory, config: RunConfig) -> str:
+    try:
+        latest = run.latest_checkpoint()
+    except RuntimeError as error:
+        if config.run.resume == "auto":
+            raise ValueError(f"{error}; run.resume=previous takes the newest whole one") from error
+        return f"run: {run.path} goes back to its newest whole checkpoint ({error})"
+    if latest is None:
+        return f"run: {run.path} has no checkpoint yet: it begins again at step 1"
+    left = config.run.steps - latest.step
+    rest = f"{left} of {config.run.steps} steps are left" if left > 0 else "nothing is left to train"
+    return f"run: {run.path} goes on after step {latest.step}; run.steps is {config.run.steps}: {rest}"
+
+
+def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
+    """The settings that a checkpoint does not bear to change, each with both values."""
+    for key in ("task", "orchestration"):
+        if getattr(saved, key) != getattr(now, key):
+            yield _both(key, getattr(saved, key), getattr(now, key))
+    if saved.policies.keys() != now.policies.keys():
+        yield _both("policies", ", ".join(saved.policies), ", ".join(now.policies))
+        return
+    for name, policy in now.policies.items():
+        before = saved.policies[name]
+        if before.frozen != policy.frozen:
+            yield _both(f"policies.{name}.frozen", before.frozen, policy.frozen)
+        elif not policy.frozen:
+            if before.dtype != policy.dtype:
+                yield _both(f"policies.{name}.dtype", before.dtype, policy.dtype)
+            if found := _other_shape(before, policy):
+                yield f"policies.{name}.model ({found})"
+    for name, agent in now.agents.items():
+        if name in saved.agents and saved.agents[name].policy != agent.policy:
+            yield _both(f"agents.{name}.policy", saved.agents[name].policy, agent.policy)
+
+
+def _both(key: str, before: object, now: object) -> str:
+    return f"{key} (it has {before}, given is {now})"
+
+
+def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
+    """How the models differ in shape; empty where they do not, or where the first is not there any more."""
+    if before.model == now.model:
+        return ""
+    if before.model is None or now.model is None:
+        return f"it has {before.model or 'the warm-started one'}, given is {now.model or 'none'}"
+    try:
+        first = asdict(read_shape(before.model))
+    except (ValueError, OSError):
+        return ""
+    other = asdict(read_shape(now.model))
+    return ", ".join(
+        f"{key}: it has {first[key]}, {now.model} has {other[key]}" for key in first if first[key] != other[key]
+    )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,97 @@
+"""What a run that failed says last: the error in a line, what can be done about a full disk, and where to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from marsrl.trainer.runs.manifest import missing_or_cut
+from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def say_last(text: str) -> None:
+    """Print a line of ours that ends this process, and leave it to torchrun, whose closing summary then ends with it."""
+    print(text, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):  # a full disk: the line has been printed
+            Path(path).write_text(json.dumps(told), encoding="ascii")
+
+
+def last_words(error: BaseException, run: RunDirectory, sync_directory: str | None = None) -> str:
+    """One paragraph for the console, behind the traceback. Reads the run's directory, writes nothing.
+
+    sync_directory: sync.directory, where weights are written for the engines.
+    """
+    parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
+    full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
+    if full is not None:
+        from marsrl.trainer.weights.files import default_parent  # here: a start that is refused need not import torch
+
+        parts.append(_no_room(full, run, Path(sync_directory) if sync_directory else default_parent()))
+    if not isinstance(error, CheckpointError):  # that says itself what there is to go on from
+        parts.append(where_to_go_on(run, is_refused=isinstance(error, ValueError)))
+    return "; ".join(parts)
+
+
+def where_to_go_on(run: RunDirectory, *, is_refused: bool = False) -> str:
+    """The words with which the run is resumed, or that there is nothing to resume.
+
+    is_refused: the same start would end in the same way.
+    """
+    words = f"run.name={run.path.name} run.resume="
+    then = "with that set right, go on" if is_refused else "go on"
+    try:
+        latest = run.latest_checkpoint()
+    except (OSError, CheckpointError) as error:
+        return f"its last checkpoint cannot be told: {error}; {words}previous takes the newest whole one"
+    if latest is None:
+        again = f"{words}auto begins again at step 1" if run.has_begun else "its name is free again"
+        return f"there is no checkpoint of it yet (run.checkpoint_every): {again}"
+    if problem := missing_or_cut(latest.path):
+        earlier = [
+            step for step in run.steps_on_disk() if step < latest.step and not missing_or_cut(run.checkpoint(step))
+        ]
+        back = f"{words}previous goes back to step_{earlier[-1]}" if earlier else "no earlier one is whole"
+        return f"checkpoint {latest.path} is damaged ({problem}): {back}"
+    return f"checkpoint {latest.path} (step {latest.step}) is whole: {then} with {words}auto, added to the same command"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _no_room(error: OSError, run: RunDirectory, weights: Path) -> str:
+    """Which file system is full, and the settings that need less of it or another one."""
+    advice = {run.path: "run.keep_checkpoints, another run.dir", weights: "another sync.directory"}
+    named = Path(error.filename) if error.filename else None
+    if named is None:  # the fullest of those that a run writes to
+        where = min([*advice, Path(tempfile.gettempdir())], key=_free_bytes)
+        named = where
+    else:
+        where = next((place for place in advice if named.is_relative_to(place)), named.parent)
+    settings = f" ({advice[where]})" if where in advice else ""
+    return f"no room on the disk of {named}{_free(where)}: make some{settings}"
+
+
+def _free_bytes(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return float(shutil.disk_usage(folder).free)
+    return float("inf")
+
+
+def _free(folder: Path) -> str:
+    free = _free_bytes(folder)
+    return f" ({free / 2**20:.0f} MiB are free at {folder})" if free != float("inf") else ""

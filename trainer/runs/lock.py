@@ -1,0 +1,76 @@
+"""One run at a time writes a run directory: a lock that ends with the process that holds it, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from typing import TextIO
+
+from marsrl.trainer.runs.directory import RunDirectory
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunLock:
+    """Rank 0 takes it before it writes anything and holds it until its process ends.
+
+    The kernel lets go of an flock when the last process that holds it dies, so kill -9 leaves nothing to clean up; the
+    file stays and says who held it last. On NFS the lock holds across hosts.
+
+    warning: what to tell the user where the file system knows no locks; then nothing keeps a second run out.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        """Raises ValueError when another process holds it; the text names process and host."""
+        self.warning: str | None = None
+        try:
+            self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
+        except OSError as error:
+            raise ValueError(
+                f"run.name={run.path.name}: {run.path} cannot be written to ({error.strerror}); a run that goes on writes "
+                "there: fix its permissions, or copy it into another run.dir"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            held = _held(run, self._file)
+            self._file.close()
+            raise ValueError(held) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.warning = (
+                f"the file system of {run.path} has no file locks ({os.strerror(error.errno)}): see to it yourself that no "
+                "second run of this name starts"
+            )
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let go before the process ends; may be called twice."""
+        self._file.close()
+
+
+def why_held(run: RunDirectory) -> str:
+    """What RunLock would be refused with now; empty where it would not be. Writes nothing."""
+    try:
+        file = open(run.lock, encoding="utf-8")  # noqa: SIM115 - the line below closes it
+    except OSError:
+        return ""
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _held(run, file)
+        except OSError:  # a file system without locks
+            return ""
+    return ""
+
+
+def _held(run: RunDirectory, file: TextIO) -> str:
+    holder = file.read(200).strip() or "another process"
+    return f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name"

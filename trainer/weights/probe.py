@@ -1,0 +1,216 @@
+"""The probe of a weight sync: an engine's log-probs of fixed tokens are the trainer's, up to rounding.
+
+The trainer scores the sequences twice, as it is and with every result on the way rounded otherwise
+(other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at these weights. An
+engine is one more correct program, so its differences must be distributed as the noise is:
+
+    median        of |trainer - engine|                                     at most 3 x the noise's median
+    share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
+    last tokens   of the sequences, beyond the same                         at most half of them
+
+The largest difference is told and never judged: one token whose experts lie close is off by nats in any MoE model.
+docs/weight_sync.md says what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from marsrl.rollout.types import FloatArray, IntArray
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
+
+if TYPE_CHECKING:
+    from marsrl.trainer.learner.learner import Learner
+
+_NUM_SEQUENCES = 16
+_NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
+_FIRST, _LATER = 3.0, 2.0  # of the median: times the noise's; times what the first comparison measured
+_SHARE = 0.2
+_DIVERGED = 100.0  # nats: how unlikely half of the probe's random tokens are to a policy that is beyond repair
+_FLOOR = 1e-6  # nats: the spacing of float32 log-probs from -8 to -16
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeScore:
+    """The trainer's log-probs [N-1] float32 of tokens 1..N-1 of each sequence, nats: as they are, and rounded otherwise."""
+
+    logprobs: Sequence[FloatArray]
+    rounded: Sequence[FloatArray]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """How far an engine's log-probs are from the trainer's, over num_tokens of them. Of several engines: the farthest.
+
+    largest, median: of |difference|, nats. noise: the median that rounding alone makes, nats.
+    share, num_last: the part of the tokens, and how many of the sequences' last ones, that differ by more than `bound`, which
+        is twice the 90 % quantile of the noise.
+    """
+
+    num_tokens: int
+    largest: float
+    median: float
+    share: float
+    num_last: int
+    noise: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """The median in units of the noise's."""
+        return self.median / (self.noise + _FLOOR)
+
+
+def probe_sequences(vocab_size: int) -> list[IntArray]:
+    """Fixed token sequences, [41] int32 each: long enough that a stale prefix cache shows."""
+    generator = np.random.default_rng(20240229)
+    return [generator.integers(0, vocab_size, _NUM_TOKENS).astype(np.int32) for _ in range(_NUM_SEQUENCES)]
+
+
+def score_probe(learner: Learner, engine_dtype: torch.dtype) -> ProbeScore:
+    """The learner's scores of the probe; the noise is that of the coarser dtype, its own or the engines'. Collective."""
+    sequences = probe_sequences(learner.vocab_size)
+    batch = _packed(sequences, learner.align)
+    ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
+    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype)[0]]
+    return ProbeScore(*(np.split(each[batch.trained_rows].numpy(), ends) for each in found))
+
+
+def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
+    """Every token after the first of each sequence is to be scored."""
+    every = [
+        TrainSequence(
+            uid=f"probe/{i}",
+            prompt_ids=tokens[:1],
+            token_ids=tokens[1:],
+            is_sampled=np.ones(len(tokens) - 1, bool),
+            rollout_logprobs=None,
+            advantage=0.0,
+            agent=0,
+            temperature=1.0,
+        )
+        for i, tokens in enumerate(sequences)
+    ]
+    return pack(every, align=align)
+
+
+class ProbeComparison:
+    """Compares trainer and engines, version after version.
+
+    The first comparison of a process, where both have read the same files or hold the checkpoint that a run goes on from,
+    is judged by the noise alone; it also measures how far these two programs are apart in units of it, which differs
+    by kernels and hardware. Later ones may be twice as far apart (and need not be closer than twice the noise).
+    """
+
+    def __init__(self) -> None:
+        self._most = _FIRST  # the median allowed, over the noise's
+        self._is_first = True
+
+    def compare(self, trainer: ProbeScore, engines: Sequence[Sequence[FloatArray]], version: int) -> ProbeReport:
+        """What was found, of the engine that differs most.
+
+        Raises:
+            RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences are not those of
+                rounding; with the statistic, its value and bound, the engine, and the token that differs most.
+        """
+        where = f"weight sync: version {version}"
+        ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
+        rounded = _finite(trainer.rounded, f"{where}: the trainer's log-probs of the probe, rounded otherwise,")
+        lengths = [len(each) for each in trainer.logprobs]
+        if not len(ours) or not engines:
+            raise RuntimeError(
+                f"{where}: the probe has nothing to compare: {len(ours)} tokens, {len(engines)} engines; expected some"
+            )
+        last = np.cumsum(lengths) - 1
+        reports = []
+        for engine, scores in enumerate(engines):
+            theirs = _finite(scores, f"{where}: engine {engine}'s log-probs of the probe")
+            if [len(each) for each in scores] != lengths:
+                raise RuntimeError(
+                    f"{where}: engine {engine} returned {[len(each) for each in scores]} log-probs of the probe's sequences; "
+                    f"expected {lengths}"
+                )
+            report = measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
+            if problem := self._problem(report, len(last)):
+                at = int(np.abs(theirs - ours).argmax())
+                sequence = int(np.searchsorted(last, at))
+                token = at - int(last[sequence]) + lengths[sequence]
+                raise RuntimeError(
+                    f"{where}: trainer and engine {engine} disagree on the probe by more than rounding explains: {problem}. "
+                    f"The largest difference is {report.largest:.3g} nats at sequence {sequence}, token {token} of "
+                    f"{lengths[sequence]}: trainer {ours[at]:.6f}, engine {theirs[at]:.6f}. Every tensor's checksum agreed, so "
+                    f"{_where_to_look(ours)}"
+                )
+            reports.append(report)
+        farthest = max(reports, key=lambda report: report.ratio)
+        if self._is_first:
+            self._most = min(_FIRST, _LATER * max(1.0, farthest.ratio))
+            self._is_first = False
+        return farthest
+
+    def _problem(self, found: ProbeReport, num_sequences: int) -> str:
+        """The statistic that is too large, with its value and bound; empty where there is none."""
+        if found.ratio > self._most:
+            return (
+                f"the median of |difference| over {found.num_tokens} tokens is {found.median:.3g} nats, expected at most "
+                f"{self._most * (found.noise + _FLOOR):.3g} ({self._most:.3g} x the {found.noise:.3g} that other roundings "
+                "make of the trainer's own)"
+            )
+        beyond = f"{found.bound:.3g} nats (twice the 90 % quantile of what other roundings make)"
+        if found.share > _SHARE:
+            return (
+                f"the share of the {found.num_tokens} tokens that differ by more than {beyond} is {found.share:.3g}, "
+                f"expected at most {_SHARE:g}"
+            )
+        if found.num_last > num_sequences / 2:
+            return (
+                f"of the {num_sequences} last tokens, which an engine may compute through its prefix cache, {found.num_last} "
+                f"differ by more than {beyond}, expected at most half"
+            )
+        return ""
+
+
+def _where_to_look(trainer: FloatArray) -> str:
+    """What may be wrong when the weights have arrived. trainer: its log-probs of the probe's tokens, [tokens] nats."""
+    median = float(np.median(trainer))
+    if median < -_DIVERGED:
+        return (
+            f"it is not the transfer: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
+            "diverged, and rounding decides what it says; lower policies.<name>.optimizer.lr and go on from before"
+        )
+    return (
+        "look at stale prefix caches, at what the two programs compute (rope, norms, routing), or at the engine's dtype"
+    )
+
+
+def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ProbeReport:
+    """Of the tokens' absolute differences and noise, both [tokens] nats; last: the places of the sequences' last tokens."""
+    bound = 2 * (float(np.quantile(noise, 0.9)) + _FLOOR)
+    is_beyond = difference > bound
+    return ProbeReport(
+        num_tokens=len(difference),
+        largest=float(difference.max()),
+        median=float(np.median(difference)),
+        share=float(is_beyond.mean()),
+        num_last=int(is_beyond[last].sum()),
+        noise=float(np.median(noise)),
+        bound=bound,
+    )
+
+
+def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
+    """All of them end to end, [tokens] float64."""
+    for sequence, each in enumerate(logprobs):
+        if not np.isfinite(each).all():
+            bad = np.flatnonzero(~np.isfinite(each))
+            raise RuntimeError(
+                f"{whose} are not finite: {len(bad)} of {len(each)} in sequence {sequence}, first {each[bad[0]]} at token "
+                f"{bad[0] + 1}; look at the weights of this version (0: those that the run starts from; later: a loss that "
+                "diverged, the learning rate) and at overflow in the dtype"
+            )
+    return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)
