@@ -34,8 +34,8 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.pool.build import EngineSpec, build_engine
-from marsrl.rollout.pool.engine_pulse import EnginePulse
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
+from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.recovery import Lost
 from marsrl.rollout.pool.replicas import Timed, timed
 from marsrl.rollout.routed_experts import ExpertArray
@@ -282,7 +282,7 @@ class RayReplicas:
 
     deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
         engines do not exist before `start` has been called on each.
-    silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (engine_pulse.py).
+    silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (ray_pulse.py).
     """
 
     can_restart = True

@@ -16,12 +16,12 @@ from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, te
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.pool import engine_pulse
+from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
-from marsrl.rollout.pool.engine_pulse import EnginePulse
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_cluster import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, judged
+from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.trainer.weights.sync import WeightSync
 
 SILENCE_S = 6.0  # shorter than the deadline
@@ -154,7 +154,7 @@ def listened(pulse: EnginePulse, engine: Answers, seconds: int) -> float:
 
 def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Answers()
-    monkeypatch.setattr(engine_pulse, "ray", engine)
+    monkeypatch.setattr(ray_pulse, "ray", engine)
     pulse = EnginePulse(40.0, clock=lambda: engine.now)
     assert listened(pulse, engine, 30) == 0
     assert engine.called <= 7  # asked a few times in a silence, not each time
@@ -167,7 +167,7 @@ def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytes
 
 def test_a_slow_start_is_waited_for_while_its_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Answers()
-    monkeypatch.setattr(engine_pulse, "ray", engine)
+    monkeypatch.setattr(ray_pulse, "ray", engine)
     replicas = RayReplicas(None, [], num_gpus=0, deadline_s=25.0, silence_s=40.0)  # type: ignore[arg-type]
     replicas._pulse = EnginePulse(40.0, clock=lambda: engine.now)
     listened(replicas._pulse, engine, 60)
