@@ -38,7 +38,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 2 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 3 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo
