@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import eager_logprob
 from marsrl.kernels.dispatch import ENVIRONMENT
-from marsrl.kernels.head.rows.choice import HEAD_PROVIDERS
+from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
 
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
 EXACT_BYTES = 2**28  # of one float64 chunk of logits

@@ -167,7 +167,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
     """On the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.data.share import Share, micro_batches
+    from marsrl.trainer.data.scatter import BatchShard, micro_batches
     from marsrl.trainer.learner.learner import Learner
     from marsrl.trainer.learner.megatron import parallel
 
@@ -188,7 +188,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
         )
     except ValueError as refusal:
         return {"refused": str(refusal)}
-    place = Share(learner.data_rank, learner.data_size, 160, learner.align)
+    place = BatchShard(learner.data_rank, learner.data_size, 160, learner.align)
     batches = micro_batches(sequences, place)
     normaliser = float(sum(s.num_sampled for s in sequences))
     before = dict(learner.export())
@@ -249,7 +249,7 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
     import torch.distributed as dist
 
     from marsrl.rollout.state import decode
-    from marsrl.trainer.data.share import MiniBatch
+    from marsrl.trainer.data.scatter import MiniBatch
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -319,7 +319,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
-    from marsrl.trainer.data.share import MiniBatch
+    from marsrl.trainer.data.scatter import MiniBatch
     from marsrl.trainer.models.init_model import InitShape, init_model
 
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:

@@ -70,7 +70,7 @@ def _learner(
 ) -> Variant:
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
-    from marsrl.trainer.data.share import Share, micro_batches
+    from marsrl.trainer.data.scatter import BatchShard, micro_batches
     from marsrl.trainer.learner.learner import Learner
 
     policy = PolicyConfig(
@@ -87,7 +87,7 @@ def _learner(
     )
     if not has_fused_head:
         _take_megatrons_head(learner)
-    place = Share(learner.data_rank, learner.data_size, problem.micro_batch_tokens, learner.align)
+    place = BatchShard(learner.data_rank, learner.data_size, problem.micro_batch_tokens, learner.align)
 
     def step() -> float:
         return learner.step(micro_batches(trained, place), normaliser=float(num_tokens)).grad_norm

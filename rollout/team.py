@@ -14,7 +14,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.schedule.unfinished import Partial
+from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]

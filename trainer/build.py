@@ -37,8 +37,8 @@ from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.runs.collective import broadcast_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
+from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
-from marsrl.trainer.runs.last_words import where_to_go_on
 from marsrl.trainer.warm_start import WarmStart, warm_start
 from marsrl.trainer.weights.carriers import Carrier, FileCarrier, WireCarrier
 from marsrl.trainer.weights.sync import WeightSync, engine_dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
-from marsrl.trainer.data.share import share
+from marsrl.trainer.data.scatter import scatter
 from marsrl.trainer.learner.updates import train_step
 from marsrl.trainer.run import Run
 
@@ -29,16 +29,16 @@ def train(run: Run) -> None:
                 run.note_credit(credited)
         for policy, learner in run.learners.items():
             with run.timed("pack"):
-                work = None
+                batches = None
                 if credited is not None:
                     mine = credited.of(run.agents_of(policy))
-                    work = mini_batches(
+                    batches = mini_batches(
                         mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
                     )
-                updates = share(work, run.share_of_this_rank)
+                updates = scatter(batches, run.shard_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
                 stats = train_step(learner, updates)
-                run.note_step(policy, stats, work)
+                run.note_step(policy, stats, batches)
             if stats.is_updated:
                 with run.timed("publish"):
                     run.publish(policy)  # version + 1, engines hold it and have proven it

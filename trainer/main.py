@@ -29,7 +29,7 @@ import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
 from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
-from marsrl.trainer.runs.last_words import say_last  # noqa: E402
+from marsrl.trainer.runs.failure import say_last  # noqa: E402
 
 RANK_0_PRINTS_S = 30.0
 
@@ -113,7 +113,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # megatron asks through our CPU shim
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train
-    from marsrl.trainer.runs.last_words import last_words, where_to_go_on
+    from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 
     try:
         with open_run(checked, directory) as opened:
@@ -126,7 +126,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     except Exception as error:
         traceback.print_exc()
         if directory is not None:
-            say_last(last_words(error, directory, checked.config.sync.directory))
+            say_last(failure_message(error, directory, checked.config.sync.directory))
         return 1
     return 0
 

@@ -19,7 +19,7 @@ from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batc
 from marsrl.trainer.data.credit import Credited, variance_inflation
 from marsrl.trainer.data.empty_steps import why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
-from marsrl.trainer.data.share import Share, Work
+from marsrl.trainer.data.scatter import BatchShard, MiniBatch
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
@@ -32,7 +32,7 @@ from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summarise_run import missed_gates, summarise_run
 from marsrl.trainer.report.summary import Evaluation, save_summary
 from marsrl.trainer.report.trace import TraceLog
-from marsrl.trainer.report.watch import gather_rank_spans, watch_engines, watch_judge
+from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
@@ -108,9 +108,9 @@ class Run:
         )
 
     @property
-    def share_of_this_rank(self) -> Share:
+    def shard_of_this_rank(self) -> BatchShard:
         learner = next(iter(self.learners.values()))
-        return Share(
+        return BatchShard(
             learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align
         )
 
@@ -214,17 +214,18 @@ class Run:
             torch.cuda.empty_cache()  # what this rank holds in reserve is the engines' again
         barrier()
 
-    def note_step(self, policy: str, stats: StepStats, work: Work | None) -> None:
-        """Count a skipped step, keep its batch; rank 0 keeps the metrics. `work` is rank 0's."""
+    def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
+        """Count a skipped step, keep its batch; rank 0 keeps the metrics. mini_batches are rank 0's."""
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
             bad.clear()
         else:
             bad.append(self.step)
-            if work is not None:
+            if mini_batches is not None:
                 most = self.config.trainer.max_bad_steps * len(self.learners)
-                batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, work.sequences)
+                sequences = tuple(sequence for each in mini_batches for sequence in each.sequences)
+                batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, sequences)
                 path = save_bad_batch(self.directory, batch, keep=max(most, KEPT_BAD_BATCHES))
                 self.console.warning(f"step {self.step}: {batch.problem}; the step is skipped, its batch is {path}")
         if self.driver is not None:

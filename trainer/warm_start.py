@@ -43,7 +43,7 @@ from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.share import Share, micro_batches
+from marsrl.trainer.data.scatter import BatchShard, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
@@ -141,12 +141,14 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
             seed=config.run.seed,
         )
         school = School(settings, options, ChatRenderer(initial), random.Random(f"warm start/{config.run.seed}"))
-        place = Share(learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align)
+        place = BatchShard(
+            learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align
+        )
         teach(learner, school, settings, place, console)
         learner.save_hf(out)
 
 
-def teach(learner: Learner, school: School, settings: WarmStartConfig, place: Share, console: RunConsole) -> None:
+def teach(learner: Learner, school: School, settings: WarmStartConfig, place: BatchShard, console: RunConsole) -> None:
     """Both phases; one that does not end by itself ends with a warning."""
     solver = RunningMean()
     with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
@@ -188,7 +190,7 @@ class RunningMean:
         return self.value
 
 
-def _step(learner: Learner, lesson: list[TrainSequence], place: Share, lr: float) -> dict[Role, float]:
+def _step(learner: Learner, lesson: list[TrainSequence], place: BatchShard, lr: float) -> dict[Role, float]:
     """One optimizer step; returns the mean weighted loss of a trace's token, by role (drills are left out)."""
     num_tokens = [0] * len(WRITERS)
     for sequence in lesson:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.shards import ShardStatistics
 from marsrl.kernels.head.tiles import gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head

@@ -20,7 +20,7 @@ from torch import Tensor
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics, TileKernels
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 

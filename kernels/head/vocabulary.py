@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
-from marsrl.kernels.head.rows.choice import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.sweep import sweep_gradients, sweep_statistics
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference

@@ -11,7 +11,7 @@ from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
-from marsrl.kernels.head.rows.choice import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_policy_loss.fused import fused_loss
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference

@@ -10,7 +10,7 @@ from torch import Tensor
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.sweep import Sweep, sweep_gradients, sweep_statistics
 from marsrl.kernels.head.tiles import policy_gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head

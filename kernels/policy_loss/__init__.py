@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
-from marsrl.kernels.head.rows.choice import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.protocol import PolicyTerms
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.reference import policy_loss_reference
 from marsrl.kernels.policy_loss.terms import agent_sums, policy_terms, total_loss

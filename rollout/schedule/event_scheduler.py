@@ -29,7 +29,7 @@ from typing import NamedTuple
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
-from marsrl.rollout.schedule.unfinished import OpenGroup
+from marsrl.rollout.schedule.partial_rollouts import OpenGroup
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Sample

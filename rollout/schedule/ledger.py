@@ -16,7 +16,7 @@ import numpy as np
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.schedule.unfinished import OpenGroup, Partial, Round
+from marsrl.rollout.schedule.partial_rollouts import OpenGroup, Partial, Round
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.team import Team, derive_seed
 from marsrl.rollout.types import Ask, Finish, Group, Sample

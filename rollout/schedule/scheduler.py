@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
-from marsrl.rollout.schedule.unfinished import OpenGroup
+from marsrl.rollout.schedule.partial_rollouts import OpenGroup
 from marsrl.rollout.types import Finish, Group, Sample
 
 _PROGRESS_S = 0.2

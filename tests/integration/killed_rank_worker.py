@@ -30,13 +30,13 @@ def kill_at(step: int) -> None:
     """Rank 1 dies between its backward pass and the reduction that rank 0 waits in."""
     forward_backward = Learner._forward_backward
 
-    def last_words(self: Learner, *words: Any) -> Any:
+    def die(self: Learner, *words: Any) -> Any:
         results = forward_backward(self, *words)
         if self.num_steps == step and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return results
 
-    Learner._forward_backward = last_words  # type: ignore[method-assign]
+    Learner._forward_backward = die  # type: ignore[method-assign]
 
 
 def run(model: str, settings: list[str]) -> int:

@@ -22,7 +22,7 @@ from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.last_words import last_words
+from marsrl.trainer.runs.failure import failure_message
 from marsrl.trainer.runs.manifest import damage
 
 
@@ -84,6 +84,6 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
     latest = directory.latest_checkpoint()
     assert latest is not None and latest.step == last and damage(latest.path) == []
-    assert f"step_{last} (step {last}) is whole: go on with run.name=lost run.resume=auto" in last_words(
+    assert f"step_{last} (step {last}) is whole: go on with run.name=lost run.resume=auto" in failure_message(
         failure.value, directory
     )

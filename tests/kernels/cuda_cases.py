@@ -9,7 +9,7 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective, policy_loss
 from marsrl.kernels.head.rows.cuda import CudaRowKernels
 from marsrl.kernels.head.rows.protocol import Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head, make_head
 from marsrl.kernels.testing import assert_accurate
 

@@ -12,7 +12,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
 from marsrl.kernels.head.rows.protocol import Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.arguments import policy_tokens

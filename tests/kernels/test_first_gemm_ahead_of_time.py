@@ -6,7 +6,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 from marsrl.kernels.head.rows.protocol import Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 
 TOKENS, WIDTH = 65537, 151936

@@ -7,7 +7,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.protocol import Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import policy_terms

@@ -14,7 +14,7 @@ from fused_head import (
 
 from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_targets
 from marsrl.kernels.head import sweep
-from marsrl.kernels.head.rows.choice import ROW_PROVIDERS
+from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.testing import OBJECTIVES
 
 pytestmark = pytest.mark.gpu

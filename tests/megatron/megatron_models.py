@@ -11,7 +11,7 @@ from marsrl.rollout.types import Finish, Group, Sample
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.share import MiniBatch
+from marsrl.trainer.data.scatter import MiniBatch
 
 VOCAB = 61  # odd: tensor parallelism pads it
 

@@ -20,7 +20,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.routed_experts import expert_dtype, not_recorded
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
-from marsrl.trainer.data.share import Update
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.updates import train_step
 

@@ -16,7 +16,7 @@ from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import MptConfig, RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
-from marsrl.trainer.data.share import share
+from marsrl.trainer.data.scatter import scatter
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.updates import train_step
@@ -93,8 +93,8 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
         credited = credit(stage(step).groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
         for name, learner in run.learners.items():
             mine = credited.of(run.agents_of(name) if len(learners) > 1 else [AGENT_OF[name]])
-            work = mini_batches(mine, settings.trainer.updates_per_step, run.average, seed=0, step=step)
-            stats = train_step(learner, share(work, run.share_of_this_rank))
+            batches = mini_batches(mine, settings.trainer.updates_per_step, run.average, seed=0, step=step)
+            stats = train_step(learner, scatter(batches, run.shard_of_this_rank))
             assert stats.num_updates == 2 and sum(stats.agent_sums["tokens"]) > 0
     return {name: weights(learner) for name, learner in learners.items()}
 

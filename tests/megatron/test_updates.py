@@ -18,7 +18,7 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.share import Update
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.updates import train_step
 

@@ -18,7 +18,7 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.report.summary import load_summary, save_summary
 from marsrl.trainer.report.trace import TraceLog, read_trace
-from marsrl.trainer.report.watch import watch_engines, watch_judge
+from marsrl.trainer.report.trace_sources import watch_engines, watch_judge
 from marsrl.trainer.runs.directory import RunDirectory
 
 HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"

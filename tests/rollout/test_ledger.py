@@ -14,7 +14,7 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.schedule.ledger import Batch, Ledger, SchedulerState
-from marsrl.rollout.schedule.unfinished import OpenGroup, Partial, Round
+from marsrl.rollout.schedule.partial_rollouts import OpenGroup, Partial, Round
 from marsrl.rollout.state import encode
 from marsrl.rollout.team import derive_seed
 from marsrl.rollout.types import Ask, Finish, Group, Problem, Sample

@@ -27,7 +27,7 @@ from marsrl.rollout.team import Team
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.share import Share, micro_batches
+from marsrl.trainer.data.scatter import BatchShard, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.models.init_model import InitShape, init_model
@@ -177,7 +177,7 @@ def test_under_the_same_weights_no_expert_differs_and_log_probs_agree(model: Pat
     samples = played(engine_of(model), 1, None)
     assert len(samples) == 6 and all(s.routed_experts is not None for s in samples)
     learner = learner_of(model)
-    batches = micro_batches(train_sequences(samples), Share(0, 1, 4000, 1))
+    batches = micro_batches(train_sequences(samples), BatchShard(0, 1, 4000, 1))
     stats = learner.step(batches, normaliser=100.0)
     assert stats.replay is not None and stats.replay.choices_differ == 0
     assert stats.replay.tokens == sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
@@ -203,7 +203,7 @@ def test_a_segment_that_is_carried_over_keeps_the_experts_of_the_weights_that_de
         np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
     assert differ > 20  # the two versions choose differently, so the record could have been of either
-    stats = learner_of(model).step(micro_batches(train_sequences(samples), Share(0, 1, 4000, 1)), normaliser=100.0)
+    stats = learner_of(model).step(micro_batches(train_sequences(samples), BatchShard(0, 1, 4000, 1)), normaliser=100.0)
     assert stats.replay is not None and stats.replay.tokens_differ > 0
 
 
@@ -213,7 +213,7 @@ def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other_weights:
     losses, clipped = [], []
     for old_policy in ("pois", "recompute"):
         learner = learner_of(model, old_policy=old_policy)
-        (batch,) = micro_batches(sequences, Share(0, 1, 4000, 1))
+        (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
         (fixed,) = learner.fix([batch], is_first=True)
         stats = learner.step([batch], normaliser=100.0, fixed=[fixed])
         losses.append(stats.loss)

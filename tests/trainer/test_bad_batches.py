@@ -13,7 +13,7 @@ from marsrl.rollout.agents.orchestration import whole_team
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.data.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.share import MiniBatch, Work
+from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Run
@@ -36,13 +36,13 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
         agents={name: agent.model_copy(update={"policy": "a"}) for name, agent in agents.items()},
     )
     run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), None, None, {})  # type: ignore[arg-type]
-    work = Work((MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),))
+    batches = (MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),)
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
-        run.note_step("a", stats, work)
-        run.note_step("b", FINE, work)  # another policy's luck does not count for this one
+        run.note_step("a", stats, batches)
+        run.note_step("b", FINE, batches)  # another policy's luck does not count for this one
         run.stop_if_diverged()
     run.step = 6
-    run.note_step("a", BAD, work)
+    run.note_step("a", BAD, batches)
     with pytest.raises(RuntimeError, match="policy a was not finite in 3 steps in a row") as error:
         run.stop_if_diverged()
     for step in (4, 5, 6):

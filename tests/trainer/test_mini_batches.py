@@ -47,23 +47,23 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
     credited = credit(GROUPS, CreditConfig(), AGENTS)
-    work = mini_batches(credited, number, TOKENS, seed=0, step=1)
-    assert len(work.updates) == number
-    assert sum(update.normaliser for update in work.updates) == credited.num_tokens  # of the zero-spread group too
-    assert sorted(s.uid for s in work.sequences) == sorted(s.uid for s in credited.sequences)
+    batches = mini_batches(credited, number, TOKENS, seed=0, step=1)
+    assert len(batches) == number
+    assert sum(update.normaliser for update in batches) == credited.num_tokens  # of the zero-spread group too
+    assert sorted(s.uid for each in batches for s in each.sequences) == sorted(s.uid for s in credited.sequences)
     of_group: dict[str, set[int]] = {}
-    for i, update in enumerate(work.updates):
+    for i, update in enumerate(batches):
         for sequence in update.sequences:
             of_group.setdefault(sequence.uid.rpartition(":")[0], set()).add(i)
     assert all(len(places) == 1 for places in of_group.values())
-    sizes = [len(update.sequences) for update in work.updates]
+    sizes = [len(update.sequences) for update in batches]
     assert max(sizes) - min(sizes) <= 8  # two groups of four
 
 
 def test_the_cut_follows_seed_and_step_alone() -> None:
     def cut(seed: int, step: int, groups: list[Group] = GROUPS) -> list[list[str]]:
-        work = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, TOKENS, seed=seed, step=step)
-        return [sorted({s.uid[0] for s in update.sequences}) for update in work.updates]
+        batches = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, TOKENS, seed=seed, step=step)
+        return [sorted({s.uid[0] for s in update.sequences}) for update in batches]
 
     # the group beside "2" has no spread; no other cut tomorrow, or a run that goes on would train otherwise
     assert cut(0, 1) == cut(0, 1, GROUPS[::-1]) == [["0", "3", "4"], ["2"], ["1", "5"]]

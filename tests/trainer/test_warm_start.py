@@ -17,7 +17,7 @@ from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer.config import WarmStartConfig
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.data.share import Share
+from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.warm_start import WRITERS, School, teach
 
@@ -56,7 +56,7 @@ def taught(tmp_path: Path) -> Callable[..., tuple[StubLearner, str]]:
     def run(loss: Callable[[int, int], float]) -> tuple[StubLearner, str]:
         learner, out = StubLearner(loss), io.StringIO()
         school = School(SETTINGS, ArithmeticOptions(), ChatRenderer(tmp_path), random.Random(0))
-        teach(learner, school, SETTINGS, Share(0, 1, 4096, 1), RunConsole(stream=out))  # type: ignore[arg-type]
+        teach(learner, school, SETTINGS, BatchShard(0, 1, 4096, 1), RunConsole(stream=out))  # type: ignore[arg-type]
         return learner, " ".join(out.getvalue().split())
 
     return run

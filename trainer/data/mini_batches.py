@@ -15,7 +15,7 @@ from typing import Literal
 from marsrl.rollout.team import derive_seed
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.share import MiniBatch, Work
+from marsrl.trainer.data.scatter import MiniBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Average:
         return {"token": num_tokens, "sequence": 1, "sequence_sum_constant": self.max_tokens}[self.aggregation]
 
 
-def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> Work:
-    """The work of one step in at most `number` mini-batches.
+def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
+    """One step in at most `number` mini-batches, an optimizer update each, in order.
 
     Groups in an order drawn from (seed, step) go one by one to the mini-batch with the fewest samples in the loss's
     denominator; each has denominators of its own, of the samples of its groups (algorithms: "per update"). A
@@ -55,7 +55,7 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
         agent_of = {sample.uid: group.agent for sample in group.samples if sample.uid in credited.counted}
         min(members, key=len).update(agent_of)
     cut = [_averaged(credited, agent_of, average) for agent_of in members]
-    return Work(tuple(part for part in cut if part.sequences) or (MiniBatch((), 0.0),))
+    return tuple(part for part in cut if part.sequences) or (MiniBatch((), 0.0),)
 
 
 def _averaged(credited: Credited, agent_of: Mapping[str, str], average: Average) -> MiniBatch:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from marsrl.trainer.data.share import Update
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 

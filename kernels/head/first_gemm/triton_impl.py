@@ -10,7 +10,7 @@ from triton.runtime.driver import driver
 
 from marsrl.kernels.head.first_gemm.triton_kernels import logits_and_pieces
 from marsrl.kernels.head.rows.protocol import FirstGemm, Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels, put_statistics, shard_partials, token_arguments
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import is_interpreted, on_device_of

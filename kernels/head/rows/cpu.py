@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
 from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs, TileKernels
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 from marsrl.kernels.policy_loss.reference import sequence_means

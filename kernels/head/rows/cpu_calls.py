@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from marsrl.kernels.head.rows.protocol import Statistics
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 

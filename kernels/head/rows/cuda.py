@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows.cpu import c_objective, c_tokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 from marsrl.kernels.mpt_gate.cuda import sequence_sums_cuda

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
     from marsrl.kernels.head.vocabulary import Head

@@ -7,7 +7,7 @@ from torch import Tensor
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows import triton_kernels
 from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics, TermInputs
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 

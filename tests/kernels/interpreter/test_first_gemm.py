@@ -19,7 +19,7 @@ from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows import triton_impl as rows_impl
-from marsrl.kernels.head.rows.selection import Rows
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head, make_head
 
 TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)

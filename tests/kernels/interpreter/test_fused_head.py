@@ -21,7 +21,7 @@ from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, 
 from marsrl.kernels.head import sweep
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows import triton_impl
-from marsrl.kernels.head.rows.selection import LateCount, Rows
+from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.linear_policy_loss import _add_scaled_
 from marsrl.kernels.testing import OBJECTIVES
 

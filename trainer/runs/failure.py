@@ -28,7 +28,7 @@ def say_last(text: str) -> None:
             Path(path).write_text(json.dumps(told), encoding="ascii")
 
 
-def last_words(error: BaseException, run: RunDirectory, sync_directory: str | None = None) -> str:
+def failure_message(error: BaseException, run: RunDirectory, sync_directory: str | None = None) -> str:
     """One paragraph for the console, behind the traceback. Reads the run's directory, writes nothing.
 
     sync_directory: sync.directory, where weights are written for the engines.
