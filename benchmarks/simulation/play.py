@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import Batch
 from marsrl.rollout.schedule.scheduler import Scheduler
@@ -114,7 +114,7 @@ class Simulation:
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
-            max_unfinished=10**9,  # unbounded, so that every row is given the same problems a step
+            max_unfinished=MOST_TOKENS,  # never reached, so that every row is given the same problems a step
         )
         team = simulated_team(self.replicas, constants, is_solver_only=setting.is_solver_only)
         kind = EventScheduler if setting.overlap else Scheduler
