@@ -11,10 +11,10 @@ trap 'kill 0' INT TERM
 
 # The longest first, so that the last ones are short. Files that share runs, engines or ranks are one part.
 parts=(
-  tests/integration/test_default_run.py
-  tests  # all that no other part holds
-  tests/megatron
   tests/integration
+  tests  # all that no other part holds
+  tests/integration/test_default_run.py
+  tests/megatron
   tests/engines
   tests/kernels
   tests/docs

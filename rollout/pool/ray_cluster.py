@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import ray
 from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 from ray.exceptions import RayError
@@ -41,6 +42,7 @@ from marsrl.rollout.pool.replicas import Timed, timed
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
+_LOG = logging.getLogger(__name__)
 # ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _PROGRESS_S = 0.2
@@ -134,6 +136,21 @@ def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
     os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    for is_last in (False, False, True):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            _init(object_store_mib, gpus)
+            return
+        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
+            if is_last or "timed out during startup" not in str(error):
+                raise
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            _LOG.warning("Ray did not start within its 30 s; it is started once more")
+
+
+def _init(object_store_mib: int, gpus: Sequence[int]) -> None:
     with _visible(gpus):  # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
         ray.init(
             address="local",

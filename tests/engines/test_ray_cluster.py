@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+
+from marsrl.rollout.pool import ray_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +115,25 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
 
 def test_engines_of_a_cluster_started_here_see_the_gpus_that_they_are_given(tmp_path: Path) -> None:
     assert told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7"]
+
+
+def test_a_ray_that_is_too_slow_for_its_own_limit_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's 30 s cannot be set; what it has started until then is ended first."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def init(object_store_mib: int, gpus: Sequence[int]) -> None:
+        begun.append(subprocess.Popen(["sleep", "600"]))
+        if len(begun) < 3:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray_cluster, "_init", init)
+    ray_cluster._start(80, ())
+    assert [process.poll() for process in begun[2:]] == [None]
+    begun[2].kill()
+    assert [process.wait(10) for process in begun] == [-signal.SIGKILL] * 3
+    assert len(caplog.records) == 2
+    monkeypatch.setattr(ray_cluster, "_init", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ray_cluster._start(80, ())
