@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests that need no GPU, in parts on one thread each, three at a time: for two cores, as each waits for processes of its
-# own now and then. The next part starts when one ends. Arguments go to every pytest. A part is printed when it has ended; the
-# last lines are the closing lines of all.
+# All tests that need no GPU, in parts, two at a time, one for each of two cores, each on one thread. The next part starts
+# when one ends, so neither core waits for the other whatever the machine. Arguments go to every pytest. A part is printed
+# when it has ended; the last lines are the closing lines of all.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
@@ -38,7 +38,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 3 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 2 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo

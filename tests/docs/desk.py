@@ -64,13 +64,13 @@ class Desk:
     def until_version_1(self, words: list[str]) -> Path:
         """Started, and stopped by Ctrl-C when the first step is logged: the run's directory."""
         process = self.start(words)
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 1200
         try:
             while not (rows := [each for each in self.folder.glob("runs/*/metrics.jsonl") if each.stat().st_size]):
                 assert process.poll() is None and time.monotonic() < deadline, self.console()[-6000:]
                 time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            process.wait(100)
+            process.wait(300)
             return rows[0].parent
         finally:
             if process.poll() is None:

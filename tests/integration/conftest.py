@@ -46,7 +46,7 @@ class Runner:
         """A run to its end; its directory."""
         process = self.start(name, *words, ranks=ranks)
         try:
-            output, _ = process.communicate(timeout=400)
+            output, _ = process.communicate(timeout=1200)  # only one that hangs takes so long
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

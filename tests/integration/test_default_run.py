@@ -182,7 +182,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     process = runner.start(*settings)  # type: ignore[attr-defined]
     directory = runner.folder / "stopped"  # type: ignore[attr-defined]
     latest = directory / "checkpoints" / "latest"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while not latest.exists() and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
         time.sleep(0.1)
@@ -190,7 +190,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     assert any("raylet" in command for command in left_behind())  # it finds what there is to leave behind
     process.send_signal(signal.SIGINT)
     stopping = time.monotonic()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=900)
     elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine is as slow in starting
     assert elapsed < max(20, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0

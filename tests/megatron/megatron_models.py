@@ -94,7 +94,7 @@ def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
         sample = Sample(s.uid, s.uid, "p", str(s.agent), s.uid, None, s.prompt_ids, s.token_ids, s.is_sampled, *nothing)
         groups.append(Group(s.uid, s.uid, str(s.agent), (sample,)))
     credited = Credited(tuple(groups), tuple(samples), {s.uid: s.num_sampled for s in samples})
-    (update,) = mini_batches(credited, 1, average, seed=0, step=1).updates
+    (update,) = mini_batches(credited, 1, average, seed=0, step=1)
     return update
 
 

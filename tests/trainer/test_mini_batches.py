@@ -75,15 +75,15 @@ def test_mini_batches_share_what_is_counted() -> None:
     groups = [*without_spread, group("6/solver", [1, 0]), group("7/solver", [1, 0]), group("8/solver", [1, 0])]
     credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
     for step in range(9):
-        updates = mini_batches(credited, 3, TOKENS, seed=0, step=step).updates
+        updates = mini_batches(credited, 3, TOKENS, seed=0, step=step)
         assert [(len(update.sequences), update.normaliser) for update in updates] == [(2, 6)] * 3
 
 
 def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
     credited = credit(GROUPS[:2], CreditConfig(), AGENTS)
-    assert [len(u.sequences) for u in mini_batches(credited, 4, TOKENS, seed=0, step=1).updates] == [4, 4]
+    assert [len(u.sequences) for u in mini_batches(credited, 4, TOKENS, seed=0, step=1)] == [4, 4]
     none = credit(GROUPS[-1:], CreditConfig(), AGENTS)
-    (empty,) = mini_batches(none, 4, TOKENS, seed=0, step=1).updates
+    (empty,) = mini_batches(none, 4, TOKENS, seed=0, step=1)
     assert empty.sequences == ()
 
 
@@ -100,7 +100,7 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
         group("4", [0, 1], tokens=0, agent="verifier1"),
     ]
     average = Average(aggregation, denominator, max_tokens=9)  # type: ignore[arg-type]
-    (update,) = mini_batches(credit(groups, CreditConfig(), agents), 1, average, seed=0, step=1).updates
+    (update,) = mini_batches(credit(groups, CreditConfig(), agents), 1, average, seed=0, step=1)
     counted = [(s.agent, len(s.token_ids)) for g in groups for s in g.samples if not s.reward.is_missing]
     for sequence in update.sequences:
         agent, length = list(agents)[sequence.agent], sequence.num_tokens - 2
