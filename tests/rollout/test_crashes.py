@@ -17,7 +17,7 @@ def trained(folder: Path, kills: int, overlap: int) -> Counter[tuple[str, str]]:
     """How often each group of the first epochs was trained."""
     worker = Path(__file__).with_name("crash_worker.py")
     command = [sys.executable, str(worker), str(folder), str(kills), str(overlap)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
     assert done.stdout.split() == [str(kills)]
     groups = decode(Saved, (folder / "checkpoint").read_bytes()).trained
     return Counter((group, problem) for group, problem in groups if int(group[:6]) <= NUM_PROBLEMS * EPOCHS)
