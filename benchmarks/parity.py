@@ -328,9 +328,8 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        fork = multiprocessing.get_context(
-            "fork"
-        )  # before this process computes anything: its threads would be missing
+        # Before this process computes anything: its threads would be missing.
+        fork = multiprocessing.get_context("fork")
         is_given, place = fork.Event(), (port, folder, arguments.only)
         ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
         for each in ranks:

@@ -286,9 +286,8 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="keep runs and logs also where nothing was lost")
     words = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it, and so would the runs
+    # A shell's background jobs ignore it, and so would the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rng, folder = random.Random(words.seed), Path(tempfile.mkdtemp(prefix="mc-", dir="/tmp"))
     cache = Path(os.environ.get("MARSRL_CACHE") or folder / "cache")

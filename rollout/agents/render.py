@@ -37,9 +37,8 @@ class ChatRenderer:
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
-        if not self._tokenizer.encode(
-            "7", add_special_tokens=False
-        ):  # what transformers makes where there are no files
+        # What transformers makes where there are no files.
+        if not self._tokenizer.encode("7", add_special_tokens=False):
             found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
             raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
         if not self._tokenizer.chat_template:

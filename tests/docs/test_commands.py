@@ -91,9 +91,8 @@ def test_a_run_on_gpus_passes_its_checks(
     )
     monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: True
-    )  # what vLLM and Megatron say: tests/plan/test_presets.py
+    # What vLLM and Megatron say: tests/plan/test_presets.py.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):

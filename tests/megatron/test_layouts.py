@@ -71,9 +71,8 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     expected, found = (torch.tensor(each["stats"], dtype=torch.float64) for each in (one, two))
     assert torch.allclose(found, expected, rtol=3e-6, atol=2e-6), (found - expected).abs().max()
     assert two["scores"][0] == pytest.approx(one["scores"][0], rel=1e-5)
-    assert two["scores"][1] == pytest.approx(
-        one["scores"][1], rel=0.5
-    )  # roundings are drawn anew, their size is the model's
+    # Roundings are drawn anew, their size is the model's.
+    assert two["scores"][1] == pytest.approx(one["scores"][1], rel=0.5)
     for n, weight in one["weights"].items():
         # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that.
         off = (two["weights"][n] - weight).abs() > 1e-4

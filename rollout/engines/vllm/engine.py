@@ -209,9 +209,8 @@ class VllmEngine:
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         before = self._num_ended, self._num_seen
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
-        if self._has_new_weights and len({tuple(s[:8]) for s in sequences}) == len(
-            sequences
-        ):  # none has another's prefix
+        none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
+        if self._has_new_weights and none_has_anothers_prefix:
             self._refuse_old_prefixes(last)
         self._has_new_weights = False
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
