@@ -63,9 +63,9 @@ def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> 
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
-    if "verifier" in after.rows:  # else the Solver is the system
-        wanted["verifier +.05"] = gain("verifier") >= 0.05
-        wanted["system above solver"] = (after.system.mean or 0.0) > (after.solver.mean or 0.0)
+    if "verifier1" in after.rows:  # else the Solver is the system
+        wanted["verifier1 +.05"] = gain("verifier1") >= 0.05
+        wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**wanted, "system +.10": gain("system") >= 0.10}
 
 

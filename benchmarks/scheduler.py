@@ -42,10 +42,10 @@ if __name__ == "__main__":
 import numpy as np
 
 from marsrl.benchmarks.simulation.simulated_team import Problems
-from marsrl.rollout.agents.orchestration import Solver
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Irreplaceable, Timed
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
@@ -163,14 +163,6 @@ def setup(
     model_dir: str, num_samples: int, segment_length: int, overlap: int, *, is_waiting: bool
 ) -> tuple[Scheduler | EventScheduler, Timers]:
     timers = Timers(8, is_waiting=is_waiting)
-    agents = {"solver": AgentConfig()}
-    team = Team(
-        agents,
-        Solver(agents, "math"),
-        {"main": ChatRenderer(model_dir)},
-        {"main": EnginePool(timers)},
-        WatchedJudge(judge),
-    )
     config = RolloutConfig(
         engine="scripted",
         engines=len(timers),
@@ -180,6 +172,14 @@ def setup(
         max_response_tokens=SEGMENTS * segment_length,
         overlap=overlap,
         max_unfinished=1,  # no new problems until these have ended
+    )
+    agents = {"solver": AgentConfig()}
+    team = Team(
+        agents,
+        Solver(agents, "math", rollout=config),
+        {"main": ChatRenderer(model_dir)},
+        {"main": EnginePool(timers)},
+        WatchedJudge(judge),
     )
     kind = EventScheduler if overlap else Scheduler
     return kind(config, team, Problems(typical_text, "1"), seed=0), timers

@@ -165,6 +165,16 @@ class RolloutConfig(Settings):
         le=MOST,
         description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
     )
+    max_turns: int = Field(
+        256, gt=0, le=MOST, description="calls of agents in one episode; a team that wants more has failed in it"
+    )
+    max_error_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="of a step's samples and episodes that ended in an error (an engine gave up, a team's own code raised); "
+        "with more the run stops",
+    )
     max_request_attempts: int = Field(
         3, gt=0, le=MOST, description="engines that may be lost with a request before its sample ends as an error"
     )
@@ -219,6 +229,11 @@ class EvaluateConfig(Settings):
     repeat: int = Field(1, gt=0, le=MOST, description="avg@n: draws of every problem")
     accept_after: int = Field(4, gt=0, le=MOST, description="consecutive 'correct' verdicts that accept a candidate")
     max_iterations: int = Field(10, gt=0, le=MOST, description="Verifier calls before giving up")
+    compat: bool = Field(
+        False,
+        description="as the published script: the candidate with the most completed Verifier calls counts, and empty reports "
+        "are handed on",
+    )
     temperature: float = Field(0.6, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)

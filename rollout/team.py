@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +13,13 @@ from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.partial_rollouts import Partial
+from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
+
+_log = logging.getLogger(__name__)
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
 """The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
@@ -36,18 +40,16 @@ class WatchedJudge:
         return rewards
 
 
-def derive_seed(run_seed: int, *path: object) -> int:
-    """A 63-bit seed for one purpose, from the run's seed and names alone: no generator is shared or advanced."""
-    text = "\x1f".join([str(run_seed), *map(str, path)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
 @dataclass(frozen=True, slots=True)
 class Team:
     """Everything that is needed to have an agent answer and to judge what it said.
 
     renderers and pools are by policy name; an agent's policy is agents[name].policy.
     records_experts: policies whose engines record, for training, which experts each token went through.
+    max_turns: calls of agents in one episode.
+
+    Where the orchestration's own code fails, which may be a user's, its episode or sample ends there as an error, and the
+    others go on (rollout.max_error_share).
     """
 
     agents: Mapping[str, AgentConfig]
@@ -56,14 +58,65 @@ class Team:
     pools: Mapping[str, EnginePool]
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
+    max_turns: int = 256
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
 
-    def prompt(self, ask: Ask) -> tuple[IntArray, str] | None:
-        """The prompt's tokens and text; None where it is longer than the agent's max_input_tokens."""
-        prompt_ids, text = self.renderer(ask.agent).render(self.orchestration.messages(ask))
+    def follow(self, episode: Episode) -> list[Ask]:
+        """The asks of an episode that are new, which are entered there."""
+        if episode.error:
+            return []
+        try:
+            asks = list(self.orchestration.follow(episode))
+            for ask in asks:
+                self._check(episode, ask)
+            if len(asks) > self.max_turns:
+                raise ValueError(f"{len(asks)} calls of agents, at most rollout.max_turns = {self.max_turns}")
+            return episode.enter(asks)
+        except Exception as error:
+            self._fail(episode, "follow", error)
+            return []
+
+    def prompt(self, episode: Episode, ask: Ask) -> tuple[IntArray, str] | None:
+        """The prompt's tokens and text; None where it is longer than the agent's max_input_tokens, or there is none."""
+        try:
+            messages = self.orchestration.messages(episode, ask)
+        except Exception as error:
+            self._fail(episode, "messages", error)
+            return None
+        prompt_ids, text = self.renderer(ask.agent).render(messages)
         return (prompt_ids, text) if len(prompt_ids) <= self.agents[ask.agent].max_input_tokens else None
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        """The sample whose answer counts, of an episode that has ended."""
+        if not episode.error:
+            try:
+                return self.orchestration.outcome(episode)
+            except Exception as error:
+                self._fail(episode, "outcome", error)
+        return None
+
+    def outcomes(self, episode: Episode) -> Mapping[str, float]:
+        """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""
+        if not episode.error:
+            try:
+                return self.orchestration.outcomes(episode)
+            except Exception as error:
+                self._fail(episode, "outcomes", error)
+        return {}
+
+    def _check(self, episode: Episode, ask: Ask) -> None:
+        if not isinstance(ask, Ask):
+            raise TypeError(f"expected asks (episode.ask(...)), found {type(ask).__name__}")
+        if ask.agent not in self.agents:
+            raise ValueError(f"{ask.id}: no agent is called {ask.agent!r}; there are {', '.join(self.agents)}")
+        if ask.episode_id != episode.id or ask.num_samples < 1:
+            raise ValueError(f"{ask.id}: expected at least one sample of episode {episode.id}, found {ask.num_samples}")
+
+    def _fail(self, episode: Episode, method: str, error: Exception) -> None:
+        episode.error = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
+        _log.warning("episode %s ends: %s", episode.id, episode.error, exc_info=error)
 
     def sampling(self, agent: str) -> Sampling:
         """How the agent samples in training."""
@@ -71,16 +124,23 @@ class Team:
         return Sampling(config.temperature, config.top_p, config.top_k, self.renderer(agent).stop_ids)
 
     def sample(
-        self, ask: Ask, index: int, prompt: tuple[IntArray, str], partial: Partial, finish: Finish, error: str = ""
+        self,
+        episode: Episode,
+        ask: Ask,
+        index: int,
+        prompt: tuple[IntArray, str],
+        partial: Partial,
+        finish: Finish,
+        error: str = "",
     ) -> Sample:
-        """A finished completion as a parsed Sample, not judged yet."""
+        """A finished completion as a parsed Sample, not judged yet; an error where the orchestration's parser raises."""
         sample = Sample(
-            uid=f"{ask.group_id}:{index}",
-            rollout_id=ask.rollout_id,
-            problem_id=ask.problem.id,
+            uid=f"{ask.id}:{index}",
+            rollout_id=episode.rollout_id,
+            problem_id=episode.problem.id,
             agent=ask.agent,
-            group_id=ask.group_id,
-            parent_uid=ask.parent.uid if ask.parent else None,
+            group_id=ask.group,
+            parent_uid=ask.parent_uid,
             prompt_ids=prompt[0],
             token_ids=partial.token_ids,
             is_sampled=np.ones(len(partial.token_ids), bool),
@@ -92,23 +152,36 @@ class Team:
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
         )
-        return self.orchestration.parse(sample)
+        try:
+            return self.orchestration.parse(sample)
+        except Exception as raised:
+            return self._failed(sample, "parse", raised)
 
-    def judged(self, finished: Sequence[tuple[Ask, Sample]]) -> list[Sample]:
+    def judged(self, finished: Sequence[tuple[Episode, Ask, Sample]]) -> list[Sample]:
         """The same samples with their rewards: the orchestration's rules, over the task's judgement where it is needed."""
-        asked = [i for i, (_, sample) in enumerate(finished) if self.orchestration.needs_judge(sample)]
-        pairs = [(finished[i][0].problem, finished[i][1].answer or "") for i in asked]
+        whole = [i for i, (_, _, sample) in enumerate(finished) if sample.finish is not Finish.ERROR]
+        asked = [i for i in whole if self.orchestration.needs_judge(finished[i][2])]
+        pairs = [(finished[i][0].problem, finished[i][2].answer or "") for i in asked]
         judgements = dict(zip(asked, self.judge(pairs), strict=True))
-        return [
-            sample  # an error keeps its missing reward and the reason
-            if sample.finish is Finish.ERROR
-            else replace(sample, reward=self.orchestration.reward(ask, sample, judgements.get(i)))
-            for i, (ask, sample) in enumerate(finished)
-        ]
+        samples = [sample for _, _, sample in finished]  # an error keeps its missing reward and the reason
+        for i in whole:
+            episode, ask, sample = finished[i]
+            try:
+                reward = self.orchestration.reward(episode, ask, sample, judgements.get(i))
+                samples[i] = replace(sample, reward=reward)
+            except Exception as raised:
+                samples[i] = self._failed(sample, "reward", raised)
+        return samples
+
+    def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
+        """The orchestration's own code failed over the sample: an error, like one of the engine (rollout.max_error_share)."""
+        note = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
+        _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=error)
+        return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
     def answer(
         self,
-        asks: Sequence[Ask],
+        asks: Sequence[tuple[Episode, Ask]],
         versions: Mapping[str, int],
         *,
         max_tokens: int,
@@ -116,38 +189,38 @@ class Team:
         sampling: Sampling | None = None,
         progress: Progress | None = None,
     ) -> list[Sample]:
-        """One whole, judged completion to each ask, in order. Used where no group is wanted: evaluation, probes.
+        """One whole, judged completion to each ask, in order. Used where no group is wanted: evaluation.
 
         `sampling` overrides the agents' own (its stop tokens do not). A prompt that is too long gets an empty
         completion that counts as overlong.
         """
-        prompts = [self.prompt(ask) for ask in asks]
+        prompts = [self.prompt(episode, ask) for episode, ask in asks]
         no_room = (np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
         samples = [
-            self.sample(ask, 0, prompt or no_room, Partial(), Finish.LENGTH)
-            for ask, prompt in zip(asks, prompts, strict=True)
+            self.sample(episode, ask, 0, prompt or no_room, Partial(), Finish.LENGTH)
+            for (episode, ask), prompt in zip(asks, prompts, strict=True)
         ]
         for policy, pool in self.pools.items():
             chosen = [
-                (i, ask, prompt)
-                for i, (ask, prompt) in enumerate(zip(asks, prompts, strict=True))
+                (i, episode, ask, prompt)
+                for i, ((episode, ask), prompt) in enumerate(zip(asks, prompts, strict=True))
                 if prompt is not None and self.agents[ask.agent].policy == policy
             ]
             requests = [
                 DecodeRequest(
-                    uid=f"{ask.group_id}:0",
+                    uid=f"{ask.id}:0",
                     token_ids=prompt[0],
                     max_new_tokens=max_tokens,
                     sampling=replace(sampling or own, stop_token_ids=own.stop_token_ids),
-                    seed=derive_seed(seed, "answer", ask.group_id),
-                    affinity=ask.group_id,
+                    seed=derive_seed(seed, "answer", ask.id),
+                    affinity=ask.id,
                 )
-                for _, ask, prompt in chosen
+                for _, _, ask, prompt in chosen
                 for own in [self.sampling(ask.agent)]
             ]
             results = pool.generate(requests, version=versions[policy], on_progress=progress) if requests else []
-            for (i, ask, prompt), result in zip(chosen, results, strict=True):
+            for (i, episode, ask, prompt), result in zip(chosen, results, strict=True):
                 partial = Partial()
                 partial.extend(result.token_ids, result.logprobs, result.version)
-                samples[i] = self.sample(ask, 0, prompt, partial, result.finish, result.error)
-        return self.judged(list(zip(asks, samples, strict=True)))
+                samples[i] = self.sample(episode, ask, 0, prompt, partial, result.finish, result.error)
+        return self.judged([(episode, ask, sample) for (episode, ask), sample in zip(asks, samples, strict=True)])

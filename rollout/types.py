@@ -1,6 +1,6 @@
 """The data contract between rollout and trainer, in the order the data flows.
 
-    Problem -> Ask (an agent is asked) -> Sample (one completion) -> reward -> Group (same agent, same input)
+    Problem -> Ask (an agent is asked) -> Sample (one completion) -> reward -> Group (samples that are compared)
 
 Everything here is immutable, and holds numpy arrays and plain values only: it crosses process borders.
 Token ids travel; text is decoded once for parsing and viewing and is never tokenised again as a completion.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -84,23 +84,30 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that one agent answers with a whole group: same agent, same input.
+    """A call of one agent: num_samples completions of one input.
 
-    group_id is (rollout_id, agent, parent uid) as a path, `17/solver:3/verifier1`, and a sample's uid adds its index,
-    `17/solver:3/verifier1:0`: a uid names its ancestors, and two picks with equal text still open two groups.
-    solution / report are the samples whose text the input shows (None where the agent sees none).
+        Ask("000017/solver", "solver", num_samples=8, group="000017/solver")
+        Ask("000017/solver:3/verifier1", "verifier1", inputs=("000017/solver:3",), num_samples=8, group=...)
+
+    id: unique in a run, a path that names its ancestors; a sample's uid adds its index, `000017/solver:3/verifier1:0`.
+    inputs: uids of earlier samples of the episode that the messages show; the last one is the parent.
+    group: what its samples are compared with: `id`, those of this input alone; or a name that several asks of the rollout
+    instance share.
     """
 
-    rollout_id: str
-    problem: Problem
+    id: str
     agent: str
-    parent: Sample | None = None
-    solution: Sample | None = None
-    report: Sample | None = None
+    inputs: tuple[str, ...] = ()
+    num_samples: int = 1
+    group: str = ""
 
     @property
-    def group_id(self) -> str:
-        return f"{self.parent.uid if self.parent else self.rollout_id}/{self.agent}"
+    def episode_id(self) -> str:
+        return self.id.partition("/")[0]
+
+    @property
+    def parent_uid(self) -> str | None:
+        return self.inputs[-1] if self.inputs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +116,9 @@ class Sample:
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
     sampled) cover the completion only, end token included. is_sampled [N] is False where a tool wrote the token.
-    segments partition [0, N) by the policy version that decoded them. verdict: a Verifier's parsed verdict,
-    True = "correct"; answer: a Solver's or Corrector's parsed final answer; None = not parsable or not that role.
+    segments partition [0, N) by the policy version that decoded them. shown: what other agents see of it, "" where it never
+    said anything. verdict: True = "correct"; answer: a final answer; None = not parsable, or not what the agent is asked for.
+    outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
     routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     """
 
@@ -128,19 +136,37 @@ class Sample:
     finish: Finish
     text: str = ""
     prompt_text: str = ""
+    shown: str = ""
     answer: str | None = None
     verdict: bool | None = None
     reward: Reward = Reward(MISSING, MISSING, note="not judged")
+    outcome: float = MISSING
     routed_experts: ExpertArray | None = None
 
     @property
     def oldest_version(self) -> int:
         return min(segment.version for segment in self.segments)
 
+    def without_tokens(self) -> Sample:
+        """What later agents, rewards and picks need of it: no arrays, neither prompt nor thought."""
+        return replace(
+            self,
+            prompt_ids=_NO_TOKENS,
+            token_ids=_NO_TOKENS,
+            is_sampled=_NO_TOKENS.astype(np.bool_),
+            rollout_logprobs=_NO_TOKENS.astype(np.float32),
+            text="",
+            prompt_text="",
+            routed_experts=None,
+        )
+
+
+_NO_TOKENS: IntArray = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are compared with each other: same agent, same input, in order of their index."""
+    """Samples of one agent that are compared with each other, by uid: of one input, or of one rollout instance (Ask.group)."""
 
     group_id: str
     rollout_id: str

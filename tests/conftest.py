@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
@@ -48,7 +48,8 @@ def scripted_team(
     folder: Path,
     *,
     pick: str = "adaptive",
-    picks: int = 2,
+    config: RolloutConfig | None = None,
+    evaluate: EvaluateConfig | None = None,
     fail: Callable[[DecodeRequest], str | None] = lambda request: None,
     script: Callable[[DecodeRequest, ChatRenderer, random.Random], str] = write,
 ) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
@@ -65,7 +66,7 @@ def scripted_team(
     task = ArithmeticTask(ArithmeticOptions())
     team = Team(
         agents,
-        build_orchestration("verifier_corrector", agents, task.prompts, picks),
+        build_orchestration("verifier_corrector", agents, task.prompts, None, config, evaluate),
         {"main": renderer},
         {"main": EnginePool(LocalReplicas([engine]))},
         task.judge,

@@ -36,6 +36,7 @@ def test_nothing_imports_upward(path: Path) -> None:
 # loop, run) is no room: the data contract and the settings below all of them, what puts them together above.
 ROOMS = {
     "rollout/agents": set(),
+    "rollout/orchestrations": {"rollout/agents"},
     "rollout/engines": {"rollout/agents", "rollout/weights"},
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": set(),

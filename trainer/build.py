@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.background import BackgroundScheduler
@@ -167,7 +167,7 @@ def _driver(
             syncs[name] = sync
         source = checked.task.problems(config.run.seed)
         kind = BackgroundScheduler if config.rollout.overlap else Scheduler
-        scheduler = kind(config.rollout, team, source, seed=config.run.seed)
+        scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
         stack.callback(scheduler.close)
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
@@ -204,7 +204,13 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 )
             stack.callback(pools[name].close)
         orchestration = build_orchestration(
-            config.orchestration, config.agents, checked.task.prompts, config.rollout.picks
+            config.orchestration,
+            config.agents,
+            checked.task.prompts,
+            config.orchestration_options,
+            config.rollout,
+            config.evaluate,
         )
         records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
-        yield Team(config.agents, orchestration, renderers, pools, WatchedJudge(checked.task.judge), records)
+        judge = WatchedJudge(checked.task.judge)
+        yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns)

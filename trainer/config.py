@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from marsrl.rollout.agents.orchestration import whole_team
 from marsrl.rollout.config import (
     LONGEST_S,
     MOST,
@@ -20,6 +19,7 @@ from marsrl.rollout.config import (
     RolloutConfig,
     Settings,
 )
+from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -316,7 +316,13 @@ class RunConfig(Settings):
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     orchestration: str = Field(
         "verifier_corrector",
-        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector; solver: a Solver alone, plain RL",
+        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
+        "plain RL; solver_verifier: in turn (Dr. MAS); debate; or your own, FILE.py:CLASS (docs/own_team.md)",
+    )
+    orchestration_options: dict[str, int | float | str | bool | None] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="solver_verifier: max_loops (2); debate: debaters (3), rounds (2)",
     )
     agents: dict[str, AgentConfig] = Field(
         default_factory=dict,
@@ -331,6 +337,16 @@ class RunConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+
+    @property
+    def trains_whole(self) -> bool:
+        """Are all samples of a rollout instance trained in one step, because their credit is computed over all of them?"""
+        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
+
+    @property
+    def has_whole_instances(self) -> bool:
+        """Does a step hold whole rollout instances?"""
+        return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     @property
     def num_served_policies(self) -> int:
@@ -352,7 +368,16 @@ class RunConfig(Settings):
     def _are_the_whole_team(cls, agents: dict[str, AgentConfig], others: ValidationInfo) -> dict[str, AgentConfig]:
         if "orchestration" not in others.data:  # it is wrong itself, which is said
             return agents
-        return whole_team(others.data["orchestration"], agents)
+        return find_orchestration(others.data["orchestration"]).whole_team(agents)
+
+    @field_validator("orchestration_options")
+    @classmethod
+    def _are_the_team_s(
+        cls, options: dict[str, int | float | str | bool | None], others: ValidationInfo
+    ) -> dict[str, int | float | str | bool | None]:
+        if "orchestration" in others.data:
+            read_options(others.data["orchestration"], options)
+        return options
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -408,12 +433,6 @@ class RunConfig(Settings):
                 f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
                 f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
                 "rollout.engine=local, or trainer.router_replay=recompute"
-            )
-        whole = self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
-        if whole and self.rollout.pipeline != "trajectory":
-            raise ValueError(
-                f"credit.normalise={self.credit.normalise}, credit.reward_scheme={self.credit.reward_scheme} need every call "
-                "of a rollout instance in one step: set rollout.pipeline=trajectory"
             )
         return self
 

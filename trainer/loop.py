@@ -45,6 +45,6 @@ def train(run: Run) -> None:
         run.evaluate_if_due(step)
         run.record(step, batch)
         run.stop_if_diverged()
-        run.stop_if_nothing_trains(batch)
+        run.stop_if_unusable(batch)
         run.checkpoint_if_due(step)
     run.finish()  # evaluation after, summary, report

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 import yaml
 
-from marsrl.rollout.agents.orchestration import Orchestration, build_orchestration
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
-from marsrl.rollout.types import Problem
+from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan
@@ -79,7 +81,13 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         train, held_out = _hold_out(train, config.evaluate.num_problems)
         num_held_out = len(held_out)
     task = build_task(config.task, config.task_options, train, held_out)
-    orchestration = build_orchestration(config.orchestration, config.agents, task.prompts)  # or refuses its prompts
+    orchestration = build_orchestration(  # or refuses its prompts
+        config.orchestration,
+        config.agents,
+        task.prompts,
+        config.orchestration_options,
+        config.rollout,
+    )
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
@@ -103,7 +111,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         if policy.reference != "none" and config.loss.kl == "none":
             warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     _check_sync_backend(config)
-    plan = batch_plan(config, tuple(config.agents), world_size)
+    plan = batch_plan(config, orchestration.most_samples(), world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host, tuple(warnings))
 
@@ -131,13 +139,30 @@ def _check_wandb(config: RunConfig) -> None:
         )
 
 
+def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
+    """Whom the team asks first; ConfigError where its own code fails, or asks nobody."""
+    try:
+        asks = orchestration.follow(episode)
+    except Exception as error:
+        raise ConfigError(
+            f"orchestration {orchestration.name}: follow of an episode in which nothing was asked raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not asks:
+        raise ConfigError(f"orchestration {orchestration.name}: follow asks nobody about a new problem")
+    return asks
+
+
 def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, num_problems: int) -> list[str]:
     """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked.
 
     num_problems: of the data; 0: the task makes them.
     """
     source = task.problems(config.run.seed)
-    first = orchestration.agents[0].name
+    (ask, *_) = _first_asks(
+        orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
+    )
+    first = ask.agent
     policy, room = config.agents[first].policy, config.agents[first].max_input_tokens
     with ExitStack() as stack:
         model = config.policies[policy].model
@@ -148,8 +173,9 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
     lengths: list[int] = []
     most = num_problems or _LOOKED_AT
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or min(lengths) > room):
-        ask = orchestration.first_ask(str(len(lengths)), source.next_problem())
-        lengths.append(len(renderer.render(orchestration.messages(ask))[0]))
+        episode = Episode("preflight", "preflight", source.next_problem())
+        (ask, *_) = _first_asks(orchestration, episode)
+        lengths.append(len(renderer.render(orchestration.messages(episode, ask))[0]))
         if lengths[-1] == 0:
             raise ConfigError(
                 f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"

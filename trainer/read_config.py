@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from marsrl.rollout.agents.orchestration import ORCHESTRATIONS, agent_names
+from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
@@ -45,6 +45,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
         )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
+    _find_own_team(merged, origin.layers)
     _leave_out_agents_of_another_team(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
@@ -122,13 +123,27 @@ def _last(layers: Sequence[Layer], key: str) -> str | None:
     return next((str(value) for value in reversed(values) if value is not None), None)
 
 
+def _find_own_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """`orchestration: my_team.py:MyTeam` is beside the file that says so, or in the working directory where a word does."""
+    name = merged.get("orchestration")
+    givers = [layer for layer in layers if "orchestration" in layer.settings]
+    if isinstance(name, str) and ":" in name and givers:
+        folder = givers[-1].file.parent if givers[-1].file is not None else Path.cwd()
+        path, _, kind = name.rpartition(":")
+        merged["orchestration"] = f"{folder / Path(path).expanduser()}:{kind}"
+
+
 def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
     """Take out another orchestration's agents where no layer names them that gives the orchestration, or one above."""
     givers = [i for i, layer in enumerate(layers) if "orchestration" in layer.settings]
     agents, name = merged.get("agents"), merged.get("orchestration")
-    if not givers or not isinstance(agents, dict) or not isinstance(name, str) or name not in ORCHESTRATIONS:
+    if not givers or not isinstance(agents, dict) or not isinstance(name, str):
         return
-    others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)} - set(agent_names(name))
+    try:
+        mine = set(agent_names(name))
+    except ValueError:  # it is refused when the settings are checked
+        return
+    others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)} - mine
     own = {agent for layer in layers[givers[-1] :] for agent in agents if f"agents.{agent}" in layer.places}
     merged["agents"] = {agent: settings for agent, settings in agents.items() if agent not in others - own}
 
@@ -138,8 +153,17 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
     policies, agents = merged.get("policies"), merged.get("agents")
     if isinstance(policies, dict) and isinstance(agents, dict):
         used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
+        used |= set() if _names_every_agent(merged) else {"main"}
         own = {name for name in policies if any(f"policies.{name}" in layer.places for layer in given)}
         merged["policies"] = {name: policy for name, policy in policies.items() if name in used | own}
+
+
+def _names_every_agent(merged: dict[str, Any]) -> bool:
+    """Are the settings of all agents given, so that none has the default policy?"""
+    try:
+        return set(agent_names(str(merged.get("orchestration", "verifier_corrector")))) <= set(merged["agents"])
+    except ValueError:  # it is refused when the settings are checked
+        return True
 
 
 def explain(error: ValidationError, origin: ConfigOrigin) -> str:

@@ -17,7 +17,7 @@ from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
 from marsrl.trainer.data.credit import Credited, variance_inflation
-from marsrl.trainer.data.empty_steps import why_nothing_trains
+from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
@@ -192,7 +192,7 @@ class Run:
         """Rank 0: keep the advantages for the samples log, and what a common baseline would cost."""
         assert self.driver is not None
         self.driver.credited.update(credited.advantages)
-        if self.config.rollout.pipeline == "trajectory":  # else a step has parts of instances, mostly of one agent
+        if self.config.has_whole_instances:  # else a step has parts of them, mostly of one agent
             self.driver.row.update(variance_inflation(credited.groups))
 
     @contextmanager
@@ -233,21 +233,21 @@ class Run:
             named = step_metrics(stats, list(self.agents))
             self.driver.row.update({prefix + name: value for name, value in named.items()})
 
-    def stop_if_nothing_trains(self, batch: Batch | None) -> None:
+    def stop_if_unusable(self, batch: Batch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
         Raises:
-            RuntimeError: the step has no completion and none is under way, or trainer.max_empty_steps steps in a row had
-                samples of which none had a gradient (on all ranks at once).
+            RuntimeError: more than rollout.max_error_share of the step ended in errors; it has no completion and none is
+                under way; or trainer.max_empty_steps steps in a row had samples of which none had a gradient (on all ranks
+                at once).
         """
-        if self.has_trained:
-            self.num_empty_steps = 0
-            return
         reason = ""
         if self.driver is not None and batch is not None:
-            self.num_empty_steps += bool(batch.groups)
+            self.num_empty_steps = 0 if self.has_trained else self.num_empty_steps + bool(batch.groups)
             is_last = self.num_empty_steps >= self.config.trainer.max_empty_steps
-            if is_last or not (batch.groups or self.driver.scheduler.num_unfinished):
+            is_over = not (self.has_trained or batch.groups or self.driver.scheduler.is_playing)
+            reason = too_many_errors(batch, self.config.rollout.max_error_share)
+            if not reason and (is_last or is_over):
                 reason = why_nothing_trains(batch, self.config, self.num_empty_steps)
         told = broadcast_bytes(f"step {self.step}: {reason}".encode() if self.driver is not None else None).decode()
         if not told.endswith(": "):
@@ -305,7 +305,7 @@ class Run:
             self.driver.row["sync/probe_tokens"] = report.probe.num_tokens
 
     def evaluate_if_due(self, step: int) -> None:
-        """Rank 0: an evaluation on the way, into this step's metrics as eval/{solver, verifier, corrector, system}."""
+        """Rank 0: an evaluation on the way, into this step's metrics as eval/{agent} and eval/system."""
         if self.driver is None or not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):

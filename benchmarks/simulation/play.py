@@ -116,7 +116,7 @@ class Simulation:
             overlap=setting.overlap,
             max_unfinished=MOST_TOKENS,  # never reached, so that every row is given the same problems a step
         )
-        team = simulated_team(self.replicas, constants, is_solver_only=setting.is_solver_only)
+        team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
         kind = EventScheduler if setting.overlap else Scheduler
         self.scheduler = kind(config, team, Problems(), seed=seed)
         self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))

@@ -8,9 +8,10 @@ from typing import cast
 
 import numpy as np
 
-from marsrl.rollout.agents.orchestration import Solver, VerifierCorrector
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.orchestrations.solver import Solver
+from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.team import Team, WatchedJudge
@@ -74,9 +75,11 @@ def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
 _RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 
-def simulated_team(replicas: SimulatedReplicas, constants: Constants, *, is_solver_only: bool = False) -> Team:
+def simulated_team(
+    replicas: SimulatedReplicas, constants: Constants, rollout: RolloutConfig, *, is_solver_only: bool = False
+) -> Team:
     kind = Solver if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = cast(ChatRenderer, StandInRenderer(constants))
     pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
-    return Team(agents, kind(agents, "math"), {"main": renderer}, {"main": pool}, WatchedJudge(judge))
+    return Team(agents, kind(agents, "math", rollout=rollout), {"main": renderer}, {"main": pool}, WatchedJudge(judge))

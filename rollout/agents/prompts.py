@@ -77,6 +77,14 @@ Look at every finding. Where you agree, repair your solution. Where you do not, 
 state your argument again, more clearly. The grader may be wrong: do not change what is right. Then write the whole \
 solution once more, complete in itself, with the final answer in \\boxed{}."""
 
+_MATH_DEBATER_USER = """\
+Others solved the same problem. Their solutions:
+
+{report}
+
+Compare them with yours, step by step where they differ. Keep what is right, whoever wrote it; the majority may be wrong. \
+Then write the whole solution once more, complete in itself, with the final answer in \\boxed{}."""
+
 MATH = PromptSet(
     name="math",
     turns={
@@ -86,6 +94,11 @@ MATH = PromptSet(
             Message("user", "{problem}"),
             Message("assistant", "{solution}"),
             Message("user", _MATH_CORRECTOR_USER),
+        ),
+        Role.DEBATER: (
+            Message("user", "{problem}"),
+            Message("assistant", "{solution}"),
+            Message("user", _MATH_DEBATER_USER),
         ),
     },
     read_answer=boxed_answer,
@@ -99,6 +112,11 @@ CHAIN = PromptSet(
         Role.SOLVER: (Message("user", "{problem}"),),
         Role.VERIFIER: (Message("system", "grade"), Message("user", "{problem} \n {solution}")),
         Role.CORRECTOR: (
+            Message("user", "{problem}"),
+            Message("assistant", "{solution}"),
+            Message("user", "{report} fix"),
+        ),
+        Role.DEBATER: (
             Message("user", "{problem}"),
             Message("assistant", "{solution}"),
             Message("user", "{report} fix"),

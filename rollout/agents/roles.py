@@ -1,4 +1,4 @@
-"""The three roles of the Verifier-Corrector system and how agents that play them follow each other."""
+"""The agents of a team, and the roles of the shipped prompts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What an agent does. Two agents may play one role (one prompt) and still be counted apart."""
+    """What an agent does, and so how it is prompted and read. Two agents may play one role and still be counted apart."""
 
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
     CORRECTOR = "corrector"  # problem, solution, report -> refined solution
+    DEBATER = "debater"  # problem, own solution, solutions of others -> solution
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration. predecessor: the agent whose outputs it is asked about; None = the problem."""
+    """One agent of an orchestration."""
 
     name: str
-    role: Role
-    predecessor: str | None
+    role: Role = Role.SOLVER
+
+    @property
+    def gives_verdicts(self) -> bool:
+        """It judges its first input; every other agent answers the problem."""
+        return self.role is Role.VERIFIER

@@ -33,9 +33,13 @@ _IDLE_S = 0.02  # nothing is under way: the trainer is rollout.overlap steps beh
 class BackgroundScheduler:
     """What the trainer's loop calls when rollout.overlap > 0; the same calls as scheduler.Scheduler. See the module."""
 
-    def __init__(self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int) -> None:
+    def __init__(
+        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
+    ) -> None:
         self._judges = ThreadPoolExecutor(1, thread_name_prefix="marsrl-judge")
-        self._scheduler = EventScheduler(config, team, source, seed=seed, judges=self._judges)
+        self._scheduler = EventScheduler(
+            config, team, source, seed=seed, trains_whole=trains_whole, judges=self._judges
+        )
         self._team = team
         self._changed = threading.Condition()  # its lock guards the scheduler's books
         self._thread: threading.Thread | None = None
@@ -57,6 +61,11 @@ class BackgroundScheduler:
     def num_unfinished(self) -> int:
         with self._changed:
             return self._scheduler.num_unfinished
+
+    @property
+    def is_playing(self) -> bool:
+        with self._changed:
+            return self._scheduler.is_playing
 
     def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> Batch:
         """The oldest batch that is not trained yet; waits for it where there is none.

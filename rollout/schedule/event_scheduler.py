@@ -2,8 +2,7 @@
 
     a result comes back
       | not finished                      -> its next segment is submitted
-      | finished  -> judged -> group complete? -> closed -> agent's groups of the instance all closed?
-                                                              -> picks -> their groups are opened and submitted
+      | finished  -> judged -> ask complete? -> closed -> what the team asks next is opened and submitted
 
     ask()   the trainer wants one more batch       stage s of new problems begins when stage s-1 has ended and
     take()  a batch, where one is ready            s <= batches asked for + rollout.overlap
@@ -28,8 +27,9 @@ from typing import NamedTuple
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
-from marsrl.rollout.schedule.partial_rollouts import OpenGroup
+from marsrl.rollout.schedule.partial_rollouts import OpenAsk
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Sample
@@ -41,12 +41,12 @@ _KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made f
 class _Key(NamedTuple):
     """A sample that is under way."""
 
-    group_id: str
-    place: int  # in the group
+    ask_id: str
+    place: int  # among the ask's samples
 
     @property
     def uid(self) -> str:
-        return f"{self.group_id}:{self.place}"
+        return f"{self.ask_id}:{self.place}"
 
 
 class EventScheduler(Ledger):
@@ -67,9 +67,10 @@ class EventScheduler(Ledger):
         source: ProblemSource,
         *,
         seed: int,
+        trains_whole: bool = False,
         judges: Executor | None = None,
     ) -> None:
-        super().__init__(config, team, source, seed=seed)
+        super().__init__(config, team, source, seed=seed, trains_whole=trains_whole)
         self.versions: Mapping[str, int] = {}
         self._judges = judges
         self._is_resting = True
@@ -110,7 +111,7 @@ class EventScheduler(Ledger):
         """Go on where `rest` stopped, under these policy versions; each sample's next segment is of its policy's."""
         self.versions = dict(versions)
         self._is_resting = False
-        overdue = [group for group in self.state.open.values() if self.is_overdue(group, self.versions)]
+        overdue = [opened for opened in self.state.open.values() if self.is_overdue(opened, self.versions)]
         self._close(overdue)
         self._begin_stage_if_due()
 
@@ -123,7 +124,7 @@ class EventScheduler(Ledger):
         self.state = state.scheduler
         self.source.load(state.source)
         self._num_asked = self.state.num_taken
-        keys = [_Key(group_id, index) for group_id, group in self.state.open.items() for index in group.partial]
+        keys = [_Key(ask_id, index) for ask_id, opened in self.state.open.items() for index in opened.partial]
         self._due = dict.fromkeys(keys)
         self._await(keys)
 
@@ -140,8 +141,8 @@ class EventScheduler(Ledger):
             return
         by_policy: dict[str, list[DecodeRequest]] = defaultdict(list)
         for key in self._due:
-            group = self.state.open[key.group_id]
-            by_policy[self.policy_of(group.ask.agent)].append(self._next_segment(group, key.place))
+            opened = self.state.open[key.ask_id]
+            by_policy[self.policy_of(opened.ask.agent)].append(self._next_segment(opened, key.place))
             self._in_flight[key.uid] = key
         self._due.clear()
         for policy, requests in by_policy.items():
@@ -162,13 +163,13 @@ class EventScheduler(Ledger):
     def absorb(self, results: Sequence[DecodeResult]) -> None:
         """Enter results into the books, with all that follows from them."""
         self.note_faults()
-        unjudged: list[tuple[_Key, Ask, Sample]] = []
+        unjudged: list[tuple[_Key, Episode, Ask, Sample]] = []
         for result in results:
             key = self._in_flight.pop(result.uid)
-            group = self.state.open[key.group_id]  # groups lose their stragglers at rest, when nothing is in flight
-            partial, finish = self.extended(group, key.place, result)
+            opened = self.state.open[key.ask_id]  # asks lose their stragglers at rest, when nothing is in flight
+            partial, finish = self.extended(opened, key.place, result)
             if finish is Finish.UNFINISHED:
-                group.partial[key.place] = partial
+                opened.partial[key.place] = partial
                 self._due[key] = None
                 if result.finish is Finish.UNFINISHED:  # aborted
                     self._decoded[key] += len(result.token_ids)
@@ -177,14 +178,14 @@ class EventScheduler(Ledger):
                     self._awaited.discard(key)
             else:
                 self._decoded.pop(key, None)
-                sample = self.sample(group, key.place, partial, finish, result.error)
-                unjudged.append((key, group.ask, sample))
+                sample = self.sample(opened, key.place, partial, finish, result.error)
+                unjudged.append((key, self.episode(opened.ask), opened.ask, sample))
         if unjudged:
-            keys, pairs = [key for key, _, _ in unjudged], [(ask, sample) for _, ask, sample in unjudged]
+            keys, finished = [each[0] for each in unjudged], [each[1:] for each in unjudged]
             if self._judges is not None:
-                self._judging[self._judges.submit(self.team.judged, pairs)] = keys
+                self._judging[self._judges.submit(self.team.judged, finished)] = keys
             else:
-                self._finish(keys, self.team.judged(pairs))
+                self._finish(keys, self.team.judged(finished))
         self._take_judged(wait=False)
         self._end_stage_if_due()
 
@@ -193,32 +194,31 @@ class EventScheduler(Ledger):
             self._finish(self._judging.pop(judging), judging.result())
 
     def _finish(self, keys: Iterable[_Key], samples: Iterable[Sample]) -> None:
-        """Judged samples into their groups; a sample stays partial until now, so that a snapshot loses nothing."""
-        touched: dict[str, OpenGroup] = {}
+        """Judged samples into their asks; a sample stays partial until now, so that a snapshot loses nothing."""
+        touched: dict[str, OpenAsk] = {}
         for key, sample in zip(keys, samples, strict=True):
             self._num_finished += key in self._awaited
             self._awaited.discard(key)
-            group = self.state.open[key.group_id]
-            del group.partial[key.place]
-            group.finished[key.place] = sample
-            touched[key.group_id] = group
+            opened = self.state.open[key.ask_id]
+            del opened.partial[key.place]
+            opened.finished[key.place] = sample
+            touched[key.ask_id] = opened
             self._note_length(sample.agent, len(sample.token_ids))
-        self._close([group for group in touched.values() if group.is_complete])
+        self._close([opened for opened in touched.values() if opened.is_complete])
 
-    def _close(self, groups: Iterable[OpenGroup]) -> None:
-        """Close groups, and open those that the next agent is asked about."""
-        for group in groups:
-            for index in group.partial:  # stragglers
-                key = _Key(group.ask.group_id, index)
+    def _close(self, asks: Iterable[OpenAsk]) -> None:
+        """Close asks, and open those that follow."""
+        for opened in asks:
+            for index in opened.partial:  # stragglers
+                key = _Key(opened.ask.id, index)
                 self._due.pop(key, None)
                 self._decoded.pop(key, None)
                 self._awaited.discard(key)
-            self.state.closed.append(self.close_group(group))
-            self._open(self.pick(group.ask.rollout_id, group.ask.agent))
+            self._open(self.close_ask(opened))
 
     def _open(self, asks: Sequence[Ask]) -> None:
-        for group in self.open_groups(asks, self.versions):
-            self._due.update(dict.fromkeys(_Key(group.ask.group_id, index) for index in group.partial))
+        for opened in self.open_asks(asks, self.versions):
+            self._due.update(dict.fromkeys(_Key(opened.ask.id, index) for index in opened.partial))
 
     # Stages.
 
@@ -235,12 +235,12 @@ class EventScheduler(Ledger):
         num_carried = self._num_carried()
         if num_carried <= self.config.max_unfinished:
             self._open(self.draw(num_carried))
-        self._await([_Key(group_id, index) for group_id, group in state.open.items() for index in group.partial])
+        self._await([_Key(ask_id, index) for ask_id, opened in state.open.items() for index in opened.partial])
         self._end_stage_if_due()
 
     def _num_carried(self) -> int:
         """Samples that have tokens and need more."""
-        return sum(bool(partial.segments) for group in self.state.open.values() for partial in group.partial.values())
+        return sum(bool(partial.segments) for opened in self.state.open.values() for partial in opened.partial.values())
 
     def _await(self, keys: Sequence[_Key]) -> None:
         self._awaited, self._num_awaited, self._num_finished = set(keys), len(keys), 0
@@ -266,10 +266,10 @@ class EventScheduler(Ledger):
 
     # Guesses of how long a completion gets: the longest are sent first.
 
-    def _next_segment(self, group: OpenGroup, index: int) -> DecodeRequest:
-        request = self.request(group, index, num_decoded=self._decoded[_Key(group.ask.group_id, index)])
-        known = len(group.partial[index].token_ids)
-        lengths = self._lengths[group.ask.agent]
+    def _next_segment(self, opened: OpenAsk, index: int) -> DecodeRequest:
+        request = self.request(opened, index, num_decoded=self._decoded[_Key(opened.ask.id, index)])
+        known = len(opened.partial[index].token_ids)
+        lengths = self._lengths[opened.ask.agent]
         longer = lengths[bisect.bisect_right(lengths, known) :]
         if not longer:
             return request

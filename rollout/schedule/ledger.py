@@ -1,14 +1,14 @@
 """What has been asked, what is being decoded and what is complete: the books that every scheduler keeps.
 
-    ask -> open group of G partial samples -> results -> finished samples -> judged -> closed group -> picks -> asks
+    asks -> open ones, of partial samples -> results -> finished samples -> judged -> closed -> groups for the trainer
+      ^------------------------------------- Orchestration.follow --------------------------'
 
 No engine, no clock and no order of its own in here: a scheduler says when each of these happens.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,9 +16,11 @@ import numpy as np
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.schedule.partial_rollouts import OpenGroup, Partial, Round
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
+from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
-from marsrl.rollout.team import Team, derive_seed
+from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample
 
 
@@ -38,8 +40,8 @@ class SchedulerState:
     """
 
     pending: list[Ask] = field(default_factory=list)  # asked in the next stage
-    open: dict[str, OpenGroup] = field(default_factory=dict)  # by group_id
-    rounds: dict[tuple[str, str], Round] = field(default_factory=dict)  # by (rollout_id, agent)
+    open: dict[str, OpenAsk] = field(default_factory=dict)  # by ask id
+    instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
     num_instances: int = 0  # problems drawn so far; a rollout_id is this number
     closed: list[Group] = field(default_factory=list)  # of the stage that is being played
     ready: list[Batch] = field(default_factory=list)  # of earlier stages, not trained yet
@@ -53,13 +55,19 @@ class SchedulerState:
             pending=list(self.pending),
             open={
                 key: replace(
-                    group,
-                    finished=dict(group.finished),
-                    partial={index: replace(partial) for index, partial in group.partial.items()},
+                    each,
+                    finished=dict(each.finished),
+                    partial={index: replace(partial) for index, partial in each.partial.items()},
                 )
-                for key, group in self.open.items()
+                for key, each in self.open.items()
             },
-            rounds={key: Round(dict(played.asks), dict(played.groups)) for key, played in self.rounds.items()},
+            instances={
+                key: Instance(
+                    {name: replace(e, asks=dict(e.asks), answers=dict(e.answers)) for name, e in each.episodes.items()},
+                    list(each.held),
+                )
+                for key, each in self.instances.items()
+            },
             num_instances=self.num_instances,
             closed=list(self.closed),
             ready=list(self.ready),
@@ -83,15 +91,19 @@ class Ledger:
     Args:
         source: where problems come from; each draw of one is a rollout instance of its own.
         seed: of the run; every request's and every pick's own seed derives from it.
+        trains_whole: the samples of a rollout instance are trained together, when all of it has ended, with its outcomes.
     """
 
     counts: Counter[str]  # metrics of the batch in the making
 
-    def __init__(self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int) -> None:
+    def __init__(
+        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
+    ) -> None:
         self.config = config
         self.team = team
         self.source = source
         self.seed = seed
+        self.trains_whole = trains_whole
         self.state = SchedulerState()
         self.counts = Counter()
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
@@ -99,7 +111,12 @@ class Ledger:
     @property
     def num_unfinished(self) -> int:
         """Samples that have been asked for and are not finished."""
-        return sum(len(group.partial) for group in self.state.open.values())
+        return sum(len(each.partial) for each in self.state.open.values())
+
+    @property
+    def is_playing(self) -> bool:
+        """Does anything of what was drawn go on, or wait to be trained?"""
+        return bool(self.state.instances or self.state.closed or self.state.ready)
 
     def note_stage(self) -> None:
         """A stage begins."""
@@ -117,44 +134,57 @@ class Ledger:
             self.counts["rollout/resubmitted"] += faults.resubmitted
             self.counts["rollout/failed_requests"] += faults.failed
 
+    def episode(self, ask: Ask) -> Episode:
+        """The episode of an ask that is not over."""
+        name = ask.episode_id
+        return self.state.instances[name.partition(".")[0]].episodes[name]
+
     def draw(self, num_carried: int = 0) -> list[Ask]:
         """A stage's new problems. num_carried: samples that go on in it, which take places with rollout.stage_size=total."""
         config, asks = self.config, []
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
         for _ in range(config.prompts_per_step - taken):
             self.state.num_instances += 1
-            rollout_id = f"{self.state.num_instances:06d}"
-            asks.append(self.team.orchestration.first_ask(rollout_id, self.source.next_problem()))
+            rollout_id, problem = f"{self.state.num_instances:06d}", self.source.next_problem()
+            team = self.team.orchestration
+            names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.num_episodes)]
+            episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
+            self.state.instances[rollout_id] = Instance(episodes)
+            for episode in list(episodes.values()):
+                asks += self.team.follow(episode)
+                self._end_if_over(episode)
         return asks
 
-    def open_groups(self, asks: Sequence[Ask], versions: Mapping[str, int]) -> list[OpenGroup]:
-        """Groups of partial samples without a token yet; an ask whose prompt is too long is counted and left out."""
-        opened = []
-        for ask in asks:
-            prompt = self.team.prompt(ask)
+    def open_asks(self, asks: Sequence[Ask], versions: Mapping[str, int]) -> list[OpenAsk]:
+        """Asks as partial samples without a token yet; one whose prompt is too long is over, counted, and followed on."""
+        opened, left = [], deque(asks)
+        while left:
+            ask = left.popleft()
+            episode = self.episode(ask)
+            prompt = self.team.prompt(episode, ask)
             if prompt is None:
-                self.counts["rollout/prompts_too_long"] += 1
+                self.counts["rollout/prompts_too_long"] += not episode.error
+                left.extend(self._over(ask, ()))
                 continue
-            group = OpenGroup(ask, *prompt, opened_version=versions[self.policy_of(ask.agent)])
-            group.partial = {index: Partial() for index in range(self.config.group_size)}
-            self.state.open[ask.group_id] = group
-            self.state.rounds.setdefault((ask.rollout_id, ask.agent), Round()).asks[ask.group_id] = ask
-            opened.append(group)
+            each = OpenAsk(ask, *prompt, opened_version=versions[self.policy_of(ask.agent)])
+            each.partial = {index: Partial() for index in range(ask.num_samples)}
+            self.state.open[ask.id] = each
+            opened.append(each)
         return opened
 
-    def request(self, group: OpenGroup, index: int, num_decoded: int = 0) -> DecodeRequest:
+    def request(self, opened: OpenAsk, index: int, num_decoded: int = 0) -> DecodeRequest:
         """The next segment of a partial sample, or what is left of it after num_decoded tokens."""
-        partial = group.partial[index]
-        uid = f"{group.ask.group_id}:{index}"
+        partial = opened.partial[index]
+        uid = f"{opened.ask.id}:{index}"
         left = self.config.max_response_tokens - len(partial.token_ids)
         return DecodeRequest(
             uid=uid,
-            token_ids=np.concatenate([group.prompt_ids, partial.token_ids]).astype(np.int32, copy=False),
+            token_ids=np.concatenate([opened.prompt_ids, partial.token_ids]).astype(np.int32, copy=False),
             max_new_tokens=min(left, max(1, self.config.tokens_per_stage - num_decoded)),
-            sampling=self.team.sampling(group.ask.agent),
+            sampling=self.team.sampling(opened.ask.agent),
             seed=derive_seed(self.seed, "decode", uid, len(partial.token_ids)),
-            affinity=group.ask.group_id,
-            experts_from=self._num_recorded(partial) if self._records_experts(group.ask.agent) else None,
+            affinity=opened.ask.id,
+            experts_from=self._num_recorded(partial) if self._records_experts(opened.ask.agent) else None,
         )
 
     def _records_experts(self, agent: str) -> bool:
@@ -165,43 +195,72 @@ class Ledger:
         """Tokens of prompt and completion whose experts earlier segments recorded."""
         return 0 if partial.routed_experts is None else len(partial.routed_experts)
 
-    def extended(self, group: OpenGroup, index: int, result: DecodeResult) -> tuple[Partial, Finish]:
+    def extended(self, opened: OpenAsk, index: int, result: DecodeResult) -> tuple[Partial, Finish]:
         """(the sample with this segment behind it, whether and how it has finished); the books are not changed."""
         self.counts["rollout/tokens"] += len(result.token_ids)
-        self.counts["rollout/prompt_tokens"] += len(group.prompt_ids) + len(group.partial[index].token_ids)
+        self.counts["rollout/prompt_tokens"] += len(opened.prompt_ids) + len(opened.partial[index].token_ids)
         self.counts["rollout/cached_tokens"] += result.num_cached_tokens
-        self.counts["rollout/errors"] += result.finish is Finish.ERROR
-        partial = replace(group.partial[index])
+        partial = replace(opened.partial[index])
         partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts)
         if result.finish in (Finish.STOP, Finish.ERROR):
             return partial, result.finish
         is_full = len(partial.token_ids) >= self.config.max_response_tokens
         return partial, Finish.LENGTH if is_full else Finish.UNFINISHED
 
-    def sample(self, group: OpenGroup, index: int, partial: Partial, finish: Finish, error: str) -> Sample:
+    def sample(self, opened: OpenAsk, index: int, partial: Partial, finish: Finish, error: str) -> Sample:
         """A finished sample, not judged yet."""
-        return self.team.sample(group.ask, index, (group.prompt_ids, group.prompt_text), partial, finish, error)
+        prompt = opened.prompt_ids, opened.prompt_text
+        return self.team.sample(self.episode(opened.ask), opened.ask, index, prompt, partial, finish, error)
 
-    def is_overdue(self, group: OpenGroup, versions: Mapping[str, int]) -> bool:
-        """Does the group go on without its stragglers?"""
-        age = versions[self.policy_of(group.ask.agent)] - group.opened_version
+    def is_overdue(self, opened: OpenAsk, versions: Mapping[str, int]) -> bool:
+        """Does the ask go on without its stragglers?"""
+        age = versions[self.policy_of(opened.ask.agent)] - opened.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
 
-    def close_group(self, group: OpenGroup) -> Group:
-        """Take the group off the books of open ones, with what has finished of it."""
-        self.counts["rollout/dropped_stragglers"] += len(group.partial)
-        samples = tuple(sample for _, sample in sorted(group.finished.items()))
-        done = Group(group.ask.group_id, group.ask.rollout_id, group.ask.agent, samples)
-        self.state.rounds[done.rollout_id, done.agent].groups[done.group_id] = done
-        del self.state.open[done.group_id]
-        return done
+    def close_ask(self, opened: OpenAsk) -> list[Ask]:
+        """Take an ask off the books of open ones, with what has finished of it; the asks that follow.
 
-    def pick(self, rollout_id: str, agent: str) -> list[Ask]:
-        """What the next agent is asked about, where all groups of this round are closed; [] where some are open."""
-        played = self.state.rounds[rollout_id, agent]
-        if not played.is_complete:
-            return []
-        rng = random.Random(derive_seed(self.seed, "pick", rollout_id, agent))
-        pairs = [(played.asks[group_id], played.groups[group_id]) for group_id in played.asks]
-        del self.state.rounds[rollout_id, agent]
-        return self.team.orchestration.next_asks(pairs, rng)
+        Groups that can be trained now are in state.closed.
+        """
+        self.counts["rollout/dropped_stragglers"] += len(opened.partial)
+        del self.state.open[opened.ask.id]
+        samples = tuple(sample for _, sample in sorted(opened.finished.items()))
+        self.counts["rollout/errors"] += sum(sample.finish is Finish.ERROR for sample in samples)
+        ask, episode = opened.ask, self.episode(opened.ask)
+        if self.trains_whole or ask.group != ask.id:
+            self.state.instances[episode.rollout_id].held += samples
+        else:
+            self.state.closed.append(Group(ask.group, episode.rollout_id, ask.agent, samples))
+        return self._over(opened.ask, samples)
+
+    def _over(self, ask: Ask, samples: tuple[Sample, ...]) -> list[Ask]:
+        episode = self.episode(ask)
+        episode.close(ask, samples)
+        asks = self.team.follow(episode)
+        self._end_if_over(episode)
+        return asks
+
+    def _end_if_over(self, episode: Episode) -> None:
+        """An episode without an open ask has ended; with the last one of its instance, what was held is trained."""
+        if episode.num_open:
+            return
+        instance = self.state.instances[episode.rollout_id]
+        if self.trains_whole:
+            outcomes = self.team.outcomes(episode)
+            instance.held = [
+                replace(each, outcome=outcomes[each.uid]) if each.uid in outcomes else each for each in instance.held
+            ]
+        self.counts["rollout/failed_episodes"] += episode.error != ""
+        del instance.episodes[episode.id]
+        if instance.episodes:
+            return
+        groups: dict[str, list[Sample]] = {}
+        for sample in instance.held:
+            groups.setdefault(sample.group_id, []).append(sample)
+        for name, samples in sorted(groups.items()):
+            agents = {sample.agent for sample in samples}
+            if len(agents) > 1:
+                raise ValueError(f"group {name} has samples of {', '.join(sorted(agents))}; a group is of one agent")
+            in_order = tuple(sorted(samples, key=lambda sample: sample.uid))
+            self.state.closed.append(Group(name, episode.rollout_id, agents.pop(), in_order))
+        del self.state.instances[episode.rollout_id]

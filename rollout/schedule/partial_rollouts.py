@@ -1,4 +1,4 @@
-"""What a stage leaves behind: groups whose samples are still being decoded, carried over with their tokens."""
+"""What a stage leaves behind: asks whose samples are still being decoded, carried over with their tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.types import Ask, FloatArray, Group, IntArray, Sample, Segment
+from marsrl.rollout.types import Ask, FloatArray, IntArray, Sample, Segment
 
 
 @dataclass(slots=True)
@@ -38,8 +39,8 @@ class Partial:
 
 
 @dataclass(slots=True)
-class OpenGroup:
-    """A group being decoded: its input, its finished samples and its partial ones, by index.
+class OpenAsk:
+    """An ask being decoded: its input, its finished samples and its partial ones, by index.
 
     opened_version: the policy version at which it was first submitted; its age is counted from there.
     """
@@ -57,12 +58,11 @@ class OpenGroup:
 
 
 @dataclass(slots=True)
-class Round:
-    """All groups of one agent of one rollout instance: picks pool over them, and wait until the last one is closed."""
+class Instance:
+    """One draw of a problem, as long as anything of it goes on.
 
-    asks: dict[str, Ask] = field(default_factory=dict)  # by group_id
-    groups: dict[str, Group] = field(default_factory=dict)  # the closed ones
+    episodes: by id, those that have not ended. held: samples that wait for its end, to be trained with all of it.
+    """
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.groups) == len(self.asks)
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    held: list[Sample] = field(default_factory=list)

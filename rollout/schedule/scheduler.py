@@ -4,7 +4,7 @@
                     | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
                     v
                finished samples -> parsed -> judged -> complete groups -> training queue (all agents at once)
-                                                          | once an agent's groups of an instance are all complete
+                                                          | what the team asks next (Orchestration.follow)
                                                           v
                                                      picks, asked in stage k+1
 
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
-from marsrl.rollout.schedule.partial_rollouts import OpenGroup
-from marsrl.rollout.types import Finish, Group, Sample
+from marsrl.rollout.schedule.partial_rollouts import OpenAsk
+from marsrl.rollout.types import Finish, Sample
 
 _PROGRESS_S = 0.2
 
@@ -73,35 +73,36 @@ class Scheduler(Ledger):
         asks, self.state.pending = self.state.pending, []
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
             asks += self.draw(self.num_unfinished)
-        self.open_groups(asks, versions)
+        self.open_asks(asks, versions)
         finished = self._decode(versions, progress)
         self.note_faults()
         self._judge(finished)
-        groups = self._close_groups(versions)
-        for rollout_id, agent in list(self.state.rounds):
-            self.state.pending += self.pick(rollout_id, agent)
+        for _, each in sorted(self.state.open.items()):
+            if each.is_complete or self.is_overdue(each, versions):
+                self.state.pending += self.close_ask(each)
+        groups, self.state.closed = self.state.closed, []
         return Batch(tuple(groups), self.counts)
 
-    def _decode(self, versions: Mapping[str, int], progress: Progress | None) -> list[tuple[OpenGroup, int, Sample]]:
+    def _decode(self, versions: Mapping[str, int], progress: Progress | None) -> list[tuple[OpenAsk, int, Sample]]:
         """One ordered submission to the engines; returns what finished, the rest stays partial."""
         finished = []
         for policy, pool in self.team.pools.items():
             work = [
-                (group, index)
-                for _, group in sorted(self.state.open.items())
-                if self.policy_of(group.ask.agent) == policy
-                for index in group.partial
+                (opened, index)
+                for _, opened in sorted(self.state.open.items())
+                if self.policy_of(opened.ask.agent) == policy
+                for index in opened.partial
             ]
-            requests = [self.request(group, index) for group, index in work]
+            requests = [self.request(opened, index) for opened, index in work]
             behind = _behind(self.counts["rollout/tokens"], progress)
             results = self._play(pool, requests, versions[policy], behind) if requests else []
-            for (group, index), result in zip(work, results, strict=True):
-                partial, finish = self.extended(group, index, result)
+            for (opened, index), result in zip(work, results, strict=True):
+                partial, finish = self.extended(opened, index, result)
                 if finish is Finish.UNFINISHED:
-                    group.partial[index] = partial
+                    opened.partial[index] = partial
                 else:
-                    del group.partial[index]
-                    finished.append((group, index, self.sample(group, index, partial, finish, result.error)))
+                    del opened.partial[index]
+                    finished.append((opened, index, self.sample(opened, index, partial, finish, result.error)))
         return finished
 
     def _play(
@@ -128,17 +129,10 @@ class Scheduler(Ledger):
         """Tokens of its completion that a request begins with."""
         return len(request.token_ids) - len(self.state.open[request.affinity].prompt_ids)
 
-    def _judge(self, finished: Sequence[tuple[OpenGroup, int, Sample]]) -> None:
-        judged = self.team.judged([(group.ask, sample) for group, _, sample in finished])
-        for (group, index, _), sample in zip(finished, judged, strict=True):
-            group.finished[index] = sample
-
-    def _close_groups(self, versions: Mapping[str, int]) -> list[Group]:
-        """Groups that are trained now: complete ones, and with drop_stragglers old ones without their stragglers."""
-        groups = [group for _, group in sorted(self.state.open.items())]
-        closed = [self.close_group(group) for group in groups if group.is_complete or self.is_overdue(group, versions)]
-        left, self.state.closed = self.state.closed, []  # the first is empty but for a run that had rollout.overlap
-        return left + closed
+    def _judge(self, finished: Sequence[tuple[OpenAsk, int, Sample]]) -> None:
+        judged = self.team.judged([(self.episode(each.ask), each.ask, sample) for each, _, sample in finished])
+        for (opened, index, _), sample in zip(finished, judged, strict=True):
+            opened.finished[index] = sample
 
 
 def _behind(done: int, progress: Progress | None) -> Progress | None:

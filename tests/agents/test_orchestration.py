@@ -7,15 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.agents.inference import EvaluationThread
-from marsrl.rollout.agents.orchestration import Orchestration, build_orchestration
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.picks import PickRule, is_right, pick
-from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.types import MISSING, Ask, Finish, Group, Problem, Reward, Sample, Segment
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.orchestrations.verifier_corrector import Loop, VerifierCorrector
+from marsrl.rollout.types import MISSING, Ask, Finish, Problem, Reward, Sample, Segment
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
 NONE = np.zeros(0, np.int32)
-TEAM = build_orchestration("verifier_corrector", {}, "math")
+
+
+def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: int | bool) -> VerifierCorrector:
+    evaluate = EvaluateConfig.model_validate(rules)
+    team = build_orchestration("verifier_corrector", agents or {}, "math", None, RolloutConfig(picks=picks), evaluate)
+    assert isinstance(team, VerifierCorrector)
+    return team
+
+
+TEAM = five()
 
 
 def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, **changes: object) -> Sample:
@@ -24,6 +35,16 @@ def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, **chang
         Finish.STOP, text="t", reward=Reward(correct, correct),
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
+    """An ask of the agent, in an episode that holds what it shows."""
+    episode = Episode("r", "r", PROBLEM)
+    uids = []
+    for number, each in enumerate(inputs):
+        uids.append(f"{each.uid}:{number}")
+        episode.answers[each.uid] = (replace(TEAM.parse(each), uid=uids[-1], reward=each.reward),)
+    return episode, Ask("r/x", agent, tuple(uids))
 
 
 # ------------------------------------------------------------------ rewards
@@ -46,10 +67,9 @@ def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
     verdict: bool | None, solution_correct: float, value: float | None
 ) -> None:
     solution = sample("s", correct=solution_correct)
-    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
-    reward = TEAM.reward(ask, sample("v", "verifier1", verdict=verdict))
+    reward = TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=verdict))
     if value is None:
-        assert reward.is_missing and math.isnan(reward.correct) and "(s)" in reward.note
+        assert reward.is_missing and math.isnan(reward.correct) and "(s:0)" in reward.note
     elif verdict is None:
         assert reward == Reward(0.0, 0.0, note="no verdict")
     else:
@@ -59,42 +79,40 @@ def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
 @pytest.mark.parametrize("known", [Reward(MISSING, 1.0), Reward(1.0, MISSING)])
 def test_what_is_half_known_is_neither_judged_nor_handed_on(known: Reward) -> None:
     solution = sample("s", answer="1", reward=known)
-    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
-    assert TEAM.reward(ask, sample("v", "verifier1", verdict=True)).is_missing
+    assert TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=True)).is_missing
     assert not TEAM.is_eligible(solution, "verifier1")
     assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=known), "corrector1")
 
 
 def test_a_verifier_that_was_given_no_solution_is_an_error() -> None:
     with pytest.raises(ValueError, match="Verifier sample v holds no solution"):
-        TEAM.reward(Ask("r", PROBLEM, "verifier1"), sample("v", "verifier1", verdict=True))
+        TEAM.reward(*showing(), sample("v", "verifier1", verdict=True))
 
 
 def test_a_penalty_on_the_solution_does_not_change_what_the_verifier_should_say() -> None:
     solution = sample("s", reward=Reward(0.9, 1.0))
-    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
-    assert TEAM.reward(ask, sample("v", "verifier1", verdict=True)).value == 1
+    assert TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=True)).value == 1
 
 
 @pytest.mark.parametrize("agent", ["solver", "verifier1", "corrector2"])
 def test_overlong_gets_zero_and_an_engine_error_is_missing(agent: str) -> None:
     solution = sample("s", correct=1.0)
-    ask = Ask("r", PROBLEM, agent, solution, solution)
-    overlong = TEAM.reward(ask, sample("x", agent, finish=Finish.LENGTH, verdict=True, answer="1"), Reward(1.0, 1.0))
+    asked = showing(solution, agent=agent)
+    overlong = TEAM.reward(*asked, sample("x", agent, finish=Finish.LENGTH, verdict=True, answer="1"), Reward(1.0, 1.0))
     assert overlong == Reward(0.0, 0.0, note="overlong")
-    failed = TEAM.reward(ask, sample("x", agent, finish=Finish.ERROR))
+    failed = TEAM.reward(*asked, sample("x", agent, finish=Finish.ERROR))
     assert failed.is_missing and math.isnan(failed.correct) and failed.note == "the engine gave the sample up"
     with pytest.raises(ValueError, match="not finished"):
-        TEAM.reward(ask, sample("x", agent, finish=Finish.UNFINISHED))
+        TEAM.reward(*asked, sample("x", agent, finish=Finish.UNFINISHED))
 
 
 def test_a_solver_is_paid_what_the_task_says_and_nothing_without_an_answer() -> None:
-    ask = TEAM.first_ask("r", PROBLEM)
-    assert TEAM.reward(ask, sample("s", answer="1"), Reward(1.0, 1.0)).value == 1
-    assert TEAM.reward(ask, sample("s", answer="1"), Reward(MISSING, MISSING)).is_missing
-    assert TEAM.reward(ask, sample("s"), Reward(1.0, 1.0)) == Reward(0.0, 0.0, note="no answer")
+    asked = showing(agent="solver")
+    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(1.0, 1.0)).value == 1
+    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(MISSING, MISSING)).is_missing
+    assert TEAM.reward(*asked, sample("s"), Reward(1.0, 1.0)) == Reward(0.0, 0.0, note="no answer")
     with pytest.raises(ValueError, match="no judgement"):
-        TEAM.reward(ask, sample("s", answer="1"))
+        TEAM.reward(*asked, sample("s", answer="1"))
 
 
 @pytest.mark.parametrize("agent", ["solver", "corrector1"])
@@ -108,30 +126,23 @@ def test_the_task_judges_answers_of_whole_completions_only(agent: str) -> None:
 def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
     solution = sample("s", text=r"<think>secret</think> \boxed{4}", correct=0.0)
     report = sample("v", "verifier1", text="<think>hm</think>step 2\nVerdict: wrong", verdict=False, correct=1.0)
-    first = TEAM.first_ask("r", PROBLEM)
-    assert first == Ask("r", PROBLEM, "solver")
-    assert [m.content for m in TEAM.messages(first)] == [PROBLEM.question]
-    about = TEAM.ask_about("verifier1", solution, first)
-    assert about == Ask("r", PROBLEM, "verifier1", parent=solution, solution=solution)
-    (_, question) = TEAM.messages(about)
-    assert (
-        PROBLEM.question in question.content and r"\boxed{4}" in question.content and "secret" not in question.content
-    )
-    correction = TEAM.ask_about("corrector1", report, about)
-    assert correction == Ask("r", PROBLEM, "corrector1", parent=report, solution=solution, report=report)
-    problem, said, told = TEAM.messages(correction)
+    episode, first = showing(agent="solver")
+    assert [m.content for m in TEAM.messages(episode, first)] == [PROBLEM.question]
+    (_, question) = TEAM.messages(*showing(solution))
+    assert PROBLEM.question in question.content and r"\boxed{4}" in question.content
+    assert "secret" not in question.content
+    problem, said, told = TEAM.messages(*showing(solution, report, agent="corrector1"))
     assert (problem.content, said.content) == (PROBLEM.question, r"\boxed{4}")
     assert "step 2\nVerdict: wrong" in told.content and "hm" not in told.content.partition("step 2")[0]
-    assert TEAM.shown(sample("s", text="<think>never closed")) == ""
-    assert TEAM.shown(sample("s", text="closed </think> never opened", prompt_text="<think>")) == "never opened"
+    assert TEAM.parse(sample("s", text="<think>never closed")).shown == ""
+    assert TEAM.parse(sample("s", text="closed </think> never opened", prompt_text="<think>")).shown == "never opened"
 
 
 def test_an_agent_has_its_own_prompts_and_the_others_the_tasks() -> None:
     team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(prompt="chain")}, "math")
     assert team.parse(sample("v", "verifier1", text="so Verdict: wrong then")).verdict is False  # the chain's grammar
     assert team.parse(sample("v", "verifier2", text="so Verdict: wrong then")).verdict is None
-    solution = sample("s", text="x")
-    assert team.messages(Ask("r", PROBLEM, "verifier1", solution, solution))[0].content == "grade"
+    assert team.messages(*showing(sample("s", text="x")))[0].content == "grade"
 
 
 def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> None:
@@ -151,17 +162,16 @@ def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> No
 def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
     team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
     report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
-    assert report.verdict is True
-    assert team.shown(report) == ""
+    assert report.verdict is True and report.shown == ""
     cut = sample("v", "verifier1", text="step 2 **Correctness** wrong", answer="4", finish=Finish.LENGTH)
-    assert (team.parse(cut).verdict, team.parse(cut).answer, team.shown(cut)) == (False, None, "step 2")
+    read = team.parse(cut)
+    assert (read.verdict, read.answer, read.shown) == (False, None, "step 2")
     assert team.parse(replace(cut, agent="verifier2")).verdict is None  # the other one is strict
-    assert team.shown(sample("c", "corrector1", text="x **Correctness** y")) == "x **Correctness** y"
-    solution = sample("s", correct=1.0)
-    ask = Ask("r", PROBLEM, "verifier1", solution, solution)
-    assert team.reward(ask, report).value == 1
+    assert team.parse(sample("c", "corrector1", text="x **Correctness** y")).shown == "x **Correctness** y"
+    asked = showing(sample("s", correct=1.0))
+    assert team.reward(*asked, report).value == 1
     thinking = team.parse(sample("v", "verifier1", text="<think>correctness: correct"))
-    assert thinking.verdict is True and team.reward(ask, thinking) == Reward(0.0, 0.0, note="no verdict")
+    assert thinking.verdict is True and team.reward(*asked, thinking) == Reward(0.0, 0.0, note="no verdict")
 
 
 # ------------------------------------------------------------------ picks
@@ -214,82 +224,104 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
         pick([], 2, "best", True, random.Random(0))  # type: ignore[arg-type]
 
 
-def finished(agent: str, samples: list[Sample], solution: Sample | None = None) -> tuple[Ask, Group]:
-    ask = Ask("r", PROBLEM, agent, solution, solution)
-    return ask, Group(ask.group_id, "r", agent, tuple(samples))
+# ------------------------------------------------------------------ training
+
+
+def answered(team: Orchestration, *rounds: list[Sample], episode: Episode | None = None) -> tuple[Episode, list[Ask]]:
+    """(the episode, what is asked next) after each round's samples answered the asks, all on the first of them."""
+    episode = episode or Episode("r", "r", PROBLEM)
+    for samples in rounds:
+        asks = episode.enter(team.follow(episode))
+        for ask, own in zip(asks, [samples, *[[]] * len(asks)], strict=False):
+            episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(own)])
+    return episode, episode.enter(team.follow(episode))
+
+
+def inputs(asks: list[Ask]) -> list[str]:
+    """What each is about, without the path."""
+    return [(ask.parent_uid or "").rpartition("/")[2] for ask in asks]
+
+
+RIGHT = {"answer": "1", "shown": "t", "correct": 1.0}
+FLAGS = {"verdict": False, "shown": "t"}
+
+
+def test_every_ask_names_its_ancestors_and_its_samples_are_a_group() -> None:
+    first = TEAM.follow(Episode("r", "r", PROBLEM))
+    assert first == [Ask("r/solver", "solver", (), 8, "r/solver")]
+    episode, asks = answered(TEAM, [sample("s", **RIGHT)])
+    assert asks == [Ask("r/solver:0/verifier1", "verifier1", ("r/solver:0",), 8, "r/solver:0/verifier1")]
+    _, asks = answered(
+        TEAM, [sample("v", correct=0.0, **FLAGS)], episode=Episode("r", "r", PROBLEM, 0, "train", *_of(episode))
+    )
+    name = "r/solver:0/verifier1:0/corrector1"
+    assert asks == [Ask(name, "corrector1", ("r/solver:0", "r/solver:0/verifier1:0"), 8, name)]
+
+
+def _of(episode: Episode) -> tuple[dict[str, Ask], dict[str, tuple[Sample, ...]]]:
+    """Asks and answers, without those that are asked and not answered: they are asked again."""
+    return {name: ask for name, ask in episode.asks.items() if name in episode.answers}, dict(episode.answers)
 
 
 def test_only_finished_parsable_rewarded_outputs_are_handed_on() -> None:
-    good = sample("good", answer="1", correct=1.0)
-    group = finished(
-        "solver",
-        [
-            good,
-            sample("no-answer", correct=0.0),
-            sample("missing", answer="1"),
-            sample("long", answer="1", correct=0.0, finish=Finish.LENGTH),
-        ],
-    )
-    asks = TEAM.next_asks([group], random.Random(0))
-    assert [(a.agent, a.parent, a.solution, a.report) for a in asks] == [("verifier1", good, good, None)]
+    solved = [
+        sample("good", **RIGHT),
+        sample("no-answer", correct=0.0),
+        sample("missing", answer="1"),
+        sample("long", answer="1", correct=0.0, finish=Finish.LENGTH),
+    ]
+    _, asks = answered(TEAM, solved)
+    assert [(ask.agent, *ask.inputs) for ask in asks] == [("verifier1", "r/solver:0")]
 
 
 def test_only_a_finished_rewarded_report_that_flags_an_error_is_handed_to_a_corrector() -> None:
-    solution = sample("s", correct=0.0)
     reports = [
-        sample("flags", "verifier1", verdict=False, correct=1.0),
-        sample("passes", "verifier1", verdict=True, correct=0.0),
-        sample("without-verdict", "verifier1", verdict=None, correct=0.0),
-        sample("long", "verifier1", verdict=False, correct=0.0, finish=Finish.LENGTH),
-        sample("missing", "verifier1", verdict=False),
+        sample("flags", verdict=False, correct=1.0),
+        sample("passes", verdict=True, correct=0.0),
+        sample("without-verdict", verdict=None, correct=0.0),
+        sample("long", verdict=False, correct=0.0, finish=Finish.LENGTH),
+        sample("missing", verdict=False),
     ]
-    asks = TEAM.next_asks([finished("verifier1", reports, solution)], random.Random(0))
-    assert [(a.agent, a.report and a.report.uid) for a in asks] == [("corrector1", "flags")]
+    _, asks = answered(TEAM, [sample("s", answer="1", correct=0.0)], reports)
+    assert [(ask.agent, *ask.inputs) for ask in asks] == [("corrector1", "r/solver:0", "r/solver:0/verifier1:0")]
 
 
 def test_what_could_not_be_read_is_handed_on_where_that_is_asked_for() -> None:
-    def picked(agents: dict[str, AgentConfig], group: tuple[Ask, Group]) -> set[str | None]:
-        team = build_orchestration("verifier_corrector", agents, "math", num_picks=9)
-        return {ask.parent.uid if ask.parent else None for ask in team.next_asks([group], random.Random(0))}
+    solved = [
+        sample("good", **RIGHT),
+        sample("no-answer", correct=0.0, shown="t"),
+        sample("in-thought", correct=0.0),
+        sample("long", correct=0.0, finish=Finish.LENGTH, shown="t"),
+        sample("missing", shown="t"),
+    ]
+    reports = [
+        sample("flags", correct=1.0, **FLAGS),
+        sample("passes", verdict=True, correct=0.0, shown="t"),
+        sample("without-verdict", correct=0.0, shown="t"),
+    ]
 
-    answers = finished(
-        "solver",
-        [
-            sample("good", answer="1", correct=1.0),
-            sample("no-answer", correct=0.0),
-            sample("in-thought", correct=0.0, text="<think> 7"),
-            sample("long", correct=0.0, finish=Finish.LENGTH),
-            sample("missing"),
-        ],
-    )
+    def picked(agents: dict[str, AgentConfig], *rounds: list[Sample]) -> set[str]:
+        return set(inputs(answered(five(agents, picks=9), *rounds)[1]))
+
     asks_all = AgentConfig(pick_unparsable=True)
-    assert picked({}, answers) == {"good"}
-    assert picked({"verifier1": asks_all}, answers) == {"good", "no-answer"}
-    assert picked({"corrector1": asks_all}, answers) == {"good"}
-    reports = finished(
-        "verifier1",
-        [
-            sample("flags", "verifier1", verdict=False, correct=1.0),
-            sample("passes", "verifier1", verdict=True, correct=0.0),
-            sample("without-verdict", "verifier1", correct=0.0),
-        ],
-        sample("s", correct=0.0),
-    )
-    assert picked({}, reports) == {"flags"}
-    assert picked({"corrector1": asks_all}, reports) == {"flags", "without-verdict"}
+    assert picked({}, solved) == {"solver:0"}
+    assert picked({"verifier1": asks_all}, solved) == {"solver:0", "solver:1"}
+    assert picked({"corrector1": asks_all}, solved) == {"solver:0"}
+    wrong = [sample("s", answer="1", correct=0.0)]
+    assert picked({}, wrong, reports) == {"verifier1:0"}
+    assert picked({"corrector1": asks_all}, wrong, reports) == {"verifier1:0", "verifier1:2"}
     accepts = AgentConfig(missing_verdict="correct")
-    assert picked({"corrector1": asks_all, "verifier1": accepts}, reports) == {"flags"}
+    assert picked({"corrector1": asks_all, "verifier1": accepts}, wrong, reports) == {"verifier1:0"}
 
 
 def test_a_solver_alone_is_asked_once_and_nobody_after_it() -> None:
     team = build_orchestration("solver", {}, "math")
     assert list(team.settings) == ["solver"] and team.verifiers == ()
     assert TEAM.verifiers == ("verifier1", "verifier2")
-    assert team.next_asks([finished("solver", [sample("s", answer="1", correct=1.0)])], random.Random(0)) == []
-    for text, reason in (("\\boxed{7}", "nobody verifies"), ("<think>", "truncated solution")):
-        thread, asked = play([("solver", text, Finish.STOP)], team)
-        assert (asked, thread.next_ask(), thread.outcome.reason) == (["solver"], None, reason)
-        assert (thread.outcome.final.text, thread.outcome.num_iterations) == (text, 0)
+    episode, asks = answered(team, [sample("s", **RIGHT)])
+    assert asks == [] and team.outcome(episode) == episode.sample("r/solver:0")
+    assert team.outcomes(episode) == {"r/solver:0": 1.0}
+    assert [ask.num_samples for ask in team.follow(Episode("e", "e", PROBLEM, 0, "evaluate"))] == [1]
     with pytest.raises(ValueError, match="agents.verifier1: solver has no such agent; it has solver"):
         build_orchestration("solver", {"verifier1": AgentConfig()}, "math")
 
@@ -297,53 +329,69 @@ def test_a_solver_alone_is_asked_once_and_nobody_after_it() -> None:
 def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
-    team = build_orchestration("verifier_corrector", {"corrector2": AgentConfig(pick="balanced")}, "math")
-
-    def picked(agent: str) -> tuple[set[str], list[str]]:
-        group = finished(agent, [replace(s, agent=agent) for s in right + wrong], sample("s"))
-        asks = team.next_asks([group], random.Random(0))
-        return {ask.agent for ask in asks}, [ask.parent.uid[0] for ask in asks if ask.parent]
-
+    team = five({"corrector2": AgentConfig(pick="balanced")})
     # two of six; a Verifier is asked about wrong solutions, a Corrector about errors that were really there
-    assert picked("solver") == ({"verifier1"}, ["w", "w"])
-    assert picked("verifier1") == ({"corrector1"}, ["r", "r"])
-    assert picked("corrector1") == ({"verifier2"}, ["w", "w"])
-    assert picked("verifier2") == ({"corrector2"}, ["r", "w"])
-    assert picked("corrector2") == (set(), [])
+    episode, asks = answered(team, right + wrong)
+    for agent, kinds in (
+        ("verifier1", {False}),
+        ("corrector1", {True}),
+        ("verifier2", {False}),
+        ("corrector2", {True, False}),
+    ):
+        assert [ask.agent for ask in asks] == [agent] * 2
+        assert {is_right(episode.sample(ask.inputs[-1])) for ask in asks} == kinds
+        for ask in asks:
+            samples = [replace(s, uid=f"{ask.id}:{i}", agent=agent) for i, s in enumerate(right + wrong)]
+            episode.close(ask, samples)
+        asks = episode.enter(team.follow(episode))
+    assert asks == [] and episode.num_open == 0
 
 
-def test_groups_of_two_agents_or_instances_are_not_picked_from_together() -> None:
-    assert TEAM.next_asks([], random.Random(0)) == []
-    group = finished("solver", [sample("s", answer="1", correct=1.0)])
-    other = (replace(group[0], rollout_id="r2"), group[1])
-    for second in (other, finished("corrector1", [])):
-        with pytest.raises(ValueError, match="one agent of one rollout instance"):
-            TEAM.next_asks([group, second], random.Random(0))
+def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last() -> None:
+    solved = [sample("s1", answer="1", correct=0.0), sample("s2", answer="1", correct=0.0)]
+    found = sample("v1", verdict=False, correct=1.0)
+    false_alarm = sample("v2", verdict=False, correct=0.0)
+    for order in (1, -1):
+        episode, asks = answered(TEAM, solved)
+        reports = list(zip(asks, ([found, found], [false_alarm]), strict=True))[::order]
+        for ask, samples in reports:
+            assert episode.enter(TEAM.follow(episode)) == []
+            episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(samples)])
+        corrections = episode.enter(TEAM.follow(episode))  # adaptive: the errors that were really there
+        assert inputs(corrections) == ["verifier1:0", "verifier1:1"]
+        assert {ask.inputs[0] for ask in corrections} == {asks[0].inputs[0]}
 
 
-def test_picks_are_pooled_over_the_groups_of_an_instance_and_keep_their_own_solutions() -> None:
-    first, second = sample("s1", correct=0.0), sample("s2", correct=1.0)
-    found = sample("v1", "verifier1", verdict=False, correct=1.0)
-    false_alarm = sample("v2", "verifier1", verdict=False, correct=0.0)
-    passed = sample("v3", "verifier1", verdict=True, correct=1.0)
-    groups = [finished("verifier1", [false_alarm, passed], second), finished("verifier1", [found], first)]
-    team = build_orchestration("verifier_corrector", {}, "math", num_picks=1)
-    for order in (groups, groups[::-1]):
-        (ask,) = team.next_asks(order, random.Random(0))  # adaptive: the error that was really there
-        assert (ask.agent, ask.solution, ask.report) == ("corrector1", first, found)
-    assert {a.parent.uid for a in TEAM.next_asks(groups, random.Random(0)) if a.parent} == {"v1", "v2"}
+def test_a_problem_that_nobody_flagged_ends_the_episode() -> None:
+    episode, asks = answered(TEAM, [sample("s", **RIGHT)], [sample("v", verdict=True, correct=1.0)])
+    assert asks == [] and episode.num_open == 0
+    assert answered(TEAM, [])[1] == []  # nothing came, or the prompt was too long
 
 
-def test_a_problem_that_nobody_flagged_and_the_last_agent_end_the_episode() -> None:
-    solution = sample("s", correct=1.0)
-    passed = sample("v", "verifier1", verdict=True, correct=1.0)
-    assert TEAM.next_asks([finished("verifier1", [passed], solution)], random.Random(0)) == []
-    assert TEAM.next_asks([finished("corrector2", [sample("c", answer="1", correct=1.0)])], random.Random(0)) == []
+def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
+    team = five(picks=2)
+    solved = [sample("s0", **RIGHT), sample("s1", answer="2", correct=0.0), sample("s2", answer="3")]
+    reports = [
+        sample("v0", verdict=True, correct=0.0),
+        sample("v1", verdict=False, correct=1.0),
+        sample("v2", verdict=None, correct=0.25),
+    ]
+    mended = [sample("c0", answer="1", correct=1.0), sample("c1", answer="2", correct=0.0)]
+    episode, _ = answered(team, solved, reports, mended)
+    found = {uid.removeprefix("r/"): value for uid, value in team.outcomes(episode).items()}
+    judged = next(uid for uid in found if uid.endswith("verifier1:1")).partition("/")[0]
+    report = f"{judged}/verifier1:1"
+    truth = {"solver:0": 1.0, "solver:1": 0.0}
+    assert found[f"{judged}/verifier1:0"] == truth[judged]  # a leaf: the solution that it judged
+    assert found[f"{report}/corrector1:0"] == 1.0 and found[f"{report}/corrector1:1"] == 0.0
+    assert found[f"{judged}/verifier1:2"] == 0.25  # it judged nothing: its own
+    assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
+    assert math.isnan(found["solver:2"])
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="verifier_corrector"):
-        build_orchestration("debate", {}, "math")
+    with pytest.raises(ValueError, match="debate, solver, solver_verifier, verifier_corrector, and your own as FILE"):
+        build_orchestration("debates", {}, "math")
     with pytest.raises(ValueError, match="corrector2"):
         build_orchestration("verifier_corrector", {"solvr": AgentConfig()}, "math")
     with pytest.raises(ValueError, match="has no agent 'solvr'; it has solver, verifier1"):
@@ -356,130 +404,115 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 def play(
-    script: list[tuple[str, str, Finish]], team: Orchestration = TEAM, **rules: int | bool
-) -> tuple[EvaluationThread, list[str]]:
-    """Answer the thread's asks from the script of (agent, text, finish); the agents that were asked."""
-    thread = EvaluationThread(team, PROBLEM, "e", **rules)  # type: ignore[arg-type]
-    asked = []
+    script: list[tuple[str, str, Finish]], agents: dict[str, AgentConfig] | None = None, **rules: int | bool
+) -> Loop:
+    """How the loop stands after its asks were answered from the script of (agent, text, finish)."""
+    team = five(agents, **rules)
+    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
     for number, (agent, text, finish) in enumerate(script):
-        ask = thread.next_ask()
-        assert ask is not None, f"ended before {agent}: {thread.outcome.reason}"
-        assert ask.agent == agent
-        asked.append(ask.agent)
-        thread.receive(team.parse(sample(f"{number}", agent, text=text, finish=finish)))
-    return thread, asked
+        asks = episode.enter(team.follow(episode))
+        assert [ask.agent for ask in asks] == [agent], f"call {number}: {team.loop(episode).reason}"
+        (ask,) = asks
+        assert ask.num_samples == 1
+        said = sample(f"{ask.id}:0", agent, text=text, finish=finish, problem_id=str(number))
+        episode.close(ask, [team.parse(said)])
+    loop = team.loop(episode)
+    assert (team.outcome(episode) is loop.final) and (loop.final is None) == (loop.reason == "")
+    assert (episode.enter(team.follow(episode)) == []) == (loop.reason != "")
+    return loop
+
+
+def final(loop: Loop) -> int | None:
+    """The number of the call whose answer counts."""
+    return None if loop.final is None else int(loop.final.problem_id)
 
 
 OK = Finish.STOP
-RIGHT, WRONG = "Verdict: correct", "bad\nVerdict: wrong"
+YES, WRONG = "Verdict: correct", "bad\nVerdict: wrong"
 
 
-def test_a_thread_says_what_is_wrong_with_its_rules_and_answers() -> None:
-    for rules in ({"accept_after": 0}, {"max_iterations": 0}):
-        with pytest.raises(ValueError, match="must be at least 1"):
-            EvaluationThread(TEAM, PROBLEM, "e", **rules)  # type: ignore[arg-type]
-    thread = EvaluationThread(TEAM, PROBLEM, "e", accept_after=1, max_iterations=1)
-    assert thread.next_ask() == TEAM.first_ask("e", PROBLEM) and thread.num_iterations == 0
-    with pytest.raises(RuntimeError, match="has not ended"):
-        _ = thread.outcome
-    with pytest.raises(ValueError, match="v is by verifier1, but solver was asked"):
-        thread.receive(sample("v", "verifier1"))
-    thread.receive(sample("s"))
-    thread.receive(sample("v", "verifier1", verdict=True))
-    with pytest.raises(RuntimeError, match="sample late answers nothing"):
-        thread.receive(sample("late"))
-    assert thread.next_ask() is None
-
-
-def test_by_default_four_acceptances_in_a_row_end_a_thread_and_ten_calls_do() -> None:
-    thread, _ = play([("solver", "s", OK)] + [("verifier1", RIGHT, OK)] * 4)
-    assert (thread.outcome.reason, thread.outcome.num_iterations) == ("accepted", 4)
+def test_by_default_four_acceptances_in_a_row_end_a_loop_and_ten_calls_do() -> None:
+    loop = play([("solver", "s", OK)] + [("verifier1", YES, OK)] * 4)
+    assert (loop.reason, loop.num_iterations) == ("accepted", 4)
     script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
     script += [("corrector2", "c", OK), ("verifier2", WRONG, OK)] * 8
-    thread, _ = play(script)
-    assert (thread.outcome.reason, thread.outcome.num_iterations) == ("max_iterations", 10)
-    assert not thread.outcome.is_accepted and len(thread.outcome.candidates) == 10
+    loop = play(script)
+    assert (loop.reason, loop.num_iterations) == ("max_iterations", 10)
+    assert not loop.is_accepted and len(loop.candidates) == 10
 
 
-def test_every_ask_of_a_thread_shows_what_came_before() -> None:
-    thread = EvaluationThread(TEAM, PROBLEM, "e")
-    solved = sample("s", text="s")
-    thread.receive(solved)
-    judged = thread.next_ask()
-    assert judged == Ask("e", PROBLEM, "verifier1", solved, solved)
-    report = sample("v", "verifier1", text="no", verdict=False)
-    thread.receive(report)
-    assert thread.next_ask() == Ask("e", PROBLEM, "corrector1", report, solved, report)
-    mended = sample("c", "corrector1", text="c")
-    thread.receive(mended)
-    assert thread.next_ask() == Ask("e", PROBLEM, "verifier2", mended, mended)
-    second = sample("v2", "verifier2", text="no", verdict=False)
-    thread.receive(second)
-    assert thread.next_ask() == Ask("e", PROBLEM, "corrector2", second, mended, second)
+def test_every_ask_of_a_loop_shows_what_came_before() -> None:
+    script = [("solver", "s", OK), ("verifier1", YES, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
+    script += [("verifier2", WRONG, OK)]
+    solved = "e/solver:0"
+    report = f"{solved}/verifier1#2:0"
+    mended = f"{report}/corrector1:0"
+    assert [(ask.id, ask.inputs) for ask in play(script).asks] == [
+        ("e/solver", ()),
+        ("e/solver:0/verifier1", (solved,)),
+        ("e/solver:0/verifier1#2", (solved,)),  # to confirm
+        (f"{report}/corrector1", (solved, report)),
+        (f"{mended}/verifier2", (mended,)),
+        (f"{mended}/verifier2:0/corrector2", (mended, f"{mended}/verifier2:0")),
+    ]
 
 
 def test_a_candidate_needs_consecutive_acceptances() -> None:
-    thread, _ = play(
-        [("solver", "s", OK), ("verifier1", RIGHT, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
-        + [("verifier2", RIGHT, OK)] * 2,
+    loop = play(
+        [("solver", "s", OK), ("verifier1", YES, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
+        + [("verifier2", YES, OK)] * 2,
         accept_after=2,
     )
-    outcome = thread.outcome
-    assert (outcome.final.uid, outcome.is_accepted, outcome.num_iterations) == ("3", True, 4)
-    assert [(c.num_correct, c.num_verdicts) for c in outcome.candidates] == [(1, 2), (2, 2)]
-    assert outcome.reason == "accepted"
+    assert (final(loop), loop.is_accepted, loop.num_iterations) == (3, True, 4)
+    assert [(c.num_correct, c.num_verdicts) for c in loop.candidates] == [(1, 2), (2, 2)]
+    assert loop.reason == "accepted"
 
 
 def test_without_acceptance_the_candidate_most_often_judged_correct_wins() -> None:
-    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", RIGHT, OK)]
+    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", YES, OK)]
     script += [("verifier2", WRONG, OK)]
-    thread, _ = play(script, accept_after=2, max_iterations=3)
-    assert (thread.outcome.final.uid, thread.outcome.reason) == ("2", "max_iterations")
-    thread, _ = play(script[:2], max_iterations=1)
-    assert thread.outcome.final.uid == "0"
-    tied, _ = play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)
-    assert tied.outcome.final.uid == "0"  # the earliest of equals
+    loop = play(script, accept_after=2, max_iterations=3)
+    assert (final(loop), loop.reason) == (2, "max_iterations")
+    assert final(play(script[:2], max_iterations=1)) == 0
+    assert final(play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)) == 0  # the earliest of equals
 
 
 def test_compat_counts_verify_calls_not_acceptances() -> None:
     script = [("solver", "s", OK), ("verifier1", WRONG, Finish.LENGTH), ("corrector1", "c", OK)]
     script += [("verifier2", "no verdict", OK)]
-    thread, _ = play(script, max_iterations=2, compat=True)
-    assert thread.outcome.final.uid == "2"
-    thread, _ = play(script, max_iterations=2)
-    assert thread.outcome.final.uid == "0"
+    cut = [("verifier1", "", Finish.LENGTH), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
+    assert final(play([script[0], *cut], max_iterations=2, compat=True)) == 2
+    assert final(play([script[0], ("verifier1", WRONG, OK), *cut[1:]], max_iterations=2)) == 0
     play([("solver", "s", OK), ("verifier1", "<think>cut", Finish.LENGTH), ("corrector1", "c", OK)], compat=True)
 
 
-def test_a_truncated_correction_ends_the_thread_with_what_there_is() -> None:
-    thread, _ = play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", Finish.LENGTH)])
-    assert (thread.outcome.final.uid, thread.outcome.reason) == ("0", "truncated correction")
-    assert (thread.outcome.is_accepted, thread.outcome.num_iterations) == (False, 1)
-    assert len(thread.outcome.candidates) == 1
+def test_a_truncated_correction_ends_the_loop_with_what_there_is() -> None:
+    loop = play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", Finish.LENGTH)])
+    assert (final(loop), loop.reason) == (0, "truncated correction")
+    assert (loop.is_accepted, loop.num_iterations) == (False, 1)
+    assert len(loop.candidates) == 1
     for cut in (("solver", "<think>", OK), ("solver", "s", Finish.LENGTH)):
-        thread, _ = play([cut])
-        assert (thread.outcome.final.uid, thread.outcome.reason) == ("0", "truncated solution")
-        assert not thread.outcome.is_accepted and len(thread.outcome.candidates) == 1
+        loop = play([cut])
+        assert (final(loop), loop.reason) == (0, "truncated solution")
+        assert not loop.is_accepted and len(loop.candidates) == 1
 
 
 def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict_is_handed_on() -> None:
     empty = ("verifier1", "<think>cut", Finish.LENGTH)
-    thread, _ = play([("solver", "s", OK), ("verifier1", RIGHT, OK), empty, ("verifier1", RIGHT, OK)], accept_after=2)
-    assert (thread.num_iterations, thread.next_ask() is not None) == (3, True)  # the streak was broken
-    thread, _ = play([("solver", "s", OK), empty, empty], max_iterations=2)
-    assert thread.outcome.reason == "max_iterations"
+    loop = play([("solver", "s", OK), ("verifier1", YES, OK), empty, ("verifier1", YES, OK)], accept_after=2)
+    assert (loop.num_iterations, loop.reason) == (3, "")  # the streak was broken
+    loop = play([("solver", "s", OK), empty, empty], max_iterations=2)
+    assert loop.reason == "max_iterations"
     play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
-    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
+    compat = {"verifier1": AgentConfig(parser="compat")}
     play(
-        [("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], team
-    )  # it shows nothing
+        [("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], compat
+    )  # shows nothing
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
-    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(missing_verdict="correct")}, "math")
-    thread, _ = play([("solver", "s", OK), ("verifier1", "hm", OK)], team, accept_after=1)
-    assert thread.outcome.is_accepted
-    play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)], team, accept_after=1)
-    solution = sample("s", correct=1.0)
-    reward = team.reward(Ask("r", PROBLEM, "verifier1", solution, solution), sample("v", "verifier1"))
+    accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
+    assert play([("solver", "s", OK), ("verifier1", "hm", OK)], accepts, accept_after=1).is_accepted
+    play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)], accepts, accept_after=1)
+    reward = five(accepts).reward(*showing(sample("s", correct=1.0)), sample("v", "verifier1"))
     assert reward.value == 0 and not math.isnan(reward.value)

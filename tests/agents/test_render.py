@@ -3,10 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.prompts import MATH
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY, write_arithmetic_tokenizer
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, Segment
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
@@ -39,32 +40,33 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 def completion(agent: str, text: str) -> Sample:
     none = np.zeros(0, np.int32)
-    return Sample(agent, "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32),
-                  (Segment(0, 0, 0),), Finish.STOP, text=text)  # fmt: skip
+    return Sample(f"{agent}:0", "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32),
+                  (Segment(0, 0, 0),), Finish.STOP, shown=text)  # fmt: skip
 
 
 PROBLEM = Problem("p", "a 3 b *7 c -5", "6", "arithmetic")
 SOLUTION = completion("solver", "a = 3 b *7 = 1 c -5 = 6 Answer: 6")
 REPORT = completion("verifier1", "claim 6 a = 3 got 3 said 6 Verdict: wrong")
+EPISODE = Episode("r", "r", PROBLEM, answers={"solver": (SOLUTION,), "verifier1": (REPORT,)})
 
 
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (Ask("r", PROBLEM, "solver"), "<|user|> a 3 b *7 c -5 <|assistant|>"),
+        (Ask("r/x", "solver"), "<|user|> a 3 b *7 c -5 <|assistant|>"),
         (
-            Ask("r", PROBLEM, "verifier1", SOLUTION, SOLUTION),
+            Ask("r/x", "verifier1", (SOLUTION.uid,)),
             "<|system|> grade <|user|> a 3 b *7 c -5 \n a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|assistant|>",
         ),
         (
-            Ask("r", PROBLEM, "corrector1", REPORT, SOLUTION, REPORT),
+            Ask("r/x", "corrector1", (SOLUTION.uid, REPORT.uid)),
             "<|user|> a 3 b *7 c -5 <|assistant|> a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|end|> "
             "<|user|> claim 6 a = 3 got 3 said 6 Verdict: wrong fix <|assistant|>",
         ),
     ],
 )
 def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRenderer, ask: Ask, words: str) -> None:
-    ids, text = chain.render(build_orchestration("verifier_corrector", {}, "chain").messages(ask))
+    ids, text = chain.render(build_orchestration("verifier_corrector", {}, "chain").messages(EPISODE, ask))
     assert [VOCABULARY[i] for i in ids] == words.split(" ")
     assert text == words
     assert chain.encode_trusted(words).tolist() == ids.tolist()

@@ -41,7 +41,7 @@ DEFAULT_RUN = Way(
     FIRST_VERSION + ", from a policy that is in the cache",
     "the warm start and the end, smaller: the other tests of this file",
 )
-SOLVER_RUN = Way(
+OTHER_TEAM = Way(
     f"{HERE}::test_another_team_passes_its_checks",
     "with --dry-run added",
     "to the end, smaller and scripted: tests/integration/test_scripted_team.py",
@@ -93,7 +93,10 @@ WAYS = {
     OWN % "/models/Qwen3-0.6B": OWN_MODEL,
     OWN % "/path/to/model": OWN_MODEL,
     "torchrun trainer/main.py": DEFAULT_RUN,
-    "torchrun trainer/main.py orchestration=solver": SOLVER_RUN,
+    "torchrun trainer/main.py orchestration=solver": OTHER_TEAM,
+    "torchrun trainer/main.py orchestration=solver_verifier credit.normalise=agent": OTHER_TEAM,
+    "torchrun trainer/main.py orchestration=debate orchestration_options.rounds=2": OTHER_TEAM,
+    "torchrun trainer/main.py --config own_team.yaml": OTHER_TEAM,
     "python -m marsrl.trainer.main": MODULE,
     "torchrun -m marsrl.trainer.main": MODULE,
     "python trainer/main.py --dry-run task=math ...": PRINTS,

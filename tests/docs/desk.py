@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from documents import ROOT
+from documents import ROOT, config_blocks, python_blocks
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -35,6 +35,9 @@ class Desk:
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (own,) = python_blocks()
+        (folder / "my_team.py").write_text(own.text)
+        (folder / "own_team.yaml").write_text(next(b.text for b in config_blocks() if "my_team.py" in b.text))
         (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:

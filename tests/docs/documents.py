@@ -108,10 +108,15 @@ def config_blocks() -> list[Found]:
     return [block for page in PAGES for block in blocks(page) if block.text.startswith(sections)]
 
 
+def python_blocks() -> list[Found]:
+    """Blocks that are files of Python."""
+    return [block for page in PAGES for block in blocks(page) if block.text.startswith(("from ", "import "))]
+
+
 def other_blocks() -> list[Found]:
     """Blocks that nobody types: pictures and listings."""
-    yaml = config_blocks()
-    return [block for page in PAGES for block in blocks(page) if block not in yaml and not typed(block.text)]
+    known = [*config_blocks(), *python_blocks()]
+    return [block for page in PAGES for block in blocks(page) if block not in known and not typed(block.text)]
 
 
 def links() -> list[Found]:

@@ -78,7 +78,10 @@ def test_a_config_block_passes_its_checks(block: Any, desk: Desk, capsys: pytest
     Path("block.yaml").write_text(text)
     assert main(["--dry-run", "--config", "block.yaml"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    assert holds(yaml.safe_load(text), yaml.safe_load(shown[: shown.index("batch arithmetic:")]))
+    written = yaml.safe_load(text)
+    if "my_team.py" in text:
+        written["orchestration"] = f"{desk.folder}/{written['orchestration']}"
+    assert holds(written, yaml.safe_load(shown[: shown.index("batch arithmetic:")]))
 
 
 @pytest.mark.parametrize("command", run_by("test_a_run_on_gpus_passes_its_checks"))
@@ -108,8 +111,18 @@ def test_a_run_on_gpus_passes_its_checks(
 def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     assert call([*desk.words(command, Path), "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    assert list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"]) == ["solver"]
-    assert "one agent: 64 samples a step" in shown
+    agents = list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"])
+    said = {
+        "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
+        "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
+        "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
+        "own_team.yaml": (
+            ["first", "second", "judge"],
+            "at most 192 samples a step, if each agent is asked once in an episode",
+        ),
+    }
+    names, batch = next(said[word] for word in command.split() if word in said)
+    assert agents == names and batch in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_found_by_its_module"))

@@ -11,6 +11,7 @@ import pytest
 from commands import WAYS, table
 from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks, prose, spans, typed
 
+from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.read_config import _all_keys
 
@@ -101,6 +102,7 @@ def test_every_setting_that_is_named_is_one() -> None:
     sections = {key.rpartition(".")[0] for key in keys}
     named = list(settings_named())
     assert len({found.text for found in named}) > 25
+    keys |= {f"orchestration_options.{name}" for kind in ORCHESTRATIONS.values() for name in kind.Options.model_fields}
     free = re.compile(r"^(policies|agents)\.[\w]+(?=\.|$)")
     wrong = [found for found in named if free.sub(r"\1.<name>", found.text) not in keys | sections]
     assert not wrong

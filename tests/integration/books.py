@@ -55,7 +55,7 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
         if broken := [group for group, count in of_step.items() if count != group_size]:
             raise Loss(f"step {step}: groups that are not of {group_size} samples: {broken}")
     books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).scheduler
-    in_flight = [*books.open, *(ask.group_id for ask in books.pending), *(group.group_id for group in books.closed)]
+    in_flight = [*books.open, *(ask.id for ask in books.pending), *(group.group_id for group in books.closed)]
     groups.update([*in_flight, *(group.group_id for batch in books.ready for group in batch.groups)])
     if twice := [uid for uid, count in uids.items() if count > 1]:
         raise Loss(f"samples that were trained twice: {twice[:5]} ({len(twice)})")

@@ -51,7 +51,7 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> N
     summary = load_summary(directory / "summary.json")
     assert summary.verified_syncs == 1  # no new version was made
     assert summary.engine.dtype == "bfloat16"
-    assert summary.after is not None and summary.after.solver.mean == 0
+    assert summary.after is not None and summary.after.agents["solver"].mean == 0
 
 
 def test_problems_are_held_out_of_the_training_file_where_no_other_is_given(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
     assert not summary.warm_start.gate_met  # a hundred steps do not make a mediocre team, and the run says so
     raw = json.loads((first_run / "summary.json").read_text())
     for when in ("before", "after"):
-        for agent in ("solver", "verifier", "corrector", "system"):
-            assert {"mean", "low", "high", "n"} <= raw[when][agent].keys()
+        for agent in ("solver", "verifier1", "corrector1"):
+            assert {"mean", "low", "high", "n"} <= raw[when]["agents"][agent].keys()
+        assert {"mean", "low", "high", "n"} <= raw[when]["system"].keys()
 
 
 def test_a_run_leaves_what_it_promises(first_run: Path) -> None:

@@ -144,6 +144,73 @@ def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> Non
     assert "<script>alert(1)</script>" not in page and "&lt;script&gt;" in page
 
 
+OWN = """
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+
+class Asked(Orchestration):
+    agents = (AgentSpec("first"), AgentSpec("second"), AgentSpec("judge", Role.VERIFIER))
+
+    def follow(self, episode):
+        asks = [episode.ask("first"), episode.ask("second")]
+        said = [episode.said(ask) for ask in asks]
+        if episode.problem.question.endswith("3th time?") and None not in said:
+            raise LookupError("no judge for this one")
+        return asks if None in said else [*asks, *(episode.ask("judge", each) for each in said)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("team", "agents", "settings"),
+    [
+        ("solver_verifier", ["solver", "verifier"], ["orchestration_options.max_loops=3", "rollout.segments=2"]),
+        ("debate", ["debater"], ["credit.reward_scheme=outcome", "rollout.overlap=1"]),
+        ("own", ["first", "second", "judge"], ["credit.reward_scheme=outcome", "rollout.overlap=0"]),
+    ],
+)
+def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
+    play: Play, tmp_path: Path, team: str, agents: list[str], settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    name = f"{tmp_path}/mine.py:Asked" if team == "own" else team
+    words = [f"orchestration={name}", "credit.normalise=agent", "run.checkpoint_every=1", *settings]
+    run_directory = play(*words, "run.steps=3", says=lambda request: script(request).replace("maybe", "wrong"))
+    files = sample_files(RunDirectory(run_directory))
+    play(*words, "run.steps=5", "run.resume=auto", "run.name=scripted")
+    files = sample_files(RunDirectory(run_directory))
+    assert list(files) == [1, 2, 3, 4, 5]
+    of_step = [list(read_samples(path)) for path in files.values()]
+    uids = [record.uid for records in of_step for record in records]
+    assert len(set(uids)) == len(uids) and {r.agent for records in of_step for r in records} == set(agents)
+    drawn = {record.rollout_id: step for step, records in enumerate(of_step) for record in records}
+    for step, records in enumerate(of_step):
+        assert all(drawn[record.rollout_id] == step for record in records)  # an instance is trained in one step
+        for rollout_id in {record.rollout_id for record in records}:
+            mine = [record for record in records if record.rollout_id == rollout_id]
+            assert {record.uid.partition("/")[0] for record in mine} == {f"{rollout_id}.{i}" for i in range(4)}
+            assert {record.group_id for record in mine} <= {f"{rollout_id}/{agent}" for agent in agents}
+    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    assert any(row.get("actor/grad_norm") for row in rows)
+    assert any(f"drmas/{agent}/variance_inflation" in row for row in rows for agent in agents)
+    failed = sum(row.get("rollout/failed_episodes") or 0 for row in rows)
+    assert (failed > 0) == (team == "own") == ("Asked.follow: LookupError: no judge for this one" in caplog.text)
+    summary = load_summary(run_directory / "summary.json")
+    assert summary.after is not None and set(summary.after.agents) <= set(agents) and summary.after.system.n == 3
+
+
+def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN.replace('.endswith("3th time?")', ""))
+    with pytest.raises(
+        RuntimeError, match=r"step 1: 0 of 16 samples and 8 episodes ended in an error, more than .*=.0\.25"
+    ):
+        play(
+            f"orchestration={tmp_path}/mine.py:Asked",
+            "rollout.max_error_share=0.25",
+            "run.evaluate=false",
+            "run.steps=3",
+        )
+
+
 def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,10 +222,11 @@ def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
     assert not any(word in name for name in last for word in ("verifier", "verdicts", "corrector", "drmas"))
     assert last["actor/empty_steps"] == 0 and last["actor/grad_norm"] > 0
     summary = load_summary(run_directory / "summary.json")
-    assert summary.before is not None and summary.before.solver == summary.before.system
+    assert summary.before is not None and list(summary.before.agents) == ["solver"]
+    assert summary.before.agents["solver"].mean == summary.before.system.mean
     page = (run_directory / "report.html").read_text()
     table = page[page.index("Before and after") : page.index("</table>")]
-    assert "system" in table and "which plays alone" in page
+    assert "system" in table and "breaks a right one" not in page
     shown = capsys.readouterr().err
     assert "system" in shown and not any("orrector" in text or "erifier" in text for text in (table, shown))
 

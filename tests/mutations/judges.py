@@ -8,7 +8,7 @@ from pathlib import Path
 
 from operators import Mutant
 
-_AGENTS = ("tests/agents/test_orchestration.py",)
+_AGENTS = ("tests/agents/test_orchestration.py", "tests/agents/test_orchestrations.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ MODULES = {
     "credit": Judged("trainer/data/credit.py", ("tests/trainer/test_credit.py",)),
     "picks": Judged("rollout/agents/picks.py", _AGENTS),
     "orchestration": Judged("rollout/agents/orchestration.py", _AGENTS),
-    "inference": Judged("rollout/agents/inference.py", _AGENTS),
+    "verifier_corrector": Judged("rollout/orchestrations/verifier_corrector.py", _AGENTS),
+    "teams": Judged("rollout/orchestrations/solver_verifier.py", _AGENTS),
+    "debate": Judged("rollout/orchestrations/debate.py", _AGENTS),
     "packing": Judged("trainer/data/packing.py", ("tests/trainer/test_packing.py",)),
     "mini_batches": Judged("trainer/data/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
     "scheduler": Judged(

@@ -13,12 +13,11 @@ from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import (
+    AgentEstimate,
     Confusion,
-    CorrectorEstimate,
     EngineRecord,
     Evaluation,
     Summary,
-    VerifierEstimate,
     WarmStartRecord,
     estimate,
     save_summary,
@@ -59,14 +58,15 @@ def make_group(*samples: Sample) -> Group:
 
 
 def make_evaluation(rate: float, n: int = 300) -> Evaluation:
+    verdicts = Confusion(right_correct=60, right_wrong=18, wrong_correct=40, wrong_wrong=38, none=4)
+    loop = Confusion(right_correct=200, right_wrong=20, wrong_correct=44, wrong_wrong=90)
+    judged, repaired = estimate(round((0.3 + rate / 2) * 160), 160), estimate(round(rate * 80), 80)
     return Evaluation(
-        solver=estimate(round(rate * n), n),
-        verifier=VerifierEstimate(
-            **dict(estimate(round((0.3 + rate / 2) * 160), 160)),
-            confusion=Confusion(right_correct=60, right_wrong=18, wrong_correct=40, wrong_wrong=38, none=4),
-            loop_confusion=Confusion(right_correct=200, right_wrong=20, wrong_correct=44, wrong_wrong=90),
-        ),
-        corrector=CorrectorEstimate(**dict(estimate(round(rate * 80), 80)), breaks=estimate(9, 80)),
+        agents={
+            "solver": AgentEstimate(**dict(estimate(round(rate * n), n))),
+            "verifier1": AgentEstimate(**dict(judged), confusion=verdicts, loop_confusion=loop),
+            "corrector1": AgentEstimate(**dict(repaired), breaks=estimate(9, 80)),
+        },
         system=estimate(round((rate + 0.03) * n), n),
     )
 

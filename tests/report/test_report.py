@@ -66,7 +66,16 @@ def test_the_timeline_shows_every_lane_and_where_steps_and_stages_begin(tmp_path
 
 def test_a_page_shows_every_part(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path).path).read_text("utf-8")
-    parts = ("LLMEngine", "0123abc", "412,345", "Verifier in the loop", "<polyline", "engine/0", "0.880", "config.yaml")
+    parts = (
+        "LLMEngine",
+        "0123abc",
+        "412,345",
+        "verifier1 in the loop",
+        "<polyline",
+        "engine/0",
+        "0.880",
+        "config.yaml",
+    )
     for shown in parts:
         assert shown in text, shown
     assert "No samples" not in text and 'class="note"' in text  # one gradient norm is not finite: said

@@ -128,11 +128,11 @@ def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
     assert load_summary(path) == summary
     values = json.loads(path.read_text())
     assert values["engine"]["class"] == "LLMEngine"
-    assert set(values["after"]) == {"solver", "verifier", "corrector", "system"}
+    assert set(values["after"]) == {"agents", "system"}
     assert {"mean", "low", "high", "n"} == set(values["before"]["system"])
-    values["before"]["solver"]["mean"] = 2
+    values["before"]["agents"]["solver"]["mean"] = 2
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"summary\.json(.|\n)*before\.solver\.mean"):
+    with pytest.raises(ValueError, match=r"summary\.json(.|\n)*before\.agents\.solver\.mean"):
         load_summary(path)
 
 

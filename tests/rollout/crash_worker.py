@@ -71,7 +71,7 @@ def live(file: Path, overlap: int, pipe: int) -> None:
 def is_under_way(state: RolloutState) -> bool:
     """Is something of the epochs not trained yet?"""
     books = state.scheduler
-    left = [group.ask.rollout_id for group in books.open.values()] + [ask.rollout_id for ask in books.pending]
+    left = [each.ask.episode_id for each in books.open.values()] + [ask.episode_id for ask in books.pending]
     left += [group.rollout_id for group in books.closed] + [g.rollout_id for b in books.ready for g in b.groups]
     return books.num_instances < NUM_PROBLEMS * EPOCHS or any(int(i) <= NUM_PROBLEMS * EPOCHS for i in left)
 

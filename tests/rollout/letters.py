@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.data import DataCursor
@@ -64,7 +64,7 @@ def letter_team(
     agents = {name: AgentConfig() for name in AGENTS}
     engines = [ScriptedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)]
     pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
-    orchestration = build_orchestration("verifier_corrector", agents, "math", config.picks)
+    orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
     return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
 
 

@@ -128,8 +128,8 @@ def test_a_restored_scheduler_goes_on_with_every_problem_once(name: str) -> None
     assert len({g.group_id for g in groups}) == len(groups)
     # every problem drawn is trained, or waits somewhere: each of them in one place
     waiting = [g for batch in books.ready for g in batch.groups] + books.closed
-    everywhere = [*groups, *waiting, *(g.ask for g in books.open.values())]
-    solver = [g.rollout_id for g in everywhere if g.agent == "solver"]
+    solver = [g.rollout_id for g in [*groups, *waiting] if g.agent == "solver"]
+    solver += [each.ask.episode_id for each in books.open.values() if each.ask.agent == "solver"]
     assert sorted(solver) == [f"{i:06d}" for i in range(1, books.num_instances + 1)]
     problems = Counter(s.problem_id for g in groups if g.agent == "solver" for s in g.samples[:1])
     assert max(problems.values()) == 1 and books.num_instances <= 40
@@ -367,7 +367,7 @@ def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> N
     for version in range(3, 9):
         engines[0]._version = version
         trained.append(plain.next_batch({"main": version}).groups)
-    picked = {ask.group_id for ask in plain.state.pending}
+    picked = {ask.id for ask in plain.state.pending}
     again = Play(letter_config(overlap=1), version=9, state=plain.snapshot())
     trained += again.train(4)
     ids = [g.group_id for batch in trained for g in batch]
@@ -409,7 +409,7 @@ def test_what_an_abort_cut_off_is_the_rest_of_its_segment() -> None:
     play.scheduler.ask()
     play.scheduler.advance(0.0)
     play.scheduler.rest()
-    cut = {f"{group.ask.group_id}:{i}" for group in play.scheduler.state.open.values() for i in group.partial}
+    cut = {f"{group.ask.id}:{i}" for group in play.scheduler.state.open.values() for i in group.partial}
     play._resume()
     play.scheduler.submit()
     sent = {work.request.uid: work.request.max_new_tokens for work in play.engines[0]._under_way}

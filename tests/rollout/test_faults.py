@@ -12,9 +12,9 @@ import pytest
 from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems
 from mortal import MortalReplicas, WeighedEngine
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.retries import Retries
 from marsrl.rollout.schedule.background import BackgroundScheduler
@@ -242,7 +242,7 @@ class Team2:
         agents = {name: AgentConfig() for name in AGENTS}
         self.replicas = replicas
         self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
-        orchestration = build_orchestration("verifier_corrector", agents, "math", config.picks)
+        orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
         team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, judge)  # type: ignore[dict-item]
         kind: Any = BackgroundScheduler if is_background else EventScheduler if config.overlap else Scheduler
         self.scheduler = kind(config, team, letter_problems(60), seed=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,13 +9,17 @@ import numpy as np
 import pytest
 from letters import PROMPT_ENDS, letter_config, letter_problems, letter_team
 
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeResult
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.schedule.ledger import Batch, Ledger, SchedulerState
-from marsrl.rollout.schedule.partial_rollouts import OpenGroup, Partial, Round
+from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.state import decode as decode_state
 from marsrl.rollout.state import encode
-from marsrl.rollout.team import derive_seed
 from marsrl.rollout.types import Ask, Finish, Group, Problem, Sample
 
 VERSION = {"main": 3}
@@ -27,8 +30,8 @@ def ledger(**options: Any) -> Ledger:
     return Ledger(config, letter_team(config)[0], letter_problems(9), seed=5)
 
 
-def opened(books: Ledger) -> list[OpenGroup]:
-    return books.open_groups(books.draw(), VERSION)
+def opened(books: Ledger) -> list[OpenAsk]:
+    return books.open_asks(books.draw(), VERSION)
 
 
 def result(count: int, finish: Finish = Finish.LENGTH, **more: Any) -> DecodeResult:
@@ -36,11 +39,12 @@ def result(count: int, finish: Finish = Finish.LENGTH, **more: Any) -> DecodeRes
     return DecodeResult("uid", tokens, -tokens.astype(np.float32), finish, 7, **more)
 
 
-def decode(books: Ledger, group: OpenGroup, index: int, text: str) -> Sample:
+def decode(books: Ledger, group: OpenAsk, index: int, text: str) -> Sample:
     """The sample has said this and is judged."""
     partial = Partial()
     partial.extend(np.array([ord(c) for c in text], np.int32), np.zeros(len(text), np.float32), 3)
-    (judged,) = books.team.judged([(group.ask, books.sample(group, index, partial, Finish.STOP, ""))])
+    sample = books.sample(group, index, partial, Finish.STOP, "")
+    (judged,) = books.team.judged([(books.episode(group.ask), group.ask, sample)])
     group.finished[index] = judged
     del group.partial[index]
     return judged
@@ -49,39 +53,31 @@ def decode(books: Ledger, group: OpenGroup, index: int, text: str) -> Sample:
 def test_every_problem_that_is_drawn_is_an_instance_of_its_own() -> None:
     books = ledger()
     asks = books.draw() + books.draw()
-    assert [ask.rollout_id for ask in asks] == ["000001", "000002", "000003", "000004"]
-    assert {ask.agent for ask in asks} == {"solver"} and len({ask.problem.id for ask in asks}) == 4
+    assert [ask.episode_id for ask in asks] == ["000001", "000002", "000003", "000004"]
+    assert {ask.agent for ask in asks} == {"solver"} and len({books.episode(ask).problem.id for ask in asks}) == 4
     assert books.state.num_instances == 4
 
 
-def test_a_group_opens_with_as_many_samples_as_it_has_and_no_token() -> None:
+def test_an_ask_opens_with_as_many_samples_as_it_has_and_no_token() -> None:
     books = ledger(group_size=3)
     first, second = opened(books)
     assert list(books.state.open) == ["000001/solver", "000002/solver"] and books.num_unfinished == 6
-    assert first.prompt_text == first.ask.problem.question and first.prompt_ids[-1] == PROMPT_ENDS
+    assert first.prompt_text == books.episode(first.ask).problem.question and first.prompt_ids[-1] == PROMPT_ENDS
     assert (first.opened_version, sorted(first.partial), first.finished) == (3, [0, 1, 2], {})
     assert not any(partial.segments for partial in second.partial.values())
     del first.partial[1]
     assert books.num_unfinished == 5
-    # two groups of one agent and instance share a round
-    solver = replace(decode(books, second, 0, "\\boxed{7}"), uid="000002/solver:0")
-    other = replace(solver, uid="000002/solver:1")
-    books.open_groups([Ask("000002", second.ask.problem, "verifier1", each, each) for each in (solver, other)], VERSION)
-    assert set(books.state.rounds) == {("000001", "solver"), ("000002", "solver"), ("000002", "verifier1")}
-    asked = books.state.rounds["000002", "verifier1"].asks
-    assert list(asked) == [f"000002/solver:{i}/verifier1" for i in (0, 1)]
 
 
 def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None:
-    books = ledger()
-    agents = {**books.team.agents, "solver": AgentConfig(max_input_tokens=10)}
-    books.team = replace(books.team, agents=agents)
-    asks = [Ask(f"{i}", Problem("p", "x" * n, "7", "math"), "solver") for i, n in enumerate([10, 9, 11, 1])]
-    assert [group.ask.rollout_id for group in books.open_groups(asks, VERSION)] == ["1", "3"]
-    assert books.counts == {"rollout/prompts_too_long": 2} and set(books.state.rounds) == {
-        ("1", "solver"),
-        ("3", "solver"),
-    }
+    books = ledger(prompts_per_step=4)
+    asks = books.draw()
+    for ask, length in zip(asks, [10, 9, 11, 1], strict=True):
+        books.episode(ask).problem = Problem("p", "x" * length, "7", "math")
+    books.team = replace(books.team, agents={**books.team.agents, "solver": AgentConfig(max_input_tokens=10)})
+    assert [each.ask.id for each in books.open_asks(asks, VERSION)] == ["000002/solver", "000004/solver"]
+    assert books.counts["rollout/prompts_too_long"] == 2 and books.counts["rollout/failed_episodes"] == 0
+    assert list(books.state.instances) == ["000002", "000004"]  # of the others nothing goes on
 
 
 def test_a_request_goes_on_from_what_is_known_for_one_stage() -> None:
@@ -141,7 +137,6 @@ def test_a_segment_is_counted_and_put_behind_what_was_there() -> None:
         "rollout/tokens": 20 + 27 + 27 + 28 + 28 + 28 + 1 + 2,
         "rollout/prompt_tokens": prompt + 8 * (prompt + 20),
         "rollout/cached_tokens": 3 + 4,
-        "rollout/errors": 2,
     }
 
 
@@ -161,38 +156,182 @@ def test_a_group_is_overdue_when_it_is_older_than_it_may_be(completion: str, ove
     assert [v for v in range(3, 8) if books.is_overdue(group, {"main": v})] == overdue
 
 
-def test_a_closed_group_holds_what_has_finished_in_order() -> None:
+def test_a_closed_ask_is_a_group_of_what_has_finished_in_order() -> None:
     books = ledger(group_size=4)
-    group, other = opened(books)
-    samples = {index: decode(books, group, index, "\\boxed{7}") for index in (2, 0)}
-    closed = books.close_group(group)
-    assert closed == Group("000001/solver", "000001", "solver", (samples[0], samples[2]))
-    assert books.counts["rollout/dropped_stragglers"] == 2 and books.state.open == {"000002/solver": other}
-    assert books.state.rounds["000001", "solver"].groups == {"000001/solver": closed}
-    books.close_group(other)
-    assert books.counts["rollout/dropped_stragglers"] == 2 + 4
+    first, other = opened(books)
+    samples = {index: decode(books, first, index, "no answer") for index in (2, 0)}
+    first.finished[3] = replace(samples[0], uid="000001/solver:3", finish=Finish.ERROR)
+    del first.partial[3]
+    assert books.close_ask(first) == []  # nobody is asked about what has no answer
+    closed = (samples[0], samples[2], first.finished[3])
+    assert books.state.closed == [Group("000001/solver", "000001", "solver", closed)]
+    assert (books.counts["rollout/dropped_stragglers"], books.counts["rollout/errors"]) == (1, 1)
+    assert books.state.open == {"000002/solver": other} and list(books.state.instances) == ["000002"]
+    books.close_ask(other)
+    assert books.counts["rollout/dropped_stragglers"] == 1 + 4
+    assert [len(group.samples) for group in books.state.closed] == [3, 0] and not books.state.instances
+    assert books.is_playing  # until what was closed is trained
+    books.state.closed.clear()
+    assert not books.is_playing
 
 
-def test_picks_are_made_once_when_every_group_of_the_round_is_closed() -> None:
+def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
+    books = ledger(group_size=2)
+    first = opened(books)[0]
+    for index in range(2):
+        decode(books, first, index, "so \\boxed{8}")
+    books.close_ask(first)
+    for kept in books.state.instances["000001"].episodes["000001"].answers["000001/solver"]:
+        assert not (len(kept.token_ids) or len(kept.prompt_ids) or len(kept.rollout_logprobs) or len(kept.is_sampled))
+        assert (kept.text, kept.prompt_text, kept.shown, kept.answer) == ("", "", "so \\boxed{8}", "8")
+        assert kept.reward.value == 0 and kept.segments
+
+
+def test_picks_are_made_once_when_every_group_of_the_agent_is_closed() -> None:
     books = ledger(picks=2, group_size=4)
     solver = opened(books)[0]
     for index in range(4):
         decode(books, solver, index, "\\boxed{7}")
-    assert books.pick("000001", "solver") == []  # its only group is open
-    closed = books.close_group(solver)
-    asks = books.pick("000001", "solver")
-    rng = random.Random(derive_seed(5, "pick", "000001", "solver"))
-    assert asks == books.team.orchestration.next_asks([(solver.ask, closed)], rng) and len(asks) == 2
-    assert ("000001", "solver") not in books.state.rounds and ("000002", "solver") in books.state.rounds
-    groups = books.open_groups(asks, VERSION)
-    for group in groups:
+    asks = books.close_ask(solver)
+    assert [ask.agent for ask in asks] == ["verifier1"] * 2 and len({ask.id for ask in asks}) == 2
+    first, second = books.open_asks(asks, VERSION)
+    for each in (second, first):
         for index in range(4):
-            decode(books, group, index, "Verdict: wrong")
-    pairs = [
-        (group.ask, books.close_group(group)) for group in reversed(groups) if not books.pick("000001", "verifier1")
+            decode(books, each, index, "Verdict: wrong")
+    assert books.close_ask(second) == []
+    corrections = books.close_ask(first)
+    assert [ask.agent for ask in corrections] == ["corrector1"] * 2
+    assert all(ask.inputs[0] in ("000001/solver:0", *(ask.inputs[0] for ask in asks)) for ask in corrections)
+    # the same whatever the order in which they close, and again from what a checkpoint keeps
+    copied = decode_state(SchedulerState, encode(books.state))
+    episode = copied.instances["000001"].episodes["000001"]
+    assert [ask for ask in books.team.orchestration.follow(episode) if ask.agent == "corrector1"] == corrections
+    assert books.team.follow(episode) == []  # all of it was asked before
+
+
+def test_whole_instances_are_trained_at_once_with_their_outcomes() -> None:
+    books = ledger(picks=1, group_size=2)
+    books.trains_whole = True
+    solver = opened(books)[0]
+    right, wrong = decode(books, solver, 0, "\\boxed{7}"), decode(books, solver, 1, "\\boxed{8}")
+    (report,) = books.open_asks(books.close_ask(solver), VERSION)
+    assert report.ask.inputs == (wrong.uid,) and not books.state.closed  # a Verifier learns most from wrong solutions
+    for index in range(2):
+        decode(books, report, index, "Verdict: correct")
+    assert books.is_playing
+    assert books.close_ask(report) == [] and list(books.state.instances) == ["000002"]
+    groups = {group.agent: group.samples for group in books.state.closed}
+    assert [(s.uid, s.outcome) for s in groups["solver"]] == [(right.uid, 1.0), (wrong.uid, 0.0)]
+    assert [s.outcome for s in groups["verifier1"]] == [0.0, 0.0]  # of the solution that they judged
+    assert [s.reward.value for s in groups["verifier1"]] == [0.0, 0.0] and len(groups["solver"][0].token_ids)
+
+
+class Turns(Orchestration):
+    """Two agents in turn, in episodes of their own."""
+
+    name = "turns"
+    agents = (AgentSpec("solver"), AgentSpec("verifier1", Role.VERIFIER))
+
+    def follow(self, episode: Episode) -> list[Ask]:
+        first = episode.ask("solver")
+        said = episode.said(first)
+        if episode.problem.answer == "raise" and said is not None:
+            raise ZeroDivisionError("a mistake")
+        return [first] if said is None else [first, episode.ask("verifier1", said)]
+
+
+def turns(**options: Any) -> Ledger:
+    books = ledger(**{"prompts_per_step": 1, "group_size": 2, **options})
+    team = Turns({}, "math", rollout=books.config)
+    books.team = replace(books.team, orchestration=team, agents=team.settings)
+    return books
+
+
+def test_episodes_of_single_samples_go_on_alone_and_are_compared_over_the_instance() -> None:
+    books = turns()
+    first, second = opened(books)
+    assert [each.ask.id for each in (first, second)] == ["000001.0/solver", "000001.1/solver"]
+    assert [list(each.partial) for each in (first, second)] == [[0], [0]]
+    decode(books, first, 0, "\\boxed{7}")
+    (asked,) = books.close_ask(first)  # the other has not answered yet
+    assert (asked.id, asked.group) == ("000001.0/solver:0/verifier1", "000001/verifier1")
+    decode(books, second, 0, "\\boxed{8}")
+    (other,) = books.close_ask(second)
+    reports = books.open_asks([other, asked], VERSION)
+    for each in reports:
+        decode(books, each, 0, "Verdict: correct")
+    books.close_ask(reports[0])
+    assert not books.state.closed and list(books.state.instances["000001"].episodes) == ["000001.0"]
+    books.close_ask(reports[1])
+    assert not books.state.instances
+    assert [(g.group_id, g.agent, [s.uid for s in g.samples]) for g in books.state.closed] == [
+        ("000001/solver", "solver", ["000001.0/solver:0", "000001.1/solver:0"]),
+        ("000001/verifier1", "verifier1", ["000001.0/solver:0/verifier1:0", "000001.1/solver:0/verifier1:0"]),
     ]
-    rng = random.Random(derive_seed(5, "pick", "000001", "verifier1"))
-    assert books.pick("000001", "verifier1") == books.team.orchestration.next_asks(pairs[::-1], rng)
+    assert [s.reward.value for s in books.state.closed[1].samples] == [1.0, 0.0]
+
+
+def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    books = turns(prompts_per_step=2)
+    asks = books.draw()
+    for ask in asks[:2]:
+        books.episode(ask).problem = Problem("p", "?", "raise", "math")
+    for each in books.open_asks(asks, VERSION):
+        decode(books, each, 0, "\\boxed{7}")
+        asked = books.close_ask(each)
+        assert len(asked) == (each.ask not in asks[:2])
+    assert "episode 000001.0 ends: turns.follow: ZeroDivisionError: a mistake" in caplog.text
+    assert books.counts["rollout/failed_episodes"] == 2
+    assert [group.group_id for group in books.state.closed] == ["000001/solver"]  # what it said before is kept
+    assert len(books.state.instances["000002"].episodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda episode: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda episode: ["solver"], "TypeError: expected asks (episode.ask(...)), found str"),
+        (lambda episode: [episode.ask("nobody")], "no agent is called 'nobody'; there are solver, verifier1"),
+        (lambda episode: [Ask("000009/solver", "solver")], "expected at least one sample of episode 000001.0, found 1"),
+        (lambda episode: [episode.ask("solver", num_samples=0)], "of episode 000001.0, found 0"),
+        (
+            lambda episode: [episode.ask("solver", turn=n) for n in range(9)],
+            "9 calls of agents, at most rollout.max_turns = 8",
+        ),
+    ],
+)
+def test_nonsense_of_a_team_is_told(wrong: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    books = turns()
+    books.team = replace(books.team, max_turns=8)
+    books.team.orchestration.follow = wrong  # type: ignore[method-assign]
+    assert books.draw() == [] and not books.state.instances
+    assert said in caplog.text and books.counts["rollout/failed_episodes"] == 2
+
+
+def test_a_parser_or_a_reward_that_raises_makes_an_error_of_the_sample() -> None:
+    books = turns()
+    first, second = opened(books)
+
+    def raises(*_: Any) -> Any:
+        raise ValueError("what is this")
+
+    books.team.orchestration.parse = raises  # type: ignore[method-assign]
+    sample = decode(books, first, 0, "\\boxed{7}")
+    assert sample.finish is Finish.ERROR and sample.reward.is_missing
+    assert sample.reward.note == "turns.parse: ValueError: what is this"
+    del books.team.orchestration.parse
+    books.team.orchestration.reward = raises  # type: ignore[method-assign]
+    sample = decode(books, second, 0, "\\boxed{7}")
+    assert (sample.finish, sample.answer, sample.reward.note) == (
+        Finish.ERROR,
+        None,
+        "turns.reward: ValueError: what is this",
+    )
+    assert books.close_ask(first) == books.close_ask(second) == []  # nothing follows from it
+    assert books.counts["rollout/errors"] == 2 and len(books.state.closed[0].samples) == 2
+    books.team.orchestration.messages = raises  # type: ignore[method-assign]
+    assert opened(books) == [] and books.counts["rollout/failed_episodes"] == 2
+    assert books.counts["rollout/prompts_too_long"] == 0
 
 
 def test_what_pools_have_mended_is_in_the_metrics_once() -> None:
@@ -215,7 +354,7 @@ def test_a_listener_hears_of_a_stage() -> None:
 def test_a_run_begins_with_empty_books() -> None:
     state = SchedulerState()
     assert [state.num_instances, state.num_stages, state.num_batches, state.num_taken] == [0, 0, 0, 0]
-    assert not (state.pending or state.open or state.rounds or state.closed or state.ready)
+    assert not (state.pending or state.open or state.instances or state.closed or state.ready)
 
 
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
@@ -232,9 +371,10 @@ def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     assert taken == encode(state)
     first.partial[0].extend(np.zeros(2, np.int32), np.zeros(2), 0)
     decode(books, second, 1, "\\boxed{7}")
-    state.rounds["000001", "solver"].asks.clear()
-    state.rounds["000002", "solver"].groups["g"] = state.closed[0]
-    state.rounds["a", "b"] = Round()
+    state.instances["000001"].episodes["000001"].asks.clear()
+    state.instances["000002"].episodes["000002"].answers["g"] = ()
+    state.instances["000002"].held.append(second.finished[0])
+    state.instances["a"] = Instance()
     for each in (state.pending, state.closed, state.ready, state.open):
         each.clear()
     assert encode(copied) == taken

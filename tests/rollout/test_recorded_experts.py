@@ -13,10 +13,10 @@ from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.routed_experts import ExpertArray
@@ -121,7 +121,7 @@ def test_a_model_without_experts_says_that_it_records_none(tmp_path: Path) -> No
 def team_of(engine: LocalEngine, records: frozenset[str] = frozenset({"main"})) -> Team:
     agents = {name: AgentConfig() for name in AGENTS}
     pool = EnginePool(LocalReplicas([engine]), slots=32, deadline_s=60)
-    orchestration = build_orchestration("verifier_corrector", agents, "math", 2)
+    orchestration = build_orchestration("verifier_corrector", agents, "math", None, RolloutConfig(group_size=3))
     return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge, records)  # type: ignore[dict-item]
 
 

@@ -27,7 +27,7 @@ Make = Callable[..., Scheduler]
 @pytest.fixture
 def scheduler(scripted_team: Any) -> Make:
     def make(folder: Path, config: RolloutConfig = SMALL, **kwargs: object) -> Scheduler:
-        team, engine, task = scripted_team(folder, picks=config.picks, **kwargs)
+        team, engine, task = scripted_team(folder, config=config, **kwargs)
         made = Scheduler(config, team, task.problems(0), seed=0)
         made.engine = engine  # type: ignore[attr-defined]  # the tests tell it that weights have changed
         return made
@@ -91,7 +91,7 @@ def test_trajectory_mode_ends_every_problem_of_the_step(tmp_path: Path, schedule
     player = scheduler(tmp_path, SMALL.model_copy(update={"pipeline": "trajectory"}))
     batch = player.next_batch({"main": 0})
     assert {g.agent for g in batch.groups} == AGENTS
-    assert not player.state.pending and not player.state.open and not player.state.rounds
+    assert not player.state.pending and not player.state.open and not player.state.instances
     assert batch.metrics["rollout/stages"] == 5
     assert len({g.rollout_id for g in batch.groups}) == 3
 

@@ -166,7 +166,7 @@ def test_a_snapshot_goes_on_as_the_run_would_have() -> None:
 def test_a_share_counts_samples_that_are_over_and_not_segments(known: int, num_decoded: int, tokens: int) -> None:
     config: dict[str, Any] = {"segments": 2, "finish_share": 0.5, "group_size": 2, "prompts_per_step": 1}
     scheduler, _ = player(team={"script": endless, "tokens_per_step": 2}, **config)
-    (group,) = scheduler.open_groups(scheduler.draw(), {"main": 0})
+    (group,) = scheduler.open_asks(scheduler.draw(), {"main": 0})
     group.partial[0].extend(np.full(known, ord("."), np.int32), np.zeros(known, np.float32), 0)
     requests = [scheduler.request(group, 0, num_decoded), scheduler.request(group, 1)]
     first, second = scheduler._play(scheduler.team.pools["main"], requests, 0, None)

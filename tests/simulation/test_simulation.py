@@ -34,7 +34,7 @@ def test_every_problem_is_trained_once_and_in_groups_of_eight(pipeline: str, seg
     solvers = Counter(uid.partition("/")[0] for uid in uids if uid.count("/") == 1)
     assert set(solvers.values()) == {8}
     drawn = simulation.scheduler.state.num_instances
-    waiting = {ask.rollout_id for ask in (g.ask for g in simulation.scheduler.state.open.values())}
+    waiting = {each.ask.episode_id for each in simulation.scheduler.state.open.values()}
     waiting |= {g.rollout_id for batch in simulation.scheduler.state.ready for g in batch.groups}
     waiting |= {g.rollout_id for g in simulation.scheduler.state.closed}
     assert set(solvers) | waiting >= {f"{i + 1:06d}" for i in range(drawn)}

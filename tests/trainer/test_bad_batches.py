@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from marsrl.rollout.agents.orchestration import whole_team
+from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.data.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
 from marsrl.trainer.data.packing import TrainSequence
@@ -30,7 +30,7 @@ def sample(uid: str, advantage: float) -> TrainSequence:
 
 def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
-    agents = whole_team("verifier_corrector", {})
+    agents = VerifierCorrector.whole_team({})
     config = RunConfig(
         policies={"a": PolicyConfig(), "b": PolicyConfig()},
         agents={name: agent.model_copy(update={"policy": "a"}) for name, agent in agents.items()},

@@ -168,7 +168,34 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     back = read_config(written(tmp_path, text), ["orchestration=verifier_corrector"])[0]
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
-    assert "orchestration is 'debate'; there are solver, verifier_corrector" in refusal(None, "orchestration=debate")
+    assert "orchestration is 'debates'; there are debate, solver, solver_ver" in refusal(None, "orchestration=debates")
+    config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
+    assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
+    assert "max_loops: Extra inputs are not permitted (it has debaters, rounds)" in refusal(
+        None, "orchestration=debate", "orchestration_options.max_loops=3"
+    )
+
+
+OWN = """
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec
+
+class Mine(Orchestration):
+    agents = (AgentSpec("a"), AgentSpec("b"))
+"""
+
+
+def test_a_team_of_one_s_own_is_beside_the_file_that_names_it_or_where_the_word_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    path = written(tmp_path, "orchestration: mine.py:Mine\nagents: {b: {temperature: 0.5}}")
+    config, _ = read_config(path)
+    assert config.orchestration == f"{tmp_path}/mine.py:Mine" and list(config.agents) == ["a", "b"]
+    assert config.agents["b"].temperature == 0.5
+    monkeypatch.chdir(tmp_path)
+    assert read_config(None, ["orchestration=mine.py:Mine"])[0].orchestration == f"{tmp_path}/mine.py:Mine"
+    assert "there is no file" in refusal(None, "orchestration=other.py:Mine")
 
 
 def refusal(path: Path | None, *words: str) -> str:

@@ -41,6 +41,12 @@ def group(name: str, rewards: list[float], agent: str = "solver", **kwargs: obje
     return Group(name, name.split("/")[0], agent, samples)
 
 
+def ended(groups: list[Group], *outcomes: float) -> list[Group]:
+    """The same groups, whose samples have these outcomes, in order."""
+    left = iter(outcomes)
+    return [replace(g, samples=tuple(replace(s, outcome=next(left)) for s in g.samples)) for g in groups]
+
+
 def test_advantages_are_rewards_centred_and_scaled_in_their_group() -> None:
     credited = credit([group("0/solver", [1, 0, 0, 0])], CreditConfig(), AGENTS)
     # mean 1/4, population std sqrt(3)/4
@@ -103,7 +109,7 @@ def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
     assert apart != pytest.approx(list(alone.advantages.values()), abs=0.1)
 
 
-def test_an_outcome_finds_what_agents_of_another_policy_or_without_training_said() -> None:
+def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_training() -> None:
     groups = [
         group("0/solver", [0, 1, 0]),
         Group(
@@ -116,8 +122,8 @@ def test_an_outcome_finds_what_agents_of_another_policy_or_without_training_said
     ]
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
     rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
-    credited = credit(groups, rules, agents)
     # corrected: solver:0 counts 1, as the report and the correction do; solver:2 is the one failure of five
+    credited = credit(ended(groups, 1, 1, 0, 1, 1), rules, agents)
     assert credited.advantages == pytest.approx(
         {"0/solver:0": 0.5, "0/solver:1": 0.5, "0/solver:2": -2.0, "v:0": 0.5}, rel=1e-4
     )
@@ -175,50 +181,16 @@ def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
     ]
     agents = {**AGENTS, "corrector1": AgentConfig()}
     for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
-        credited = credit(groups, CreditConfig.model_validate({"reward_scheme": scheme}), agents)
+        rules = CreditConfig.model_validate({"reward_scheme": scheme})
+        credited = credit(ended(groups, 0, 1, 0, 1, 0, 1), rules, agents)
         assert {s.uid for s in credited.of(["verifier1"]).sequences if s.is_positive} == expected
 
 
-def test_outcome_rewards_are_the_mean_correctness_of_the_leaves_below() -> None:
-    solver = Group("0/solver", "0", "solver", (sample("0/solver:0", 0), sample("0/solver:1", 1)))
-    flags = tuple(
-        sample(f"0/solver:0/verifier1:{i}", float(not v), agent="verifier1", parent="0/solver:0", verdict=v)
-        for i, v in enumerate([False, True])
-    )
-    verifier = Group("0/solver:0/verifier1", "0", "verifier1", flags)
-    fixed = Group(
-        "c",
-        "0",
-        "corrector1",
-        (sample("0/solver:0/verifier1:0/corrector1:0", 1, agent="corrector1", parent="0/solver:0/verifier1:0"),),
-    )
-    agents = {**AGENTS, "verifier1": AgentConfig(), "corrector1": AgentConfig()}
-    credited = credit([solver, verifier, fixed], CreditConfig(reward_scheme="outcome"), agents)
-    # verifier1:0 leads to a right correction (1); verifier1:1 accepted a wrong solution, a leaf of correctness 0;
-    # solver:0 has both below it (0.5); solver:1 is a leaf itself (1)
-    assert credited.advantages["0/solver:0/verifier1:0"] > 0 > credited.advantages["0/solver:0/verifier1:1"]
-    assert credited.advantages["0/solver:0"] == pytest.approx(-1, rel=1e-4)  # 0.5 against 1
-    assert credited.advantages["0/solver:1"] == pytest.approx(1, rel=1e-4)
-
-
-def test_an_outcome_is_the_mean_over_known_leaves_and_a_verdict_counts_what_it_judged() -> None:
-    solver = group("0/solver", [0, 1, 1])
-    s0, s1, s2 = (s.uid for s in solver.samples)
-    reports = (
-        sample("v:0", 0.9, agent="verifier1", parent=s0, verdict=False),  # corrected below
-        sample("v:1", 0.9, agent="verifier1", parent=s0, verdict=True),  # a leaf: what it judged is worth 0
-        sample("v:2", 0.3, agent="verifier1", parent=s1, verdict=None),  # judged nothing: its own
-        sample("v:3", 0.4, agent="verifier1", parent="of/an/earlier:batch", verdict=True),
-    )
-    fixes = tuple(sample(f"c:{i}", r, agent="corrector1", parent="v:0") for i, r in enumerate([1, 0, math.nan]))
-    lost = (sample("c:9", math.nan, agent="corrector1", parent=s2),)
-    groups = [solver, Group("v", "0", "verifier1", reports), Group("c", "0", "corrector1", fixes + lost)]
-    found = {s.uid: s.reward for g in outcome_rewards(groups) for s in g.samples}
-    assert [found[uid].value for uid in (s0, s1, "v:0", "v:1", "v:2", "v:3")] == pytest.approx(
-        [(1 + 0 + 0) / 3, 0.3, 0.5, 0.0, 0.3, 0.4]
-    )
-    assert [r.is_missing for uid, r in found.items()] == [uid in (s2, "c:2", "c:9") for uid in found]
-    assert found["v:0"] == Reward(0.5, 0.5, {"outcome": 0.5})  # of an outcome nothing is taken off
+def test_an_outcome_has_no_penalties_and_what_is_not_known_is_missing() -> None:
+    penalised = replace(sample("0/solver:0", 0), reward=Reward(0.9, 1.0, {"task": 1.0, "format": -0.1}))
+    groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
+    first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
+    assert first == Reward(0.5, 0.5, {"outcome": 0.5}) and second.is_missing
 
 
 def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
@@ -229,6 +201,7 @@ def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
     ]
     agents = {**AGENTS, "corrector1": AgentConfig()}
     assert len(credit(groups, CreditConfig(), agents).sequences) == 2
+    groups = ended(groups, 1, 1, 1, 1)
     assert credit(groups, CreditConfig(reward_scheme="outcome"), agents).sequences == ()  # both end right
     alone = credit(groups, CreditConfig(reward_scheme="outcome", train_agents=("solver",)), agents)
     assert alone.sequences == () and set(alone.advantages) == {"0/solver:0", "0/solver:1"}

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from marsrl.rollout.agents.orchestration import build_orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.trainer.config import WarmStartConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
@@ -51,7 +52,7 @@ def wrong(answer: str) -> str:
 
 
 def evaluator(folder: Path, scripted_team: Any, script: Any, config: EvaluateConfig = CONFIG) -> Evaluator:
-    team, _, task = scripted_team(folder, script=script)
+    team, _, task = scripted_team(folder, script=script, evaluate=config)
     return Evaluator(team, config, task, max_tokens=40, seed=0)
 
 
@@ -69,13 +70,18 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Pa
     judged = evaluator(tmp_path, scripted_team, perfect_critics)
     probe = judged.make_probe(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    assert len(probe.judge_right) == len(probe.judge_wrong) == 10
-    assert probe.repair and not probe.keep
-    assert 0.2 < (result.solver.mean or 0) < 0.8
-    assert result.solver.n == 40
-    assert result.verifier.mean == 1.0
-    assert result.verifier.confusion.right_correct == result.verifier.confusion.wrong_wrong == 10
-    assert result.corrector.mean == 1.0
+    verifier, corrector = probe.inputs["verifier1"], probe.inputs["corrector1"]
+    assert len(verifier.right) == len(verifier.wrong) == 10
+    assert corrector.wrong and not corrector.right
+    assert encode(decode(Probe, encode(probe))) == encode(probe)
+    assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "system"]  # nothing is flagged twice
+    assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
+    assert result.agents["solver"].n == 40
+    assert result.agents["verifier1"].mean == 1.0
+    confusion = result.agents["verifier1"].confusion
+    assert confusion is not None and confusion.right_correct == confusion.wrong_wrong == 10
+    assert result.agents["corrector1"].mean == 1.0
+    assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 
 
@@ -94,26 +100,29 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     judged = evaluator(tmp_path, scripted_team, always_wrong)
     judged.make_probe(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    assert result.verifier.mean == 0.5
-    assert result.corrector.mean == 0.0
-    assert result.corrector.breaks.mean == 1.0
-    assert result.system.mean == result.solver.mean  # nothing is accepted; the earliest of equals counts
-    loop = result.verifier.loop_confusion
-    assert loop is not None
-    assert loop.right_wrong + loop.wrong_wrong == 40 * 4  # four Verifier calls a problem
+    assert result.agents["verifier1"].mean == 0.5
+    assert result.agents["corrector1"].mean == 0.0
+    breaks = result.agents["corrector1"].breaks
+    assert breaks is not None and breaks.mean == 1.0
+    assert result.system.mean == result.agents["solver"].mean  # nothing is accepted; the earliest of equals counts
+    loops = [result.agents[name].loop_confusion for name in ("verifier1", "verifier2")]
+    # four Verifier calls a problem
+    assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
 
 
 def test_a_solver_alone_is_the_system_and_nothing_is_probed(tmp_path: Path, scripted_team: Any) -> None:
-    five, _, task = scripted_team(tmp_path, script=perfect_critics)
+    five, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=CONFIG)
     team = replace(five, orchestration=build_orchestration("solver", {}, task.prompts))
     judged, with_critics = (Evaluator(each, CONFIG, task, max_tokens=40, seed=0) for each in (team, five))
     assert judged.make_probe(VERSIONS) == Probe() and judged.num_decoded == 0
     alone = judged.evaluate(VERSIONS)
-    assert alone.verifier is None and alone.corrector is None and list(alone.rows) == ["solver", "system"]
-    assert alone.solver == alone.system == with_critics.evaluate(VERSIONS).solver
+    assert list(alone.rows) == ["solver", "system"]
+    solver = alone.agents["solver"]
+    assert solver.model_dump(include={"mean", "low", "high", "n"}) == alone.system.model_dump()
+    assert solver == with_critics.evaluate(VERSIONS).agents["solver"]
     assert Evaluation.model_validate_json(alone.model_dump_json()) == alone
     low = WarmStartConfig(gate_solver=(0.9, 1.0), gate_verifier=(0.0, 0.1))
-    assert missed_gates(alone, low) == [f"Solver {alone.solver.mean}, wanted (0.9, 1.0)"]
+    assert missed_gates(alone, low) == [f"solver {solver.mean}, wanted (0.9, 1.0)"]
     assert meets_gate(alone, WarmStartConfig(gate_solver=(0.1, 0.9), gate_verifier=(0.0, 0.1)))
 
 
@@ -125,10 +134,10 @@ def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path
     judged = evaluator(tmp_path, scripted_team, mute)
     judged.make_probe(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    assert result.verifier.n == 0 and result.verifier.mean is None  # never wrong: the probe has one class only
-    assert result.verifier.confusion.none == 10
-    assert result.verifier.loop_confusion is not None
-    assert result.verifier.loop_confusion.none > 0
+    verifier = result.agents["verifier1"]
+    assert verifier.n == 0 and verifier.mean is None  # never wrong: the probe has one class only
+    assert verifier.confusion is not None and verifier.confusion.none == 10
+    assert verifier.loop_confusion is not None and verifier.loop_confusion.none > 0
 
 
 def test_the_same_seed_draws_the_same_evaluation(tmp_path: Path, scripted_team: Any) -> None:
@@ -144,7 +153,7 @@ def test_repeats_are_counted(tmp_path: Path, scripted_team: Any) -> None:
     judged = evaluator(
         tmp_path, scripted_team, perfect_critics, CONFIG.model_copy(update={"repeat": 3, "num_problems": 5})
     )
-    assert judged.evaluate(VERSIONS).solver.n == 15
+    assert judged.evaluate(VERSIONS).agents["solver"].n == 15
 
 
 @pytest.mark.parametrize("limit", [2])
@@ -153,5 +162,5 @@ def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_tea
     agents = judged.team.agents
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": limit})  # type: ignore[index]
     result = judged.evaluate(VERSIONS)
-    assert result.solver.mean == 0.0
+    assert result.agents["solver"].mean == 0.0
     assert result.system.mean == 0.0

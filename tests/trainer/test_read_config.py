@@ -100,9 +100,13 @@ def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> Non
     assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
 
 
-def test_normalisation_over_an_instance_needs_whole_trajectories() -> None:
-    assert "rollout.pipeline=trajectory" in refusal("credit.normalise=agent")
-    read_config(None, ["credit.normalise=agent", "rollout.pipeline=trajectory"])
+@pytest.mark.parametrize(
+    "word", ["credit.normalise=agent", "credit.reward_scheme=outcome", "rollout.pipeline=trajectory"]
+)
+def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
+    assert not read_config(None)[0].has_whole_instances
+    config = read_config(None, [word])[0]
+    assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
 
 
 def test_a_size_that_counts_what_is_carried_over_needs_a_pipeline_that_carries() -> None:

@@ -117,31 +117,15 @@ def credit(
 
 
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
-    """The same groups with every reward replaced by the outcome: the mean final correctness over the leaves below.
+    """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    A leaf is a sample that no other sample answers. A Solver's or Corrector's leaf counts its own correctness, a verdict
-    that of the solution judged, which is its parent. The ablation that MarsRL argues against. An outcome has no
-    penalties: both `value` and `correct` of the new reward are the outcome.
+    An outcome has no penalties: both `value` and `correct` of the new reward are the outcome.
     """
-    by_uid: dict[str | None, Sample] = {s.uid: s for g in groups for s in g.samples}
-    children: dict[str | None, list[Sample]] = {}
-    for sample in by_uid.values():
-        children.setdefault(sample.parent_uid, []).append(sample)
-
-    def own(sample: Sample) -> float:
-        judged = by_uid.get(sample.parent_uid) if sample.verdict is not None else None
-        return judged.reward.correct if judged is not None else sample.reward.correct
-
-    def leaves(sample: Sample) -> list[float]:
-        below = children.get(sample.uid, [])
-        return [value for child in below for value in leaves(child)] if below else [own(sample)]
 
     def outcome(sample: Sample) -> Sample:
-        known = [value for value in leaves(sample) if not math.isnan(value)]
-        value = sum(known) / len(known) if known else math.nan
-        return replace(sample, reward=Reward(value, value, {"outcome": value}))
+        return replace(sample, reward=Reward(sample.outcome, sample.outcome, {"outcome": sample.outcome}))
 
-    return [replace(g, samples=tuple(outcome(s) for s in g.samples)) for g in groups]
+    return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
 
 def _indices(names: Iterable[str]) -> list[int]:

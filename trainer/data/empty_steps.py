@@ -1,9 +1,25 @@
-"""Why a step had nothing to train on."""
+"""Why a step cannot be trained on."""
 
 from __future__ import annotations
 
 from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.types import Finish
 from marsrl.trainer.config import RunConfig
+
+
+def too_many_errors(batch: Batch, most: float) -> str:
+    """A sentence, where more than this share of the batch's samples and episodes ended in an error; "" elsewhere."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    failed = [sample for sample in samples if sample.finish is Finish.ERROR]
+    num_episodes = int(batch.metrics.get("rollout/failed_episodes", 0))
+    num_errors, num_all = len(failed) + num_episodes, len(samples) + num_episodes
+    if num_errors <= most * num_all:
+        return ""
+    first = f"; the first sample: {failed[0].uid}: {failed[0].reward.note[:200]}" if failed else ""
+    return (
+        f"{len(failed)} of {len(samples)} samples and {num_episodes} episodes ended in an error, more than "
+        f"rollout.max_error_share = {most:g}{first}; warnings above and in the log say why"
+    )
 
 
 def why_nothing_trains(batch: Batch, config: RunConfig, num_steps: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from marsrl.rollout.team import derive_seed
+from marsrl.rollout.seed import derive_seed
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from marsrl.trainer.config import RunConfig
@@ -12,10 +13,8 @@ class BatchPlan:
     """Upper bounds of one step in the steady state of the pipeline (picks can be fewer, completions shorter)."""
 
     problems: int
-    samples_of_first: int
-    samples_of_later: int  # of each later agent
-    num_agents: int
-    max_samples: int
+    samples: dict[str, int]  # of each agent
+    is_bound: bool  # of samples and tokens; else they are those of one call of each agent in an episode
     max_completion_tokens: int
     tokens_per_stage: int
     ranks: int
@@ -24,17 +23,26 @@ class BatchPlan:
     max_micro_batches: int  # of each rank, were every completion of maximal length and every prompt empty
     updates: int  # optimizer steps a step
 
+    @property
+    def max_samples(self) -> int:
+        return sum(self.samples.values())
+
     def lines(self) -> list[str]:
         """For people."""
         cut = [] if self.updates == 1 else [f"{self.updates} optimizer updates a step, each on its part of the groups"]
-        later = (
-            f"{self.num_agents - 1} later agents x at most {self.samples_of_later} samples each "
-            f"-> at most {self.max_samples} samples a step"
+        first, *later = self.samples
+        most = max((self.samples[agent] for agent in later), default=0)
+        condition = "" if self.is_bound else ", if each agent is asked once in an episode"
+        others = (
+            f"{len(later)} later agent{'s' if len(later) > 1 else ''} x at most {most} samples each "
+            f"-> at most {self.max_samples} samples a step{condition}"
+            if later
+            else f"one agent: {self.max_samples} samples a step{condition}"
         )
         return [
-            f"{self.problems} problems a step x {self.samples_of_first // self.problems} samples = "
-            f"{self.samples_of_first} samples of the first agent",
-            later if self.num_agents > 1 else f"one agent: {self.max_samples} samples a step",
+            f"{self.problems} problems a step x {self.samples[first] // self.problems} samples = "
+            f"{self.samples[first]} samples of {first}",
+            others,
             f"at most {self.max_completion_tokens:,} completion tokens a step ({self.tokens_per_stage} a sample and stage)",
             f"{self.ranks} rank(s), {self.data_parallel} data-parallel; micro-batches of at most "
             f"{self.micro_batch_tokens:,} tokens -> at most {self.max_micro_batches} a rank, prompts not counted",
@@ -42,8 +50,8 @@ class BatchPlan:
         ]
 
 
-def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> BatchPlan:
-    """The plan of one step.
+def batch_plan(config: RunConfig, most_samples: Mapping[str, int], world_size: int) -> BatchPlan:
+    """The plan of one step. most_samples: of a rollout instance, by agent (Orchestration.most_samples), or {}.
 
     Raises:
         ValueError: the layout does not divide the number of ranks.
@@ -56,18 +64,15 @@ def batch_plan(config: RunConfig, agents: tuple[str, ...], world_size: int) -> B
             f"layout: tensor x pipeline x context = {layout.tensor} x {layout.pipeline} x {layout.context} = {cut} does not "
             f"divide the {world_size} rank(s) that torchrun started"
         )
-    first = rollout.prompts_per_step * rollout.group_size
-    later = rollout.prompts_per_step * rollout.picks * rollout.group_size
-    samples = first + later * (len(agents) - 1)
-    tokens = samples * rollout.max_response_tokens
+    of_instance = most_samples or dict.fromkeys(config.agents, rollout.group_size)
+    samples = {agent: rollout.prompts_per_step * most for agent, most in of_instance.items()}
+    tokens = sum(samples.values()) * rollout.max_response_tokens
     data_parallel = world_size // cut
     per_rank = -(-tokens // data_parallel)
     return BatchPlan(
         problems=rollout.prompts_per_step,
-        samples_of_first=first,
-        samples_of_later=later,
-        num_agents=len(agents),
-        max_samples=samples,
+        samples=samples,
+        is_bound=bool(most_samples),
         max_completion_tokens=tokens,
         tokens_per_stage=rollout.tokens_per_stage,
         ranks=world_size,

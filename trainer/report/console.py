@@ -119,7 +119,7 @@ class RunConsole:
         if summary.before is None and summary.after is None:
             return
         title = Text(f"{summary.name}: held-out problems, 95% Wilson intervals")
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", pad_edge=False)
         for heading in ("", "before", "after", "change"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name, before, after in compared(summary.before, summary.after):

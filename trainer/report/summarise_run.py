@@ -11,6 +11,8 @@ from marsrl.trainer.doctor import library_versions
 from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 
+_GATED = ("solver", "verifier1")  # whom the warm start teaches to be mediocre
+
 if TYPE_CHECKING:
     from marsrl.trainer.run import Driver, Run
 
@@ -22,8 +24,8 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
     started = None
     if run.started is not None:
-        solver = driver.before.solver.mean if driver.before else None
-        verifier = driver.before.verifier.mean if driver.before and driver.before.verifier else None
+        agents = driver.before.agents if driver.before else {}
+        solver, verifier = (agents[name].mean if name in agents else None for name in _GATED)
         met = driver.before is not None and meets_gate(driver.before, config.warm_start)
         started = WarmStartRecord(
             cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
@@ -61,11 +63,10 @@ def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
 
 def missed_gates(before: Evaluation, settings: WarmStartConfig) -> list[str]:
     """For each agent that is worse or better than it should be: what was found and what was wanted, for people."""
-    gates = [("Solver", before.solver, settings.gate_solver)]
-    if before.verifier is not None:
-        gates.append(("Verifier", before.verifier, settings.gate_verifier))
-    return [
-        f"{name} {found.mean}, wanted {(low, high)}"
-        for name, found, (low, high) in gates
-        if found.mean is None or not low <= found.mean <= high
-    ]
+    missed = []
+    for name, (low, high) in zip(_GATED, (settings.gate_solver, settings.gate_verifier), strict=True):
+        if name in before.agents:
+            mean = before.agents[name].mean
+            if mean is None or not low <= mean <= high:
+                missed.append(f"{name} {mean}, wanted {(low, high)}")
+    return missed

@@ -71,39 +71,36 @@ class Confusion(Schema):
     none: int = Field(0, ge=0)
 
 
-class VerifierEstimate(Estimate):
-    """Balanced accuracy on the fixed probe; the counts there (confusion) and inside the whole loop (loop_confusion)."""
+class AgentEstimate(Estimate):
+    """How often an agent is right: on fixed inputs where the team has it probed, else in the evaluation's episodes.
 
-    confusion: Confusion
+    Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
+    accuracy; confusion counts its verdicts there, loop_confusion those in the episodes. Of any other the fixed inputs are
+    wrong ones, and breaks is how often it turns a right one wrong.
+    """
+
+    confusion: Confusion | None = None
     loop_confusion: Confusion | None = None
-
-
-class CorrectorEstimate(Estimate):
-    """Accuracy on fixed inputs that are wrong and flagged; breaks: how often it turns a right solution wrong."""
-
-    breaks: Estimate
+    breaks: Estimate | None = None
 
 
 class Evaluation(Schema):
-    """One row set of the table: each agent, and the whole loop. verifier, corrector: null where the team has none."""
+    """One row set of the table: each agent that was asked, in the order of play, and the whole team."""
 
-    solver: Estimate
-    verifier: VerifierEstimate | None = None
-    corrector: CorrectorEstimate | None = None
+    agents: dict[str, AgentEstimate] = Field(default_factory=dict)
     system: Estimate
 
     @property
     def rows(self) -> dict[str, Estimate]:
-        """By name, in the order of the table; without what the team does not have."""
-        found = {"solver": self.solver, "verifier": self.verifier, "corrector": self.corrector, "system": self.system}
-        return {name: value for name, value in found.items() if value is not None}
+        """By name, in the order of the table."""
+        return {**self.agents, "system": self.system}
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
     """(name, before, after) of the table's lines; None where nothing was evaluated."""
     rows = [{} if each is None else each.rows for each in (before, after)]
-    names = rows[0] or rows[1] or dict.fromkeys(("solver", "verifier", "corrector", "system"))
-    return [(name, rows[0].get(name), rows[1].get(name)) for name in names]
+    names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
+    return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name == "system")]
 
 
 class EngineRecord(Schema):

@@ -1,0 +1,1 @@
+"""The teams that ship, and those of users' own files. One file a team."""

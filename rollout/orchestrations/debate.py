@@ -1,0 +1,59 @@
+"""Debate (Du et al., arXiv:2305.14325): several solve, read each other, and solve again; the majority's answer counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.types import Ask, Message, Sample
+
+
+class Debate(Orchestration):
+    """One agent, `debater`, plays all who debate. Who has said nothing in a round is not asked in the next."""
+
+    class Options(Settings):
+        debaters: int = Field(3, gt=1, le=MOST, description="who solve side by side")
+        rounds: int = Field(2, gt=0, le=MOST, description="the first is without the others' solutions")
+
+    name = "debate"
+    agents = (AgentSpec("debater"),)
+    options: Debate.Options
+
+    def follow(self, episode: Episode) -> Sequence[Ask]:
+        asks = last = [episode.ask("debater", turn=number) for number in range(1, self.options.debaters + 1)]
+        for _ in range(self.options.rounds - 1):
+            if not all(episode.is_over(ask) for ask in last):
+                break
+            said = [sample for ask in last if (sample := episode.said(ask)) is not None and sample.shown]
+            if len(said) < 2:
+                break
+            last = [episode.ask("debater", *(each for each in said if each is not own), own) for own in said]
+            asks = asks + last
+        return asks
+
+    def most_samples(self) -> dict[str, int]:
+        return {"debater": self.options.debaters * self.options.rounds * self.group_size}
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        if not ask.inputs:
+            return super().messages(episode, ask)
+        *others, own = episode.inputs(ask)
+        told = "\n\n".join(other.shown for other in others)
+        return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, told)
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        """Of the last round that anybody answered: the answer given most often, the earliest of equals."""
+        rounds: dict[int, list[Sample]] = {}
+        for ask in self.follow(episode):
+            rounds.setdefault(ask.id.count("/"), []).extend(s for s in episode.samples(ask) if s.answer is not None)
+        last = next((rounds[number] for number in sorted(rounds, reverse=True) if rounds[number]), [])
+        if not last:
+            return None
+        votes = Counter(sample.answer for sample in last)
+        return max(last, key=lambda sample: votes[sample.answer])

@@ -1,0 +1,55 @@
+"""Solver and Verifier in turn (Dr. MAS, arXiv:2602.08847, its team for math)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.types import Ask, Finish, Message, Sample
+
+
+class SolverVerifier(Orchestration):
+    """The Verifier approves a solution, or the Solver solves again with the report before it; nobody verifies the last.
+
+    A verdict that cannot be read rejects, where agents.verifier.missing_verdict is not "correct" (as in the published code).
+    """
+
+    class Options(Settings):
+        max_loops: int = Field(2, gt=0, le=MOST, description="solutions; the last one is not verified")
+
+    name = "solver_verifier"
+    agents = (AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER))
+    options: SolverVerifier.Options
+
+    def follow(self, episode: Episode) -> Sequence[Ask]:
+        asks = [episode.ask("solver")]
+        for _ in range(self.options.max_loops - 1):
+            solution = episode.said(asks[-1])
+            if solution is None or solution.finish is not Finish.STOP:
+                break
+            asks.append(episode.ask("verifier", solution))
+            report = episode.said(asks[-1])
+            if report is None or self._approves(report):
+                break
+            asks.append(episode.ask("solver", solution, report))
+        return asks
+
+    def most_samples(self) -> dict[str, int]:
+        loops = self.options.max_loops
+        return {"solver": loops * self.group_size, "verifier": (loops - 1) * self.group_size}
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        if ask.agent == "solver" and ask.inputs:
+            solution, report = episode.inputs(ask)
+            return self.prompt(ask.agent, Role.CORRECTOR, episode, solution.shown, report.shown)
+        return super().messages(episode, ask)
+
+    def _approves(self, report: Sample) -> bool:
+        if report.verdict is None:
+            return self.settings["verifier"].missing_verdict == "correct"
+        return report.verdict

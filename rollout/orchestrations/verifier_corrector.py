@@ -1,0 +1,205 @@
+"""The Verifier-Corrector reasoning system (MarsRL, arXiv:2511.11373).
+
+train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
+           A group of G on each of at most num_picks outputs of the agent before; a Corrector is asked only about reports
+           that flag an error. Picks pool over all groups of that agent, once the last of them is over.
+evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
+probe      as train, one sample an ask and every eligible output handed on, as far as corrector1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.picks import pick
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.types import Ask, Finish, Sample
+
+
+class VerifierCorrector(Orchestration):
+    """Five agents with agentic rewards. See the module."""
+
+    name = "verifier_corrector"
+    agents = (
+        AgentSpec("solver", Role.SOLVER),
+        AgentSpec("verifier1", Role.VERIFIER),
+        AgentSpec("corrector1", Role.CORRECTOR),
+        AgentSpec("verifier2", Role.VERIFIER),
+        AgentSpec("corrector2", Role.CORRECTOR),
+    )
+    is_one_episode = True
+    probed = ("verifier1", "corrector1")
+
+    def follow(self, episode: Episode) -> Sequence[Ask]:
+        if episode.purpose == "evaluate":
+            return self.loop(episode).asks
+        is_probe = episode.purpose == "probe"
+        num_samples = 1 if is_probe else self.group_size
+        asks = [episode.ask("solver", num_samples=num_samples)]
+        last = list(asks)
+        for spec in self.agents[1 : 3 if is_probe else None]:
+            if not last or not all(episode.is_over(ask) for ask in last):
+                break
+            inputs = self._handed_on(episode, last, spec)
+            last = [episode.ask(spec.name, *each, num_samples=num_samples) for each in inputs]
+            asks += last
+        return asks
+
+    def most_samples(self) -> dict[str, int]:
+        first, *later = self.specs
+        return {first: self.group_size, **dict.fromkeys(later, self.num_picks * self.group_size)}
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        """Of an evaluation; in training a tree has many ends (`outcomes`)."""
+        return self.loop(episode).final
+
+    def outcomes(self, episode: Episode) -> dict[str, float]:
+        """Of each sample the mean final correctness over the leaves below it.
+
+        A leaf is a sample that no other answers. A Solver's or Corrector's leaf counts its own correctness, a verdict that
+        of the solution judged.
+        """
+        children: dict[str | None, list[tuple[Ask, Sample]]] = {}
+        for ask in episode.asks.values():
+            children.setdefault(ask.parent_uid, []).extend((ask, sample) for sample in episode.samples(ask))
+
+        def leaves(ask: Ask, sample: Sample) -> list[float]:
+            if below := children.get(sample.uid):
+                return [value for child in below for value in leaves(*child)]
+            judged = episode.sample(ask.inputs[0]) if sample.verdict is not None else sample
+            return [judged.reward.correct]
+
+        def mean(values: list[float]) -> float:
+            known = [value for value in values if not math.isnan(value)]
+            return sum(known) / len(known) if known else math.nan
+
+        return {
+            sample.uid: mean(leaves(ask, sample)) for ask in episode.asks.values() for sample in episode.samples(ask)
+        }
+
+    def is_eligible(self, sample: Sample, for_agent: str) -> bool:
+        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong.
+
+        With agents.<name>.pick_unparsable also one that says something, but no answer or no verdict.
+        """
+        if sample.finish is not Finish.STOP or sample.reward.is_missing or math.isnan(sample.reward.correct):
+            return False
+        may_be_unparsable = self.settings[for_agent].pick_unparsable and sample.shown != ""
+        if self.spec(for_agent).role is Role.CORRECTOR:
+            is_flagged = sample.verdict is None and self.settings[sample.agent].missing_verdict == "wrong"
+            return sample.verdict is False or (may_be_unparsable and is_flagged)
+        return sample.answer is not None or may_be_unparsable
+
+    def _handed_on(self, episode: Episode, asks: Sequence[Ask], successor: AgentSpec) -> list[tuple[Sample, ...]]:
+        """The inputs of the successor's asks about what one agent said, sorted by uid."""
+        ask_of = {sample.uid: ask for ask in asks for sample in episode.samples(ask)}
+        chosen = [s for ask in asks for s in episode.samples(ask) if self.is_eligible(s, successor.name)]
+        if episode.purpose == "train":
+            # A Verifier learns most from wrong solutions, a Corrector from reports that found a real error.
+            prefers_right = successor.role is Role.CORRECTOR
+            rule, rng = self.settings[successor.name].pick, episode.rng("pick", asks[0].agent)
+            chosen = pick(chosen, self.num_picks, rule, prefers_right, rng)
+        return [self._about(episode, sample, ask_of[sample.uid]) for sample in chosen]
+
+    def _about(self, episode: Episode, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
+        """What an ask about this sample shows: for a Corrector, the solution and the report on it."""
+        return (episode.sample(ask.inputs[0]), sample) if self.spec(sample.agent).gives_verdicts else (sample,)
+
+    def loop(self, episode: Episode) -> Loop:
+        """How the inference loop of an evaluation stands."""
+        loop = Loop()
+        ask: Ask | None = episode.ask("solver")
+        while ask is not None:
+            loop.asks.append(ask)
+            if not episode.is_over(ask):
+                return loop
+            sample = next(iter(episode.samples(ask)), None)
+            if sample is None:
+                loop.end(loop.best(self.evaluate.compat), "no answer came")
+                return loop
+            is_report = self.spec(ask.agent).gives_verdicts
+            ask = (
+                self._after_report(episode, loop, ask, sample)
+                if is_report
+                else self._after_solution(episode, loop, sample)
+            )
+        return loop
+
+    def _after_solution(self, episode: Episode, loop: Loop, sample: Sample) -> Ask | None:
+        is_whole = sample.finish is Finish.STOP and sample.shown != ""
+        if not is_whole and loop.candidates:
+            loop.end(loop.best(self.evaluate.compat), "truncated correction")
+            return None
+        loop.candidates.append(Candidate(sample))
+        if not is_whole:
+            loop.end(sample, "truncated solution")
+            return None
+        return episode.ask("verifier1" if sample.agent == "solver" else "verifier2", sample)
+
+    def _after_report(self, episode: Episode, loop: Loop, ask: Ask, report: Sample) -> Ask | None:
+        rules, current = self.evaluate, loop.candidates[-1]
+        verdict = report.verdict
+        if verdict is None and self.settings[report.agent].missing_verdict == "correct":
+            verdict = True
+        loop.num_iterations += 1
+        current.num_calls += 1
+        current.num_correct += verdict is True
+        current.num_verdicts += report.finish is Finish.STOP
+        loop.streak = loop.streak + 1 if verdict else 0
+        if loop.streak >= rules.accept_after:
+            loop.is_accepted = True
+            loop.end(current.sample, "accepted")
+            return None
+        if loop.num_iterations >= rules.max_iterations:
+            loop.end(loop.best(rules.compat), "max_iterations")
+            return None
+        if not verdict and (verdict is False or rules.compat or report.shown):
+            corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
+            return episode.ask(corrector, current.sample, report)
+        # the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
+        return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A solution that was put before the Verifier, and how it fared."""
+
+    sample: Sample
+    num_correct: int = 0
+    num_verdicts: int = 0
+    num_calls: int = 0
+
+
+@dataclass(slots=True)
+class Loop:
+    """The inference loop for one problem: Solver, then Verifier and Corrector in turn.
+
+    A candidate is accepted after evaluate.accept_after consecutive "correct" verdicts. Otherwise the loop ends after
+    evaluate.max_iterations Verifier calls or at a truncated correction, and the candidate most often judged correct counts
+    (the earliest of equals). evaluate.compat counts completed Verifier calls instead and hands on empty reports, as the
+    published script does.
+
+    asks: in order. final: the answer that counts, None while it goes on; reason: why it stopped; num_iterations: Verifier
+    calls.
+    """
+
+    asks: list[Ask] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+    final: Sample | None = None
+    is_accepted: bool = False
+    num_iterations: int = 0
+    streak: int = 0
+    reason: str = ""
+
+    def best(self, compat: bool) -> Sample | None:
+        def votes(candidate: Candidate) -> int:
+            return candidate.num_verdicts if compat else candidate.num_correct
+
+        return max(self.candidates, key=votes).sample if self.candidates else None  # max keeps the first of equals
+
+    def end(self, final: Sample | None, reason: str) -> None:
+        self.final, self.reason = final, reason

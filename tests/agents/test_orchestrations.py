@@ -1,0 +1,199 @@
+"""Teams beside the Verifier-Corrector system, played by tables of answers; and those of users' own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, build_orchestration, find_orchestration
+from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment
+
+PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
+NONE = np.zeros(0, np.int32)
+Say = Callable[[Ask], str | None]
+
+
+def play(team: Orchestration, say: Say) -> Episode:
+    """One episode to its end: what each ask is told; None: nothing came. An answer is right where it is 1."""
+    episode = Episode("000001.0", "000001", PROBLEM)
+    while asks := episode.enter(team.follow(episode)):
+        for ask in reversed(asks):  # the order in which answers come does not matter
+            text = say(ask)
+            episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
+    assert episode.num_open == 0
+    assert not team.most_samples() or len(episode.asks) <= sum(team.most_samples().values())
+    return episode
+
+
+def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Sample:
+    cut = text.startswith("...")
+    said = Sample(
+        f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
+        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.LENGTH if cut else Finish.STOP, text=text,
+    )  # fmt: skip
+    said = team.parse(said)
+    judged = None if said.answer is None else Reward(float(said.answer == "1"), float(said.answer == "1"))
+    return replace(said, reward=team.reward(episode, ask, said, judged))
+
+
+def script(*texts: str) -> Say:
+    left = iter(texts)
+    return lambda ask: next(left)
+
+
+def words(team: Orchestration, episode: Episode, ask: Ask) -> str:
+    return " | ".join(message.content for message in team.messages(episode, ask))
+
+
+# ------------------------------------------------------------------ Solver and Verifier in turn
+
+
+def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
+    agents = {"verifier": AgentConfig(**verifier)}
+    return build_orchestration("solver_verifier", agents, "chain", {"max_loops": loops})
+
+
+def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_the_last() -> None:
+    team = solver_verifier()
+    episode = play(team, script("Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"))
+    agents = [ask.agent for ask in episode.asks.values()]
+    assert agents == ["solver", "verifier", "solver", "verifier"]
+    first, judged, again, _ = episode.asks.values()
+    assert words(team, episode, again) == "a 3 b *7 | Answer: 2 | Verdict: wrong fix"
+    assert words(team, episode, judged) == "grade | a 3 b *7 \n Answer: 2"
+    assert [ask.group for ask in (first, judged, again)] == ["000001/solver", "000001/verifier", "000001/solver"]
+    last = team.outcome(episode)
+    assert last is not None and last.answer == "1"
+    assert set(team.outcomes(episode).values()) == {1.0} and len(team.outcomes(episode)) == 4
+    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0, 1.0]
+    episode = play(team, script(*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"))
+    assert [ask.agent for ask in episode.asks.values()][-1] == "solver" and len(episode.asks) == 5
+    assert set(team.outcomes(episode).values()) == {0.0}
+    assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
+
+
+def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None:
+    assert len(play(solver_verifier(2), script("Answer: 2", "hm", "Answer: 1")).asks) == 3
+    assert len(play(solver_verifier(2, missing_verdict="correct"), script("Answer: 2", "hm")).asks) == 2
+
+
+@pytest.mark.parametrize("first", ["... cut off", None])
+def test_nobody_verifies_a_solution_that_was_not_finished(first: str | None) -> None:
+    episode = play(solver_verifier(), lambda ask: first)
+    assert len(episode.asks) == 1
+    assert solver_verifier().outcome(episode) is None and not any(solver_verifier().outcomes(episode).values())
+
+
+# ------------------------------------------------------------------ debate
+
+
+def test_debaters_read_each_other_and_the_majority_counts() -> None:
+    team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 2})
+    answers = {"1": "1", "2": "2", "3": "1"}  # by debater; the second gives in
+
+    def say(ask: Ask) -> str:
+        return f"Answer: {answers[ask.id.split('#')[1][0]] if not ask.inputs else '1'}"
+
+    episode = play(team, say)
+    rounds = [[a for a in episode.asks.values() if bool(a.inputs) == again] for again in (False, True)]
+    assert [len(each) for each in rounds] == [3, 3] and {ask.agent for ask in episode.asks.values()} == {"debater"}
+    second = rounds[1][1]
+    assert second.parent_uid == "000001.0/debater#2:0" and set(second.inputs) == {
+        f"000001.0/debater#{i}:0" for i in (1, 2, 3)
+    }
+    assert words(team, episode, second) == "a 3 b *7 | Answer: 2 | Answer: 1\n\nAnswer: 1 fix"
+    assert {ask.group for ask in episode.asks.values()} == {"000001/debater"}
+    final = team.outcome(episode)
+    assert final is not None and final.answer == "1"
+
+
+def test_a_debate_goes_on_among_those_who_said_something_and_the_earliest_of_equals_counts() -> None:
+    team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 3})
+    episode = play(team, lambda ask: None if ask.id.endswith("#2") else f"Answer: {ask.id.split('#')[1][0]}")
+    assert len(episode.asks) == 3 + 2 + 2
+    final = team.outcome(episode)
+    assert final is not None and final.answer == "1" and final.uid.count("debater") == 3
+    alone = play(team, lambda ask: "Answer: 4" if ask.id.endswith("#3") else None)
+    assert len(alone.asks) == 3 and (only := team.outcome(alone)) is not None and only.answer == "4"
+    assert team.outcome(play(team, lambda ask: None)) is None
+
+
+# ------------------------------------------------------------------ options and users' own
+
+
+def test_options_are_the_team_s() -> None:
+    with pytest.raises(ValueError, match="orchestration_options of debate: debaters: Input should be greater than 1"):
+        build_orchestration("debate", {}, "math", {"debaters": 1})
+    with pytest.raises(ValueError, match=r"orchestration_options of solver: max_loops: .*\(it has none\)"):
+        build_orchestration("solver", {}, "math", {"max_loops": 1})
+
+
+OWN = """
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+
+class TwoSolversOneJudge(Orchestration):
+    agents = (AgentSpec("first"), AgentSpec("second"), AgentSpec("judge", Role.VERIFIER))
+
+    def follow(self, episode):
+        asks = [episode.ask("first"), episode.ask("second")]
+        said = [episode.said(ask) for ask in asks]
+        return asks if None in said else [*asks, episode.ask("judge", *said)]
+
+class Other:
+    pass
+
+class Nameless(Orchestration):
+    agents = (AgentSpec("a b"),)
+"""
+
+
+def test_a_team_of_a_user_is_found_by_file_and_class_and_plays(tmp_path: Path) -> None:
+    path = tmp_path / "my_team.py"
+    path.write_text(OWN)
+    name = f"{path}:TwoSolversOneJudge"
+    team = build_orchestration(name, {}, "chain", rollout=RolloutConfig(group_size=3))
+    assert type(team) is find_orchestration(name) and team.name == "TwoSolversOneJudge"
+    assert list(team.settings) == ["first", "second", "judge"] and team.verifiers == ("judge",)
+    assert team.num_episodes == 3 and team.most_samples() == {}
+    episode = play(team, lambda ask: "Verdict: correct" if ask.agent == "judge" else f"Answer: {len(ask.agent) - 4}")
+    assert [(ask.agent, len(ask.inputs)) for ask in episode.asks.values()] == [
+        ("first", 0),
+        ("second", 0),
+        ("judge", 2),
+    ]
+    values = {ask.agent: episode.samples(ask)[0].reward.value for ask in episode.asks.values()}
+    assert values == {"first": 1.0, "second": 0.0, "judge": 1.0}  # the judge is asked about the first, which is right
+    assert (last := team.outcome(episode)) is not None and last.agent == "second"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing.py:Team", "there is no file .*missing.py"),
+        ("my_team.py:Missing", "Missing is no class of .*my_team.py that extends Orchestration"),
+        ("my_team.py:Other", "Other is no class of .*that extends Orchestration"),
+        ("my_team.py:Nameless", "Nameless.agents names a b; expected at least one AgentSpec"),
+        ("broken.py:Team", r"broken.py cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "my_team.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=said):
+        find_orchestration(f"{tmp_path}/{name}")
+
+
+def test_every_team_asks_its_first_agent_about_a_new_problem() -> None:
+    for name, kind in ORCHESTRATIONS.items():
+        team = build_orchestration(name, {}, "math")
+        first, *_ = team.follow(Episode("000001", "000001", PROBLEM))
+        assert first.agent == kind.agents[0].name and not first.inputs
