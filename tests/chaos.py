@@ -65,7 +65,7 @@ def kill_torchrun(run: Trial) -> str:
     assert run.life is not None
     run.trainers()
     run.life.process.kill()
-    return run.ended(END_S, rf"^$|{STOPS}")
+    return run.ended(END_S, rf"^$|{STOPS}|rank \d stops: .*{GO_ON}")
 
 
 def sigterm_torchrun(run: Trial) -> str:

@@ -6,9 +6,10 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
+import pytest
 import torch.distributed as dist
 
-from marsrl.trainer.runs.heartbeat import Heartbeat
+from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 
 
 class Rank:
@@ -39,6 +40,22 @@ def test_all_hear_which_rank_ended_with_an_error() -> None:
             raise MemoryError("no room")
         assert all(rank.stopped.wait(60) for rank in ranks[:2])
     assert all("rank 2 (" in rank.reason and "MemoryError: no room" in rank.reason for rank in ranks[:2])
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "left_with"),
+    [(KeyboardInterrupt(), "was interrupted", KeyboardInterrupt), (OSError("x"), "ended with OSError: x", RankLost)],
+)
+def test_a_run_is_interrupted_where_another_rank_was_and_fails_where_one_failed(
+    error: BaseException, said: str, left_with: type[BaseException]
+) -> None:
+    store = dist.HashStore()
+    first, other = (Rank(store, r, silence_s=1e9) for r in (0, 2))
+    with pytest.raises(left_with, match=rf"rank 2 \(.*\) {said}"), first.heartbeat:
+        with contextlib.suppress(type(error)), other.heartbeat:
+            raise error
+        assert first.stopped.wait(60)
+        raise RuntimeError("a collective that broke")
 
 
 def test_a_rank_that_is_done_is_not_missed() -> None:

@@ -42,7 +42,8 @@ class Heartbeat:
         go_on: what a user is told to go on with.
         stop: called once, in the thread, with the reason and the beats of those that are silent.
 
-    A run that was stopped leaves the body with RankLost, whatever else that stop has raised there.
+    A run that was stopped leaves the body with RankLost, whatever else that stop has raised there; with KeyboardInterrupt
+    where another rank was interrupted.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Heartbeat:
         self._stop = stop or self._stop_process
         self._left = threading.Event()
         self._reason: str | None = None
+        self._is_interrupted = False  # the reason: somebody stopped another rank on purpose
         self._error: BaseException | None = None  # what this rank leaves with
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -76,7 +78,7 @@ class Heartbeat:
         self._left.set()
         self._thread.join(timeout=GRACE_S)  # a store that does not answer must not hold up the way out
         if self._reason is not None and error is not None and not isinstance(error, RankLost):
-            raise RankLost(self._reason) from error
+            raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 
     def _run(self) -> None:
         counts = dict.fromkeys(self._watched, b"")
@@ -88,7 +90,7 @@ class Heartbeat:
             try:
                 self._store.set(f"beat/{self._rank}", f"{beat} {socket.gethostname()} {os.getpid()}")
                 if self._store.check(["lost"]):
-                    self._reason, silent = json.loads(self._store.get("lost"))
+                    self._reason, silent, self._is_interrupted = json.loads(self._store.get("lost"))
                     break
                 for r in self._watched:
                     now = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
@@ -100,7 +102,7 @@ class Heartbeat:
                     named = ", ".join(f"rank {r}{_place(counts[r])}" for r in lost)
                     silent = [counts[r].decode() for r in lost]
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
-                    self._store.set("lost", json.dumps([self._reason, silent]))
+                    self._store.set("lost", json.dumps([self._reason, silent, False]))
             except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
                 gone = f"rank 0 or its machine is gone: the store does not answer ({str(error).splitlines()[0]})"
                 self._reason, silent = gone, [counts[0].decode()] if 0 in counts else []
@@ -111,9 +113,10 @@ class Heartbeat:
             if self._error is None:
                 self._store.set(f"beat/{self._rank}", "done")
             else:
-                how = f"{type(self._error).__name__}: {self._error}"
-                told = f"rank {self._rank} ({socket.gethostname()}) ended with {how}"
-                self._store.set("lost", json.dumps([told, []]))
+                is_interrupted = isinstance(self._error, KeyboardInterrupt)
+                how = "was interrupted" if is_interrupted else f"ended with {type(self._error).__name__}: {self._error}"
+                told = f"rank {self._rank} ({socket.gethostname()}) {how}"
+                self._store.set("lost", json.dumps([told, [], is_interrupted]))
         except RuntimeError:
             return  # the others are gone already, and so is their interest
 
