@@ -32,7 +32,22 @@ class AgentConfig(Settings):
     top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off)")
     max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="longer prompts are not asked and counted")
+    max_response_tokens: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="of this agent's completions; default and at most: rollout.max_response_tokens",
+    )
+    template_options: dict[str, bool | str] = Field(
+        default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
+    )
     loss_weight: float = Field(1.0, ge=0, description="factor on this agent's advantages")
+    format_penalty: float = Field(
+        0.0,
+        ge=0,
+        le=MOST,
+        description="taken off the reward of a completion without a readable answer or verdict (Dr. MAS)",
+    )
     pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
         "adaptive", description="which of the predecessor's outputs this agent is asked about"
     )

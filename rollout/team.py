@@ -85,7 +85,7 @@ class Team:
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
-        prompt_ids, text = self.renderer(ask.agent).render(messages)
+        prompt_ids, text = self.renderer(ask.agent).render(messages, **self.agents[ask.agent].template_options)
         return (prompt_ids, text) if len(prompt_ids) <= self.agents[ask.agent].max_input_tokens else None
 
     def outcome(self, episode: Episode) -> Sample | None:
@@ -168,10 +168,17 @@ class Team:
             episode, ask, sample = finished[i]
             try:
                 reward = self.orchestration.reward(episode, ask, sample, judgements.get(i))
-                samples[i] = replace(sample, reward=reward)
+                samples[i] = replace(sample, reward=self._penalised(sample, reward))
             except Exception as raised:
                 samples[i] = self._failed(sample, "reward", raised)
         return samples
+
+    def _penalised(self, sample: Sample, reward: Reward) -> Reward:
+        """agents.<name>.format_penalty off what has neither answer nor verdict; `correct` is before penalties."""
+        penalty = self.agents[sample.agent].format_penalty
+        if not penalty or reward.is_missing or sample.answer is not None or sample.verdict is not None:
+            return reward
+        return replace(reward, value=reward.value - penalty, parts={**reward.parts, "format": -penalty})
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
         """The orchestration's own code failed over the sample: an error, like one of the engine (rollout.max_error_share)."""
@@ -210,7 +217,7 @@ class Team:
                 DecodeRequest(
                     uid=f"{ask.id}:0",
                     token_ids=prompt[0],
-                    max_new_tokens=max_tokens,
+                    max_new_tokens=min(max_tokens, self.agents[ask.agent].max_response_tokens or max_tokens),
                     sampling=replace(sampling or own, stop_token_ids=own.stop_token_ids),
                     seed=derive_seed(seed, "answer", ask.id),
                     affinity=ask.id,

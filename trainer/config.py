@@ -389,6 +389,11 @@ class RunConfig(Settings):
             )
         trained = [n for n in self.agents if self.credit.trains(n)]
         for name, agent in self.agents.items():
+            if (agent.max_response_tokens or 0) > self.rollout.max_response_tokens:
+                raise ValueError(
+                    f"agents.{name}.max_response_tokens is {agent.max_response_tokens}, above rollout.max_response_tokens = "
+                    f"{self.rollout.max_response_tokens}: raise that"
+                )
             if agent.policy not in self.policies:
                 raise ValueError(
                     f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(self.policies)})"

@@ -28,10 +28,10 @@ _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
 class ChatRenderer:
     """Tokeniser and chat template of one model directory.
 
-    template_options go to the chat template (Qwen3: enable_thinking). Deterministic; holds no state between calls.
+    Deterministic; holds no state between calls.
     """
 
-    def __init__(self, directory: str | Path, **template_options: bool | str) -> None:
+    def __init__(self, directory: str | Path) -> None:
         from transformers import AutoTokenizer  # takes a second; text-only users of this package do not pay it
 
         if not Path(directory).is_dir():
@@ -43,7 +43,6 @@ class ChatRenderer:
             raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
-        self._options = template_options
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
         self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
@@ -57,14 +56,17 @@ class ChatRenderer:
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
 
-    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
-        """(prompt ids [N] int32, prompt text for people), ending where the model is to go on."""
+    def render(self, messages: Sequence[Message], **template_options: bool | str) -> tuple[IntArray, str]:
+        """(prompt ids [N] int32, prompt text for people), ending where the model is to go on.
+
+        template_options: of the chat template (Qwen3: enable_thinking).
+        """
         turns = [
             {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
             for index, message in enumerate(messages)
         ]
         template: str = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **self._options
+            turns, tokenize=False, add_generation_prompt=True, **template_options
         )
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
         if used != list(range(len(messages))):

@@ -126,6 +126,10 @@ class Ledger:
     def policy_of(self, agent: str) -> str:
         return self.team.agents[agent].policy
 
+    def most_tokens(self, agent: str) -> int:
+        """Of a completion of the agent."""
+        return self.team.agents[agent].max_response_tokens or self.config.max_response_tokens
+
     def note_faults(self) -> None:
         """What the pools have mended since the last call, into the metrics."""
         for pool in self.team.pools.values():
@@ -176,7 +180,7 @@ class Ledger:
         """The next segment of a partial sample, or what is left of it after num_decoded tokens."""
         partial = opened.partial[index]
         uid = f"{opened.ask.id}:{index}"
-        left = self.config.max_response_tokens - len(partial.token_ids)
+        left = self.most_tokens(opened.ask.agent) - len(partial.token_ids)
         return DecodeRequest(
             uid=uid,
             token_ids=np.concatenate([opened.prompt_ids, partial.token_ids]).astype(np.int32, copy=False),
@@ -204,7 +208,7 @@ class Ledger:
         partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts)
         if result.finish in (Finish.STOP, Finish.ERROR):
             return partial, result.finish
-        is_full = len(partial.token_ids) >= self.config.max_response_tokens
+        is_full = len(partial.token_ids) >= self.most_tokens(opened.ask.agent)
         return partial, Finish.LENGTH if is_full else Finish.UNFINISHED
 
     def sample(self, opened: OpenAsk, index: int, partial: Partial, finish: Finish, error: str) -> Sample:

@@ -111,7 +111,10 @@ class Scheduler(Ledger):
         """Results in the order of the requests: all of them to the end, or until rollout.finish_share has finished."""
         if self.config.finish_share == 1:
             return pool.generate(requests, version=version, on_progress=progress)
-        left = {request.uid: self.config.max_response_tokens - self._num_known(request) for request in requests}
+        left = {
+            request.uid: self.most_tokens(self.state.open[request.affinity].ask.agent) - self._num_known(request)
+            for request in requests
+        }
         results: dict[str, DecodeResult] = {}
         num_finished, num_tokens = 0, 0
         pool.submit(requests, version=version)

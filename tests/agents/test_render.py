@@ -94,6 +94,17 @@ def test_byte_contents_reach_the_model_unchanged(byte_level: ChatRenderer, conte
     assert byte_level.decode(ids) == text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    renderer = ChatRenderer(tmp_path)
+    plain, without = (
+        renderer.render([Message("user", "x")], **options)[1] for options in ({}, {"enable_thinking": False})
+    )
+    assert without == f"{plain}<think></think>"
+
+
 def test_harmless_prompts_have_the_tokens_of_the_whole_string(byte_level: ChatRenderer) -> None:
     messages = MATH.fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
     ids, text = byte_level.render(messages)

@@ -20,7 +20,7 @@ from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import decode as decode_state
 from marsrl.rollout.state import encode
-from marsrl.rollout.types import Ask, Finish, Group, Problem, Sample
+from marsrl.rollout.types import Ask, Finish, Group, Problem, Reward, Sample
 
 VERSION = {"main": 3}
 
@@ -94,6 +94,25 @@ def test_a_request_goes_on_from_what_is_known_for_one_stage() -> None:
     assert last.token_ids.tolist() == [*group.prompt_ids.tolist(), *[65] * 40] and last.token_ids.dtype == np.int32
     assert (last.max_new_tokens, last.seed) == (8, derive_seed(5, "decode", first.uid, 40))
     assert books.request(group, 1, num_decoded=6).max_new_tokens == 6
+
+
+def test_an_agent_s_own_limit_ends_its_completions() -> None:
+    books = ledger(segments=4)
+    group = opened(books)[0]
+    books.team = replace(books.team, agents={**books.team.agents, "solver": AgentConfig(max_response_tokens=15)})
+    assert books.request(group, 1).max_new_tokens == 12
+    group.partial[1], finish = books.extended(group, 1, result(12))
+    assert finish is Finish.UNFINISHED and books.request(group, 1).max_new_tokens == 3
+    assert books.extended(group, 1, result(3))[1] is Finish.LENGTH
+
+
+def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
+    books = ledger()
+    group = opened(books)[0]
+    assert decode(books, group, 0, "hm").reward == Reward(0.0, 0.0, note="no answer")
+    books.team = replace(books.team, agents={**books.team.agents, "solver": AgentConfig(format_penalty=0.1)})
+    assert decode(books, group, 1, "hm").reward == Reward(-0.1, 0.0, {"format": -0.1}, note="no answer")
+    assert decode(books, group, 2, "\\boxed{8}").reward.value == 0.0
 
 
 def test_experts_are_asked_for_from_where_the_record_ends() -> None:

@@ -186,11 +186,11 @@ def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
         assert {s.uid for s in credited.of(["verifier1"]).sequences if s.is_positive} == expected
 
 
-def test_an_outcome_has_no_penalties_and_what_is_not_known_is_missing() -> None:
-    penalised = replace(sample("0/solver:0", 0), reward=Reward(0.9, 1.0, {"task": 1.0, "format": -0.1}))
+def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_is_missing() -> None:
+    penalised = replace(sample("0/solver:0", 0), reward=Reward(0.8, 1.0, {"task": 1.0, "long": -0.1, "format": -0.1}))
     groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
     first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
-    assert first == Reward(0.5, 0.5, {"outcome": 0.5}) and second.is_missing
+    assert first == Reward(0.4, 0.5, {"outcome": 0.5, "format": -0.1}) and second.is_missing
 
 
 def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:

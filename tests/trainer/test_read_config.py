@@ -109,6 +109,12 @@ def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
     assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
 
 
+def test_an_agent_s_completions_are_not_longer_than_the_rollout_s() -> None:
+    assert "above rollout.max_response_tokens = 64: raise that" in refusal(
+        "agents.solver.max_response_tokens=65", "rollout.max_response_tokens=64"
+    )
+
+
 def test_a_size_that_counts_what_is_carried_over_needs_a_pipeline_that_carries() -> None:
     words = ("rollout.stage_size=total", "rollout.segments=4")
     assert "rollout.pipeline=trajectory carries none" in refusal(*words, "rollout.pipeline=trajectory")

@@ -119,11 +119,13 @@ def credit(
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    An outcome has no penalties: both `value` and `correct` of the new reward are the outcome.
+    agents.<name>.format_penalty is taken off it too; `correct` of the new reward is the outcome itself.
     """
 
     def outcome(sample: Sample) -> Sample:
-        return replace(sample, reward=Reward(sample.outcome, sample.outcome, {"outcome": sample.outcome}))
+        penalty = sample.reward.parts.get("format", 0.0)
+        parts = {"outcome": sample.outcome, **({"format": penalty} if penalty else {})}
+        return replace(sample, reward=Reward(sample.outcome + penalty, sample.outcome, parts))
 
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
