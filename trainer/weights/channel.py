@@ -4,15 +4,16 @@
         trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
         _prepare                        what can be done while the engines still decode
         _deliver                        the engines are at rest and take the weights
-        CheckedEngines.check            checksums of every tensor agree, then log-probs do             (checked_engines.py)
+        CheckedEngines.check, compare   checksums of every tensor agree, then log-probs do             (checked_engines.py)
         _settle                         the version is proven: what was kept for its sake may go
 
 The path of one tensor:
 
     sync.backend=shm    Learner.export, whole on rank 0 -> FileChannel: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum             (file_channel.py)
-    nccl, ipc           Learner.held, a part on each rank -> NcclChannel, IpcChannel: into a bucket -> GroupConnection or
-                        SharedBuffer -> the engine: WeightReceiver -> its place -> checksum             (direct_channel.py)
+    nccl, ipc           Learner.held, a part on each rank -> NcclChannel, IpcChannel: its part of a checksum, a bucket
+                        -> GroupConnection or SharedBuffer
+                        -> the engine: WeightReceiver -> its place in a fused tensor -> checksum        (direct_channel.py)
 
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
 failure that costs people weeks, so nothing here is sampled or optional but the comparison's interval.
@@ -20,17 +21,20 @@ failure that costs people weeks, so nothing here is sampled or optional but the 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
-from marsrl.trainer.weights.clock import Clock
 from marsrl.trainer.weights.comparison import ComparisonReport, trainer_scores
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,12 @@ class WeightChannel(ABC):
             delivered = self._deliver(learner, version, clock)
             if self._engines is None or delivered is None:
                 return None
-            found = self._engines.check(delivered, version, scores, clock)
+            clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in delivered.receipts))
+            self._engines.check(delivered, version)
+            found: ComparisonReport | None = None
+            if scores is not None:
+                with clock.of("probe"):
+                    found = self._engines.compare(scores, version)
         self._settle()
         num_tensors = len(delivered.expected[0])
         return SyncReport(version, clock.total, delivered.num_bytes, num_tensors, found, clock.seconds_of)
@@ -117,3 +126,43 @@ class WeightChannel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove files, leave connections; may be called twice."""
+
+
+class Clock:
+    """Seconds by part. A part that begins inside of another interrupts it."""
+
+    def __init__(self) -> None:
+        self.seconds_of: dict[str, float] = {}
+        self._start = time.perf_counter()
+        self._inside: list[float] = [0.0]  # of each open part, the seconds that went to parts inside of it
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds_of[part] = self.seconds_of.get(part, 0.0) + elapsed - self._inside.pop()
+            self._inside[-1] += elapsed
+
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """Book a share of one part under another."""
+        seconds = min(seconds, self.seconds_of[part])
+        self.seconds_of[part] -= seconds
+        self.seconds_of[to] = self.seconds_of.get(to, 0.0) + seconds
+
+    def timed(self, part: str, items: Iterator[_T]) -> Iterator[_T]:
+        """The items; the time until each of them is there counts for `part`."""
+        while True:
+            with self.of(part):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item

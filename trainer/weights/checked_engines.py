@@ -1,7 +1,7 @@
 """Rank 0's end of a weight channel: the engines of one policy, and what they are asked before a version is announced.
 
-made         every engine computes with the trainer's settings (rope, norms, routing)
-check        every engine holds what was sent, tensor by tensor; where it is due, its log-probs are the trainer's
+When it is made, every engine must compute with the trainer's settings (rope, norms, routing). `check`: it holds what was
+sent, tensor by tensor. `compare`: its log-probs are the trainer's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.trainer.weights.clock import Clock
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison, TrainerScores, comparison_sequences
 
 
@@ -44,25 +43,18 @@ class CheckedEngines:
         self._sequences = comparison_sequences(vocab_size)
         pool.score(self._sequences)
 
-    def check(
-        self, delivered: Delivered, version: int, scores: TrainerScores | None, clock: Clock
-    ) -> ComparisonReport | None:
-        """How far the engines' log-probs are from the trainer's `scores`; None where there are none to compare with.
-
-        Raises:
-            RuntimeError: an engine holds other numbers than were sent (the tensors are named), or computes others.
-        """
-        clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in delivered.receipts))
+    def check(self, delivered: Delivered, version: int) -> None:
+        """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names."""
         for engine, (expected, receipt) in enumerate(zip(delivered.expected, delivered.receipts, strict=True)):
             _compare(expected, receipt, version, engine)
-        if scores is None:
-            return None
-        with clock.of("probe"):
-            return self._comparison.compare(scores, self.pool.score(self._sequences), version)
+
+    def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
+        """How far the engines' log-probs are from the trainer's; RuntimeError where that is too far (comparison.py)."""
+        return self._comparison.compare(scores, self.pool.score(self._sequences), version)
 
 
 def _compare_settings(expected: Mapping[str, float], info: EngineInfo, engine: int) -> None:
-    """What the engine cannot tell is left to the probe."""
+    """What the engine cannot tell is left to the comparison of log-probs."""
     for name, values in info.settings.items():
         wrong = [value for value in values if not math.isclose(value, expected.get(name, math.nan), rel_tol=1e-6)]
         if wrong:

@@ -41,9 +41,8 @@ from marsrl.rollout.weights.receiver import ReceivePlan, placed, receive_plan
 from marsrl.rollout.weights.shard_layout import ShardLayout, shard_layout
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
-from marsrl.trainer.weights.channel import WeightChannel
+from marsrl.trainer.weights.channel import Clock, WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
-from marsrl.trainer.weights.clock import Clock
 
 if TYPE_CHECKING:  # it imports megatron
     from marsrl.trainer.learner.megatron.convert import Converter

@@ -12,9 +12,8 @@ from torch import Tensor
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.weights.fused_layout import by_layer, untied_checksums, with_tied_head
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.channel import WeightChannel
+from marsrl.trainer.weights.channel import Clock, WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
-from marsrl.trainer.weights.clock import Clock
 from marsrl.trainer.weights.files import SHARD_BYTES, PrivateFolder, check_room, write_shards
 
 
