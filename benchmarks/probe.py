@@ -34,10 +34,17 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.weights.fused_layout import fused_checksums
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.probe import ProbeComparison, ProbeReport, ProbeScore, measure, probe_sequences, score_probe
-from marsrl.trainer.weights.sync import expected_checksums
+from marsrl.trainer.weights.comparison import (
+    ComparisonReport,
+    EngineComparison,
+    TrainerScores,
+    comparison_sequences,
+    measure,
+    trainer_scores,
+)
 
 _STDS = (0.02, 0.06, 0.2)
 _UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of each number, by a coin up or down: Adam's first step at such a rate
@@ -85,12 +92,12 @@ class Pair:
         made["lm_head.weight"] *= 10 if seed % 4 == 3 else 1
         return made
 
-    def train(self, weights: Weights) -> ProbeScore:
+    def train(self, weights: Weights) -> TrainerScores:
         """The learner has these weights; its score."""
         self._write(weights)
         self.learner._converter.load(self._model)
         self.learner._optimizer.reload_weights()
-        return score_probe(self.learner, getattr(torch, self.dtype))
+        return trainer_scores(self.learner, getattr(torch, self.dtype))
 
     def send(self, weights: Weights) -> None:
         """The engine gets these weights."""
@@ -99,7 +106,7 @@ class Pair:
         self.pool.update_weights(WeightUpdate(str(self._model), self.version))
 
     def score(self) -> list[Any]:
-        return self.pool.score(probe_sequences(_VOCABULARY))[0]
+        return self.pool.score(comparison_sequences(_VOCABULARY))[0]
 
     def close(self) -> None:
         self.pool.close()
@@ -146,13 +153,13 @@ def swapped(weights: Weights, layer: int) -> Weights:
     return found
 
 
-def report_of(trainer: ProbeScore, engine: list[Any]) -> ProbeReport:
+def report_of(trainer: TrainerScores, engine: list[Any]) -> ComparisonReport:
     ours, rounded, theirs = (np.concatenate(each).astype(float) for each in (trainer.logprobs, trainer.rounded, engine))
     last = np.cumsum([len(each) for each in trainer.logprobs]) - 1
     return measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
 
 
-def refusal(comparison: ProbeComparison, trainer: ProbeScore, engine: list[Any]) -> str:
+def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
     """The statistic by which the probe refuses the engine; empty where it does not."""
     try:
         comparison.compare(trainer, [engine], 0)
@@ -172,12 +179,12 @@ def mutated(pair: Pair) -> Iterator[Row]:
         honest = pair.score()
 
         def row(
-            what: str, others: str = "", std: float = std, trainer: ProbeScore = trainer, honest: Any = honest
+            what: str, others: str = "", std: float = std, trainer: TrainerScores = trainer, honest: Any = honest
         ) -> Row:
             scores = pair.score()
-            later = ProbeComparison()
+            later = EngineComparison()
             later.compare(trainer, [honest], 0)
-            first = refusal(ProbeComparison(), trainer, scores)
+            first = refusal(EngineComparison(), trainer, scores)
             probe = first or (f"{then} (later)" if (then := refusal(later, trainer, scores)) else "")
             r = report_of(trainer, scores)
             who = ", ".join(filter(None, (probe, others)))
@@ -197,10 +204,10 @@ def mutated(pair: Pair) -> Iterator[Row]:
         for layer in (0, last):
             for size in _UPDATES:
                 wrong[f"layer {layer} older by {size:g}"] = moved(weights, size, f"layers.{layer}.")
-        expected = expected_checksums(weights, getattr(torch, pair.dtype))
+        expected = fused_checksums(weights, getattr(torch, pair.dtype))
         for what, held in wrong.items():
             pair.send(held)
-            is_seen = expected_checksums(held, getattr(torch, pair.dtype)) != expected
+            is_seen = fused_checksums(held, getattr(torch, pair.dtype)) != expected
             yield row(what, "checksums" if is_seen else "")
         for size in _UPDATES:
             pair.send(moved(weights, size))
@@ -219,7 +226,7 @@ def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
     for i in range(num):
         std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
         weights = pair.weights(std, first + i)
-        comparison = ProbeComparison()
+        comparison = EngineComparison()
         for version, new in enumerate((weights, moved(weights, std * 0.1))):
             trainer = pair.train(new)
             pair.send(new)

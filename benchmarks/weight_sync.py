@@ -109,18 +109,25 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
 
 
 class Whole:
-    """A model that one rank holds whole (trainer.wire.HeldWeights)."""
+    """A learner, and its Converter, whose model one rank holds whole."""
 
     num_kv_heads = 4
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 
-        from marsrl.rollout.weights.transfers import whole_box
+        from marsrl.rollout.weights.bucket_plan import whole_box
 
         self._tensors, self.device = tensors, torch.device("cpu")
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._boxes = [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
+
+    def export(self) -> Any:
+        """A clone a tensor: what the trainer's export costs where nothing is gathered from other ranks."""
+        return ((name, tensor.clone()) for name, tensor in self._tensors.items())
+
+    def held(self) -> Any:
+        return self
 
     def boxes_of_ranks(self) -> Any:
         return self._boxes
@@ -136,9 +143,10 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
     from marsrl.benchmarks.engine_process import EngineProcess
     from marsrl.rollout.pool.pool import EnginePool
     from marsrl.rollout.weights.fused_layout import WeightFiles
-    from marsrl.trainer.weights.carriers import FileCarrier, WireCarrier
-    from marsrl.trainer.weights.sync import WeightSync
-    from marsrl.trainer.weights.wire import WireOptions, WireSender
+    from marsrl.trainer.weights.channel import WeightChannel
+    from marsrl.trainer.weights.checked_engines import CheckedEngines
+    from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
+    from marsrl.trainer.weights.file_channel import FileChannel
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
@@ -147,24 +155,23 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
         files = WeightFiles(model)
         weights = {name: files[name].clone() for name in files}
         pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
-        carriers: dict[str, Any] = {"shm": FileCarrier(torch.bfloat16)}
-        for kind in ("ipc", "nccl"):
-            options = WireOptions(kind, bucket_mib << 20, 60.0)
-            carriers[kind] = WireCarrier(WireSender(options), pool.infos())
-        held = Whole(weights)
-        for kind, carrier in carriers.items():  # an engine has one wire at a time
-            sync = WeightSync(pool, vocab_size=vocab_size, carrier=carrier)
-            for version in range(repeats + 1):
-                # a clone a tensor: what the trainer's export costs where nothing is gathered from other ranks
-                exported = ((name, tensor.clone()) for name, tensor in weights.items())
-                report = sync.publish(exported if kind == "shm" else held, version, None)
+        engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
+        channels: dict[str, WeightChannel] = {
+            "shm": FileChannel(engines, torch.bfloat16, verify_every=repeats + 2),
+            "ipc": IpcChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+            "nccl": NcclChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+        }
+        for kind, channel in channels.items():  # an engine has one connection at a time
+            for version in range(1, repeats + 2):
+                report = channel.publish(learner, version)  # type: ignore[arg-type]
+                assert report is not None and report.comparison is None
                 speed = report.num_bytes / report.seconds / 1e9
                 row = Row(
                     kind, report.num_bytes, report.num_tensors, report.seconds, dict(report.seconds_of), speed,
                     copy_gb_per_s(),
                 )  # fmt: skip
-                rows += [row] if version else []
-            sync.close()
+                rows += [row] if version > 1 else []
+            channel.close()
         pool.close()
     return rows
 

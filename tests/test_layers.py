@@ -45,11 +45,11 @@ ROOMS = {
     "rollout/weights": set(),
     "trainer/data": {"trainer/runs"},
     "trainer/evaluate": {"trainer/report", "trainer/runs"},
-    "trainer/learner": {"trainer/data", "trainer/runs", "trainer/weights"},
+    "trainer/learner": {"trainer/data", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
     "trainer/plan": {"trainer/learner", "trainer/models"},
     "trainer/report": {"trainer/learner", "trainer/runs"},
-    "trainer/runs": {"trainer/learner", "trainer/weights"},
+    "trainer/runs": {"trainer/learner"},
     "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
 

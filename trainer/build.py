@@ -1,16 +1,16 @@
 """Puts a run together from its settings, in the order in which things may fail, and takes it apart again.
 
 rank 0:  run directory, engines (Ray or in process), scheduler, evaluator, logs
-all:     process groups, the warm start where no model is given, one learner a policy, the checkpoint to go on from
+all:     process groups, the warm start where no model is given, one learner and one weight channel a policy, the checkpoint
+         to go on from
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,9 +40,10 @@ from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
 from marsrl.trainer.warm_start import WarmStart, warm_start
-from marsrl.trainer.weights.carriers import Carrier, FileCarrier, WireCarrier
-from marsrl.trainer.weights.sync import WeightSync, engine_dtype
-from marsrl.trainer.weights.wire import WireOptions, WireSender
+from marsrl.trainer.weights.channel import WeightChannel
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
+from marsrl.trainer.weights.file_channel import FileChannel
 
 
 @contextmanager
@@ -72,18 +73,20 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         trained = config.trained_policies
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
-        senders = {name: WireSender(_wire(config)) for name in trained} if config.sync.backend != "shm" else {}
-        for sender in senders.values():
-            stack.callback(sender.close)
         beat = None
         if world_size() > 1:
             beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
         if beat is not None:
             stack.enter_context(beat)  # before rank 0 starts engines, which may take minutes
-        driver = stack.enter_context(_driver(checked, directory, models, console, senders)) if rank() == 0 else None
+        team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
+        channels: dict[str, WeightChannel] = {}
+        for name in trained:
+            channels[name] = _channel(config, name, models[name], team.pools[name] if team is not None else None)
+            stack.callback(channels[name].close)
+        driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
-        yield Run(config, directory, console, learners, driver, started, senders)
+        yield Run(config, directory, console, learners, channels, driver, started)
 
 
 def _longest_wait_s(config: RunConfig) -> float:
@@ -95,10 +98,25 @@ def _longest_wait_s(config: RunConfig) -> float:
     return config.rollout.deadline_s * config.rollout.max_request_attempts + 3 * 3600
 
 
-def _wire(config: RunConfig) -> WireOptions:
-    sync = config.sync
-    assert sync.backend != "shm"
-    return WireOptions(sync.backend, sync.bucket_mib << 20, sync.timeout_s, sync.host or "127.0.0.1")
+def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightChannel:
+    """This rank's end of the way from a policy's learner to its engines, which rank 0 has."""
+    shape, sync = read_shape(model_dir), config.sync
+    engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
+    dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
+    if sync.backend == "shm":
+        num_elements = elements(shape).total
+        return FileChannel(
+            engines, dtype, verify_every=sync.verify_every, directory=sync.directory, num_elements=num_elements
+        )
+    kind = NcclChannel if sync.backend == "nccl" else IpcChannel
+    return kind(
+        engines,
+        dtype,
+        verify_every=sync.verify_every,
+        bucket_bytes=sync.bucket_mib << 20,
+        timeout_s=sync.timeout_s,
+        host=sync.host or "127.0.0.1",
+    )
 
 
 def _reference(reference: str, model_dir: str) -> str | None:
@@ -136,35 +154,10 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
 
 
 @contextmanager
-def _driver(
-    checked: Checked,
-    directory: RunDirectory,
-    models: dict[str, str],
-    console: RunConsole,
-    senders: Mapping[str, WireSender],
-) -> Iterator[Driver]:
-    """Rank 0's side: engines, team, scheduler, evaluator. Closed in the opposite order, whatever went wrong."""
+def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
+    """Rank 0's side: scheduler and evaluator over the team, which is closed after them, whatever went wrong."""
     config = checked.config
     with ExitStack() as stack:
-        team = stack.enter_context(open_team(checked, models))
-        syncs = {}
-        for name in config.trained_policies:
-            shape, pool = read_shape(models[name]), team.pools[name]
-            carrier: Carrier[Any]
-            if name in senders:
-                carrier = WireCarrier(senders[name], pool.infos())
-            else:
-                carrier = FileCarrier(engine_dtype(pool), config.sync.directory, elements(shape).total)
-            stack.callback(carrier.close)
-            sync = WeightSync(
-                pool,
-                vocab_size=shape.vocab_size,
-                settings=shape.settings(),
-                verify_every=config.sync.verify_every,
-                carrier=carrier,
-            )
-            stack.callback(sync.close)
-            syncs[name] = sync
         source = checked.task.problems(config.run.seed)
         kind = BackgroundScheduler if config.rollout.overlap else Scheduler
         scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
@@ -172,7 +165,7 @@ def _driver(
         evaluator = Evaluator(
             team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
         )
-        yield Driver(directory, console, team, scheduler, evaluator, syncs)
+        yield Driver(directory, console, team, scheduler, evaluator)
 
 
 @contextmanager

@@ -360,6 +360,8 @@ class RunConfig(Settings):
 
     def engine_dtype(self, policy: str) -> str:
         """What the policy's engines compute in."""
+        if self.rollout.engine == "scripted":  # it computes nothing: what it reports as its dtype
+            return "float32"
         asked = self.rollout.vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
-from marsrl.trainer.weights.files import default_parent, left_behind
+from marsrl.trainer.weights.files import left_behind, parent_of
 
 LIBRARIES = {
     "torch": "tensors",
@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
         Finding("machine", "gpu", torch.cuda.is_available(), _gpu(torch)),
     ]
-    parent = default_parent()
+    parent = parent_of()
     if left := left_behind(parent):
         named = ", ".join(folder.name for folder in left)
         findings.append(

@@ -114,6 +114,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
+    from marsrl.trainer.weights.files import parent_of
 
     try:
         with open_run(checked, directory) as opened:
@@ -126,7 +127,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     except Exception as error:
         traceback.print_exc()
         if directory is not None:
-            say_last(failure_message(error, directory, checked.config.sync.directory))
+            say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
         return 1
     return 0
 

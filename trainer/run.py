@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -37,24 +37,20 @@ from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.warm_start import WarmStart
-from marsrl.trainer.weights.carriers import follow
-from marsrl.trainer.weights.probe import score_probe
-from marsrl.trainer.weights.sync import WeightSync
-from marsrl.trainer.weights.wire import WireSender
+from marsrl.trainer.weights.channel import WeightChannel
 
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
 
 
 @dataclass(slots=True)
 class Driver:
-    """Rank 0's side of a run: who plays, who evaluates, who carries weights to the engines."""
+    """Rank 0's side of a run: who plays, who evaluates."""
 
     directory: RunDirectory
     console: RunConsole
     team: Team
     scheduler: Scheduler | BackgroundScheduler
     evaluator: Evaluator
-    syncs: Mapping[str, WeightSync]
     metrics: MetricsLog | None = None
     before: Evaluation | None = None
     after: Evaluation | None = None
@@ -72,17 +68,17 @@ class Run:
         directory: RunDirectory,
         console: RunConsole,
         learners: Mapping[str, Learner],
+        channels: Mapping[str, WeightChannel],
         driver: Driver | None,
         started: WarmStart | None,
-        senders: Mapping[str, WireSender],
     ) -> None:
         self.config = config
         self.directory = directory
         self.console = console
         self.learners = learners
+        self.channels = channels  # from each learner to its policy's engines
         self.driver = driver
         self.started = started
-        self.senders = senders  # of each trained policy, with sync.backend nccl or ipc
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
@@ -274,35 +270,17 @@ class Run:
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:
-        """Rank 0 publishes the weights; gathering or sending, and scoring them, is collective."""
-        learner, version = self.learners[policy], self.versions[policy]
-        probe = None
-        if version % self.config.sync.verify_every == 0:
-            probe = score_probe(learner, getattr(torch, self.config.engine_dtype(policy)))
-        sender = self.senders.get(policy)
-        weights = learner.export() if sender is None else learner.held()
-        if self.driver is None:
-            follow(weights, sender)
+        """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
+        at_rest = nullcontext() if self.driver is None else self.driver.scheduler.resting(self.versions)
+        report = self.channels[policy].publish(self.learners[policy], self.versions[policy], at_rest)
+        if self.driver is None or report is None:
             return
-        start = time.monotonic()
-        report = self.driver.syncs[policy].publish(
-            weights,
-            version,
-            (lambda _: probe) if probe is not None else None,
-            engines_at_rest=self.driver.scheduler.resting(self.versions),
-        )
+        end = time.monotonic()
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in report.seconds_of.items()}
-        arguments = {"version": version, "bytes": report.num_bytes, **parts}
-        self.trace.add(f"sync/{policy}", "publish", start, time.monotonic(), arguments)
+        arguments = {"version": report.version, "bytes": report.num_bytes, **parts}
+        self.trace.add(f"sync/{policy}", "publish", end - report.seconds, end, arguments)
         self.driver.num_syncs += 1
-        self.driver.row["sync/bytes"] = report.num_bytes
-        self.driver.row["sync/seconds"] = report.seconds
-        if report.probe is not None:
-            self.driver.row["sync/probe_diff_max"] = report.probe.largest
-            self.driver.row["sync/probe_diff_median"] = report.probe.median
-            self.driver.row["sync/probe_diff_share"] = report.probe.share
-            self.driver.row["sync/probe_noise"] = report.probe.noise
-            self.driver.row["sync/probe_tokens"] = report.probe.num_tokens
+        self.driver.row.update(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
         """Rank 0: an evaluation on the way, into this step's metrics as eval/{agent} and eval/system."""

@@ -19,7 +19,7 @@ from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from marsrl.rollout.weights.receive import Feed
+    from marsrl.rollout.weights.receiver import ReceivePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with `feed`
-    (then path is empty), what comes to this one engine over a wire."""
+    """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
+    `receive_plan` (then path is empty), what comes to this one engine straight from the trainer's ranks."""
 
     path: str
     version: int
-    feed: Feed | None = None
+    receive_plan: ReceivePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def refusals(
 
     Args:
         num_policies: that have engines here.
-        weight_files: folder of the files that carry weights to the engines; None: they come over wires.
+        weight_files: folder of the files that carry weights to the engines; None: the trainer's ranks send them.
     """
     found = (
         sharded_engine(rollout.vllm.tensor_parallel, rollout.engines),
@@ -130,8 +130,8 @@ def _files_out_of_reach(rollout: RolloutConfig, host: TrainerHost, weight_files:
         return None
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
-    wire = "sync.backend=ipc" if rollout.placement == "colocated" else "sync.backend=nccl and sync.host"
+    other = "sync.backend=ipc" if rollout.placement == "colocated" else "sync.backend=nccl and sync.host"
     return (
         f"sync.backend=shm writes weights to {weight_files} of trainer rank 0's host, which engines on the other hosts of "
-        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or {wire}"
+        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or {other}"
     )

@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from marsrl.rollout.weights.bucket_plan import Box, whole_box
 from marsrl.rollout.weights.fused_layout import fusion_plan
-from marsrl.rollout.weights.transfers import Box, whole_box
 
 _VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
 _ROWS = (".q_proj.weight", ".q_proj.bias", ".gate_proj.weight", ".up_proj.weight")

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.trainer.weights.other_roundings import other_roundings
-from marsrl.trainer.weights.probe import ProbeScore
+from marsrl.trainer.learner.other_roundings import other_roundings
+from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
 
-sys.path.insert(0, str(Path(__file__).parent))  # engine_cases, which the tests import
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_cases import GivenLearner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -105,14 +106,16 @@ class Judge:
         model = self._model(directory, tensors)
         return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
 
-    def probe(
-        self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]
-    ) -> ProbeScore:
-        """What a trainer would tell WeightSync.publish."""
-        model = self._model(directory, tensors)
+    def scores(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> TrainerScores:
+        """What a trainer of these weights scores for the comparison of a sync."""
+        model, sequences = self._model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
         with other_roundings(model, torch.float32):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
-        return ProbeScore([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
+        return TrainerScores([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
+
+    def learner(self, directory: Path, tensors: dict[str, torch.Tensor]) -> GivenLearner:
+        """One that has come to these weights."""
+        return GivenLearner(tensors.items(), lambda: self.scores(directory, tensors))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, sequence: np.ndarray, temperature: float) -> torch.Tensor:

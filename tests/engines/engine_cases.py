@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.weights.fused_layout import WeightFiles
+from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.weights.comparison import TrainerScores
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -29,6 +32,27 @@ def perturbed(
     generator = torch.Generator().manual_seed(seed)
     assert any(part in name for name in tensors), (part, sorted(tensors))
     return {n: t + scale * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
+
+
+class GivenLearner:
+    """A learner as far as FileChannel needs one: tensors to export, and the scores that a model of them has."""
+
+    vocab_size, align = 160, 1
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], scores: Callable[[], TrainerScores]) -> None:
+        self._tensors, self._scores = tensors, functools.cache(scores)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors)
+
+    def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Of the one batch that is asked for: the comparison's."""
+        found = self._scores()
+        logprobs = torch.zeros(batches[0].num_tokens)
+        logprobs[batches[0].trained_rows] = torch.from_numpy(
+            np.concatenate(found.logprobs if rounded_as is None else found.rounded)
+        )
+        return [logprobs]
 
 
 # nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch): two

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -22,7 +23,8 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_cluster import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.file_channel import FileChannel
 
 SILENCE_S = 6.0  # shorter than the deadline
 
@@ -92,8 +94,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
 ) -> None:
     directory = checkpoint("qwen3_moe")
     new = perturbed(tensors_of(directory), "experts")
-    sync = WeightSync(pool, vocab_size=160)
-    sync.publish(new.items(), 1, lambda seqs: judge.probe(directory, new, list(seqs)))
+    channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
+    channel.publish(judge.learner(directory, new), 1)
     alone = pool.generate(asks(24), version=1)
     right = {result.uid: result for result in alone}
 
@@ -129,9 +131,9 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     third = the_one()
     assert third != second
     third.kill()
-    report = sync.publish(new.items(), 2, lambda seqs: judge.probe(directory, new, list(seqs)))
-    sync.close()
-    assert report.probe.median < 1e-5
+    report = channel.publish(judge.learner(directory, new), 2)
+    channel.close()
+    assert report.comparison.median < 1e-5
     assert {result.version for result in pool.generate(asks(24), version=2)} == {2}
 
 

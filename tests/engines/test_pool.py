@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
@@ -19,7 +20,8 @@ from marsrl.rollout.pool.dispatch import split_requests
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.file_channel import FileChannel
 
 
 def scripted_pool(n, **options):
@@ -133,10 +135,10 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         with pytest.raises(WrongVersion):
             pool.generate(asks, version=1)
         new = perturbed(tensors, "experts")
-        sync = WeightSync(pool, vocab_size=160)
-        report = sync.publish(new.items(), 1, lambda seqs: judge.probe(directory, new, list(seqs)))
-        sync.close()
-        assert report.num_tensors == 21 and report.probe.median < 1e-5
+        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
+        report = channel.publish(judge.learner(directory, new), 1)
+        channel.close()
+        assert report.num_tensors == 21 and report.comparison.median < 1e-5
         assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
         pool.submit(asks[:1], version=0)
         with pytest.raises(WrongVersion):
@@ -174,11 +176,11 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
     )
     with make_pool("main", str(directory), config, dtype="float32", max_model_len=256) as pool:
         assert all(info.kind == "vllm" and info.engine_class.startswith("vllm.") for info in pool.infos())
-        sync = WeightSync(pool, vocab_size=160)
+        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
         for version in (0, 1, 2):
             new = perturbed(tensors, "experts", seed=version)
-            report = sync.publish(new.items(), version, lambda seqs, new=new: judge.probe(directory, new, list(seqs)))
-            assert report.probe.median < 1e-5
+            report = channel.publish(judge.learner(directory, new), version)
+            assert report.comparison.median < 1e-5
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
         results = pool.generate(asks, version=2)
         whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
@@ -200,5 +202,5 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
             assert (result.uid, result.version) == (expected.uid, 2)
             np.testing.assert_array_equal(result.token_ids, expected.token_ids)
             np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=ROUNDING)
-        sync.close()
+        channel.close()
     assert "RAY_ADDRESS" not in os.environ

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -14,7 +15,8 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.file_channel import FileChannel
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 GROUPS = [
@@ -39,11 +41,12 @@ GROUPS = [
 
 def publish(engine, tensors, judge, directory, version):
     settings = read_shape(directory).settings()
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
+    engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
+    channel = FileChannel(engines, torch.float32)
     try:
-        return sync.publish(tensors.items(), version, lambda seqs: judge.probe(directory, tensors, list(seqs)))
+        return channel.publish(judge.learner(directory, tensors), version)
     finally:
-        sync.close()
+        channel.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +83,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, part, vllm_engi
     result = engine.generate([ask], version=1)[0]
     right = judge(checkpoint(kind), new, [np.concatenate([ask.token_ids, result.token_ids])])[0][39:]
     np.testing.assert_allclose(result.logprobs, right, atol=1e-4, rtol=0)
-    assert report.probe is not None and report.probe.median < 1e-5
+    assert report.comparison is not None and report.comparison.median < 1e-5
     publish(engine, old, judge, checkpoint(kind), 0)
 
 
@@ -172,7 +175,7 @@ def test_a_layer_of_vllm_that_computes_with_another_setting_is_named(kind, setti
     before = module.q_norm.variance_epsilon, module.rotary_emb.base
     spoil(module)
     with pytest.raises(ValueError, match=rf"engine 0 \(vllm\..* computes with {setting}"):
-        WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
+        CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
     module.q_norm.variance_epsilon, module.rotary_emb.base = before
 
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from engine_cases import perturbed, tensors_of
+from engine_cases import GivenLearner, perturbed, tensors_of
 from safetensors.torch import load_file
 
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -16,9 +16,10 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.fused_layout import WeightFiles
-from marsrl.trainer.weights.carriers import FileCarrier, _side_by_side
+from marsrl.trainer.weights.checked_engines import CheckedEngines, _compare
+from marsrl.trainer.weights.direct_channel import _side_by_side
+from marsrl.trainer.weights.file_channel import FileChannel
 from marsrl.trainer.weights.files import write_shards
-from marsrl.trainer.weights.sync import WeightSync, _compare
 
 
 @pytest.fixture
@@ -27,11 +28,11 @@ def engine(checkpoint):
 
 
 @pytest.fixture
-def sync(engine, tmp_path):
-    carrier = FileCarrier(torch.float32, tmp_path)
-    sync = WeightSync(EnginePool(LocalReplicas([engine])), vocab_size=160, verify_every=2, carrier=carrier)
-    yield sync
-    sync.close()
+def channel(engine, tmp_path):
+    engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160)
+    channel = FileChannel(engines, torch.float32, verify_every=2, directory=tmp_path)
+    yield channel
+    channel.close()
 
 
 @pytest.fixture
@@ -39,32 +40,36 @@ def tensors(checkpoint):
     return tensors_of(checkpoint("qwen3"))
 
 
-def test_a_publish_is_counted_and_the_probe_comes_every_second_version(sync, tensors, checkpoint, judge):
-    score = lambda seqs: judge.probe(checkpoint("qwen3"), None, list(seqs))  # noqa: E731
-    reports = [sync.publish(tensors.items(), version, score) for version in range(3)]
-    assert [r.probe is None for r in reports] == [False, True, False]
+@pytest.fixture
+def given(checkpoint, judge):
+    """given(named tensors): a learner that exports them and scores as the checkpoint does."""
+    return lambda named: GivenLearner(named, lambda: judge.scores(checkpoint("qwen3"), None))
+
+
+def test_a_publish_is_counted_and_the_probe_comes_every_second_version(channel, tensors, given):
+    reports = [channel.publish(given(tensors.items()), version) for version in range(4)]
+    assert [r.comparison is None for r in reports] == [False, True, False, True]
     assert reports[0].num_bytes == sum(t.nbytes for t in tensors.values()) and reports[0].num_tensors == 19
-    assert sync.publish(tensors.items(), 4, None).probe is None
 
 
-def test_the_newest_version_is_kept_and_all_are_removed_at_the_end(sync, tensors, tmp_path):
+def test_the_newest_version_is_kept_and_all_are_removed_at_the_end(channel, given, tensors, tmp_path):
     for version in range(3):
-        sync.publish(tensors.items(), version, None)
+        channel.publish(given(tensors.items()), version)
     assert [p.name for p in tmp_path.glob("*/*")] == ["version_2"]
-    sync.publish(tensors.items(), 2, None)  # a version may be published again
-    sync.close()
+    channel.publish(given(tensors.items()), 2)  # a version may be published again
+    channel.close()
     assert list(tmp_path.iterdir()) == []
-    sync.close()
+    channel.close()
 
 
-def test_the_version_before_stays_until_the_new_one_is_proven(sync, engine, tensors, tmp_path, monkeypatch):
-    sync.publish(tensors.items(), 0, None)
+def test_the_version_before_stays_until_the_new_one_is_proven(channel, given, engine, tensors, tmp_path, monkeypatch):
+    channel.publish(given(tensors.items()), 0)
     present = []
     update = engine.update_weights
     monkeypatch.setattr(
         engine, "update_weights", lambda new: present.extend(p.name for p in tmp_path.glob("*/*")) or update(new)
     )
-    sync.publish(tensors.items(), 1, None)
+    channel.publish(given(tensors.items()), 1)
     assert sorted(present) == ["version_0", "version_1"]
 
 
@@ -92,7 +97,7 @@ def test_a_shard_is_what_the_format_says(tmp_path, dtype):
     assert all(found[n].dtype == dtype and torch.equal(found[n], t) for n, t in tensors.items())
 
 
-def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, checkpoint, tmp_path):
+def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(channel, given, checkpoint, tmp_path):
     tensors = tensors_of(checkpoint("qwen3"))
     alive, most = [], 0
 
@@ -105,51 +110,51 @@ def test_no_more_than_a_layer_and_a_shard_of_exported_tensors_is_alive(sync, che
             yield name, fresh
             del fresh
 
-    small = WeightSync(sync._pool, vocab_size=160, carrier=FileCarrier(torch.float32, tmp_path, shard_bytes=1))
-    small.publish(export(), 1, None)
+    small = FileChannel(channel._engines, torch.float32, verify_every=2, directory=tmp_path, shard_bytes=1)
+    small.publish(given(export()), 1)
     small.close()
     layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
     largest = max(t.nbytes for t in tensors.values())
     assert most <= layer + 2 * largest < sum(t.nbytes for t in tensors.values())
 
 
-def test_no_room_is_told_before_anything_is_written(sync, tensors, tmp_path, monkeypatch):
-    sync.publish(tensors.items(), 0, None)
+def test_no_room_is_told_before_anything_is_written(channel, given, tensors, tmp_path, monkeypatch):
+    channel.publish(given(tensors.items()), 0)
     room = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("marsrl.trainer.weights.files.shutil.disk_usage", lambda path: room)
     with pytest.raises(
         RuntimeError, match=r"version 1 could not be written .*MiB are to be written and 0\.0 MiB are free.*shm-size"
     ):
-        sync.publish(iter(lambda: pytest.fail("exported in vain"), None), 1, None)
+        channel.publish(given(iter(lambda: pytest.fail("exported in vain"), None)), 1)
     assert [p.name for p in tmp_path.glob("*/*")] == ["version_0"]
 
 
-def test_the_parts_of_a_sync_add_up(sync, tensors, checkpoint, judge):
-    report = sync.publish(tensors.items(), 0, lambda seqs: judge.probe(checkpoint("qwen3"), None, list(seqs)))
+def test_the_parts_of_a_sync_add_up(channel, tensors, given):
+    report = channel.publish(given(tensors.items()), 0)
     assert set(report.seconds_of) == {"export", "checksum", "write", "load", "engine_checksum", "probe"}
     assert 0.5 * report.seconds < sum(report.seconds_of.values()) <= report.seconds
 
 
-def test_an_engine_that_computes_otherwise_than_the_trainer_is_named(sync, tensors, checkpoint, judge, monkeypatch):
-    def other(seqs):
-        return judge.probe(checkpoint("qwen3"), perturbed(tensors, "layers.1.mlp.down_proj", scale=1e-3), list(seqs))
+def test_an_engine_that_computes_otherwise_than_the_trainer_is_named(channel, tensors, checkpoint, judge):
+    def other():
+        return judge.scores(checkpoint("qwen3"), perturbed(tensors, "layers.1.mlp.down_proj", scale=1e-3))
 
     with pytest.raises(
         RuntimeError, match=r"version 0: trainer and engine 0 disagree on the probe .* median .* checksum agreed"
     ):
-        sync.publish(tensors.items(), 0, other)
+        channel.publish(GivenLearner(tensors.items(), other), 0)
 
 
 @pytest.mark.parametrize("setting", ["rope_theta", "norm_eps", "has_qk_norm"])
 def test_an_engine_of_other_settings_is_refused_before_anything_is_sent(engine, checkpoint, setting):
     settings = read_shape(checkpoint("qwen3")).settings()
     pool = EnginePool(LocalReplicas([engine]))
-    WeightSync(pool, vocab_size=160, settings=settings).close()
+    CheckedEngines(pool, vocab_size=160, settings=settings)
     with pytest.raises(ValueError, match=rf"engine 0 .*LocalEngine\) computes with {setting} \S+, the trainer with \d"):
-        WeightSync(pool, vocab_size=160, settings=settings | {setting: 7 + settings[setting]})
+        CheckedEngines(pool, vocab_size=160, settings=settings | {setting: 7 + settings[setting]})
 
 
-def test_a_tensor_that_an_engine_alters_is_named(sync, engine, tensors, monkeypatch):
+def test_a_tensor_that_an_engine_alters_is_named(channel, given, engine, tensors, monkeypatch):
     update = engine.update_weights
 
     def altered(update_info):
@@ -158,10 +163,10 @@ def test_a_tensor_that_an_engine_alters_is_named(sync, engine, tensors, monkeypa
 
     monkeypatch.setattr(engine, "update_weights", altered)
     with pytest.raises(RuntimeError, match=r"engine 0 .* 1 of 19 tensors differ, first model\.norm\.weight"):
-        sync.publish(tensors.items(), 1, None)
+        channel.publish(given(tensors.items()), 1)
 
 
-def test_a_tensor_that_nobody_sent_is_named(sync, engine, tensors, monkeypatch):
+def test_a_tensor_that_nobody_sent_is_named(channel, given, engine, tensors, monkeypatch):
     update = engine.update_weights
 
     def more(update_info):
@@ -170,7 +175,7 @@ def test_a_tensor_that_nobody_sent_is_named(sync, engine, tensors, monkeypatch):
 
     monkeypatch.setattr(engine, "update_weights", more)
     with pytest.raises(RuntimeError, match=r"1 of 19 tensors differ, first model\.norm\.bias \(not sent\)"):
-        sync.publish(tensors.items(), 1, None)
+        channel.publish(given(tensors.items()), 1)
 
 
 @pytest.mark.parametrize(
@@ -198,16 +203,16 @@ def test_an_engine_that_reports_another_version_is_named():
             _compare({"a": 1}, WeightReceipt(version, {"a": 1}, 0.0), version=5, engine=1)
 
 
-def test_a_tensor_that_was_not_sent_is_named(sync, tensors, engine, checkpoint):
+def test_a_tensor_that_was_not_sent_is_named(channel, given, tensors, engine, checkpoint):
     del tensors["model.layers.1.self_attn.q_norm.weight"]
     with pytest.raises(ValueError, match=r"lack model\.layers\.1\.self_attn\.q_norm\.weight"):
-        sync.publish(tensors.items(), 1, None)
+        channel.publish(given(tensors.items()), 1)
 
 
-def test_a_disk_that_gets_full_is_told_and_leaves_no_half_version(sync, tensors, tmp_path, monkeypatch):
+def test_a_disk_that_gets_full_is_told_and_leaves_no_half_version(channel, given, tensors, tmp_path, monkeypatch):
     monkeypatch.setattr("marsrl.trainer.weights.files._write", Full())
     with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device; make room"):
-        sync.publish(perturbed(tensors, "norm").items(), 1, None)
+        channel.publish(given(perturbed(tensors, "norm").items()), 1)
     assert not list(tmp_path.glob("*/*"))
 
 

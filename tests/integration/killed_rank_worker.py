@@ -15,8 +15,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer import build, main
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.probe import ProbeReport
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 
 def script(request: DecodeRequest) -> str:
@@ -43,7 +42,7 @@ def run(model: str, settings: list[str]) -> int:
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
     build.make_pool = functools.partial(make_pool, scripted=engine)  # type: ignore[assignment]
-    WeightSync._compare_probe = lambda *_: ProbeReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
+    EngineComparison.compare = lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
     if "KILL_AT" in os.environ:
         kill_at(int(os.environ["KILL_AT"]))
     return main.main(settings)

@@ -26,8 +26,7 @@ from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.weights.probe import ProbeReport
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 TRAINED = "[solver, corrector1, corrector2]"
 VERIFIERS = ("agents.verifier1.policy=judge", "agents.verifier2.policy=judge")
@@ -66,7 +65,7 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
     monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
-    monkeypatch.setattr(WeightSync, "_compare_probe", lambda *_: ProbeReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
+    monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
     with completions_server(verify) as server:
         settings = [
             "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",

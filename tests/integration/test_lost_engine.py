@@ -24,6 +24,7 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.failure import failure_message
 from marsrl.trainer.runs.manifest import damage
+from marsrl.trainer.weights.files import parent_of
 
 
 def kill_once(run: Run, step: int, name: str) -> threading.Thread:
@@ -85,5 +86,5 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     latest = directory.latest_checkpoint()
     assert latest is not None and latest.step == last and damage(latest.path) == []
     assert f"step_{last} (step {last}) is whole: go on with run.name=lost run.resume=auto" in failure_message(
-        failure.value, directory
+        failure.value, directory, parent_of()
     )

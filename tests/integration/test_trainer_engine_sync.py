@@ -16,8 +16,9 @@ from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.probe import probe_sequences, score_probe
-from marsrl.trainer.weights.sync import WeightSync
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.comparison import comparison_sequences, trainer_scores
+from marsrl.trainer.weights.file_channel import FileChannel
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def write_model(kind: str, folder: Path) -> Path:
 
 
 @pytest.fixture(params=["qwen3moe", "qwen2"])
-def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Learner, WeightSync, EnginePool]]:
+def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Learner, FileChannel, EnginePool]]:
     model_dir = write_model(request.param, tmp_path / request.param)
     learner = Learner(
         PolicyConfig(dtype="float32"),
@@ -69,21 +70,21 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
     # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
     config = RolloutConfig(threads=1, object_store_mib=80, vllm=VllmOptions(max_num_seqs=8, kv_cache_mib=32))
     pool = make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256)
-    sync = WeightSync(pool, vocab_size=128)
-    yield request.param, learner, sync, pool
-    sync.close()
+    channel = FileChannel(CheckedEngines(pool, vocab_size=128), torch.float32)
+    yield request.param, learner, channel, pool
+    channel.close()
     pool.close()
     learner.close()
 
 
 def median_difference(learner: Learner, pool: EnginePool) -> float:
-    engine = pool.score(probe_sequences(learner.vocab_size))[0]
-    trainer = score_probe(learner, torch.float32).logprobs
+    engine = pool.score(comparison_sequences(learner.vocab_size))[0]
+    trainer = trainer_scores(learner, torch.float32).logprobs
     return float(np.median(np.abs(np.concatenate(trainer) - np.concatenate(engine))))
 
 
-def test_log_probs_agree_before_and_after_every_sync(parts: tuple[str, Learner, WeightSync, EnginePool]) -> None:
-    kind, learner, sync, pool = parts
+def test_log_probs_agree_before_and_after_every_sync(parts: tuple[str, Learner, FileChannel, EnginePool]) -> None:
+    kind, learner, channel, pool = parts
     assert median_difference(learner, pool) < TOLERANCE
     for version, group in enumerate(GROUPS[kind], start=1):
         changed = 0
@@ -95,7 +96,7 @@ def test_log_probs_agree_before_and_after_every_sync(parts: tuple[str, Learner, 
                     changed += 1
         assert changed, f"{kind} has no parameter called {group}"
         assert median_difference(learner, pool) > 1e-3, f"{group}: the probe does not see it"
-        scores = score_probe(learner, torch.float32)
-        report = sync.publish(learner.export(), version, lambda _, found=scores: found)
-        assert report.probe is not None and report.probe.median < TOLERANCE, group
-        assert report.probe.num_tokens == 640
+        report = channel.publish(learner, version)
+        assert report is not None and report.comparison is not None
+        assert report.comparison.median < TOLERANCE, group
+        assert report.comparison.num_tokens == 640

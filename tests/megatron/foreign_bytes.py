@@ -1,4 +1,4 @@
-"""Bytes of other processes that this one holds at once: what comes over any wire, and what a gate takes from other ranks."""
+"""Bytes of other processes that this one holds at once: what connections bring, and what a relay takes from other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from marsrl.rollout.weights.wires import GroupWire, SharedWire
+from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 
 _PEAK = [0]
 
@@ -47,7 +47,7 @@ def counted() -> Iterator[None]:
         return plain(parts, own, *args, **more)
 
     with ExitStack() as changes:
-        for kind in (GroupWire, SharedWire):
+        for kind in (GroupConnection, SharedBuffer):
             taken, freed = kind.receive, kind.release
             changed = {
                 "receive": lambda self, rank, n, plain=taken: receive(self, rank, n, plain=plain),

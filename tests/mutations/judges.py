@@ -38,7 +38,9 @@ MODULES = {
     ),
     "event_scheduler": Judged("rollout/schedule/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
     "ledger": Judged("rollout/schedule/ledger.py", ("tests/rollout/test_ledger.py",)),
-    "weight_sync": Judged("trainer/weights/sync.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")),
+    "weight_sync": Judged(
+        "trainer/weights/checked_engines.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")
+    ),
     "checkpoint": Judged("trainer/runs/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
     "manifest": Judged("trainer/runs/manifest.py", ("tests/trainer/test_manifest.py",)),
     "sampler": Judged("rollout/engines/sampler.py", ("tests/engines/test_sampler.py",)),

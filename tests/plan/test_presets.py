@@ -104,7 +104,7 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm"),  # on CPUs
         ({"vllm": VllmOptions(kv_cache_mib=256)}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
         ({"ray_address": HEAD}, TrainerHost(8, 8, True), "/shared"),
-        ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # wires
+        ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # nccl, ipc
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, names_file
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import write_manifest
-from marsrl.trainer.weights.files import check_room
+from marsrl.trainer.weights.files import check_room, parent_of
 
 
 def whole_checkpoint(run: RunDirectory, step: int) -> Path:
@@ -28,15 +28,17 @@ def test_a_failed_run_says_where_to_go_on(tmp_path: Path) -> None:
     none_yet = (
         "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
     )
-    assert failure_message(error, run) == none_yet + "its name is free again"
+    assert failure_message(error, run, parent_of()) == none_yet + "its name is free again"
     run.metrics.write_text('{"step": 1}\n')
-    assert failure_message(error, run) == none_yet + "run.name=mine run.resume=auto begins again at step 1"
+    assert failure_message(error, run, parent_of()) == none_yet + "run.name=mine run.resume=auto begins again at step 1"
     whole_checkpoint(run, 12)
     resumed = "go on with run.name=mine run.resume=auto, added to the same command"
-    assert failure_message(error, run).endswith(f"(step 12) is whole: {resumed}")
-    assert failure_message(ValueError("other data"), run).endswith(f"is whole: with that set right, {resumed}")
+    assert failure_message(error, run, parent_of()).endswith(f"(step 12) is whole: {resumed}")
+    assert failure_message(ValueError("other data"), run, parent_of()).endswith(
+        f"is whole: with that set right, {resumed}"
+    )
     (run.checkpoints / "latest").write_text("nonsense")
-    said = failure_message(error, run)
+    said = failure_message(error, run, parent_of())
     assert "its last checkpoint cannot be told" in said and said.endswith(
         "run.resume=previous takes the newest whole one"
     )
@@ -52,7 +54,8 @@ def test_a_checkpoint_that_is_damaged_is_not_called_whole(tmp_path: Path) -> Non
     (first / "manifest.json").unlink()
     assert where_to_go_on(run).endswith(": no earlier one is whole")
     told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
-    assert failure_message(told, run) == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
+    said = failure_message(told, run, parent_of())
+    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(tmp_path: Path) -> None:
@@ -61,10 +64,10 @@ def test_a_full_disk_is_named_wherever_it_was_met(tmp_path: Path) -> None:
     wrapped = RuntimeError("the rollout's thread has failed")
     wrapped.__cause__ = full
     for error in (full, wrapped):
-        words = failure_message(error, run)
+        words = failure_message(error, run, parent_of())
         assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
         assert "make some (run.keep_checkpoints, another run.dir)" in words
-    assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run)
+    assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 
 def test_a_full_disk_of_the_weights_is_not_that_of_the_run(tmp_path: Path) -> None:
@@ -72,11 +75,11 @@ def test_a_full_disk_of_the_weights_is_not_that_of_the_run(tmp_path: Path) -> No
     weights.mkdir()
     with pytest.raises(OSError) as caught:
         check_room(weights, 1 << 60)
-    words = failure_message(caught.value, run, str(weights))
+    words = failure_message(caught.value, run, weights)
     assert f"no room on the disk of {weights} (" in words and f"MiB are free at {weights})" in words
     assert "make some (another sync.directory)" in words
     with pytest.raises(OSError) as caught, names_file(weights / "shard"):
         raise OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it
-    assert f"no room on the disk of {weights}/shard (" in failure_message(caught.value, run, str(weights))
+    assert f"no room on the disk of {weights}/shard (" in failure_message(caught.value, run, weights)
     nameless = OSError(errno.ENOSPC, "No space left on device")
-    assert "MiB are free at " in failure_message(nameless, run, str(weights))  # of the fullest there is
+    assert "MiB are free at " in failure_message(nameless, run, weights)  # of the fullest there is

@@ -30,16 +30,16 @@ from marsrl.trainer.learner.fixed import Fixed
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve
+from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
 from marsrl.trainer.runs.directory import write_json
-from marsrl.trainer.weights.other_roundings import other_roundings
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.context import ContextCut
+    from marsrl.trainer.learner.megatron.convert import Converter
     from marsrl.trainer.learner.megatron.head import HeadResult, LossInputs
     from marsrl.trainer.learner.megatron.router_replay import Choices, ReplayCounts
-    from marsrl.trainer.weights.wire import HeldWeights
 
 
 class Learner:
@@ -216,8 +216,8 @@ class Learner:
         self._optimizer.gather_weights()
         return self._converter.export()
 
-    def held(self) -> HeldWeights:
-        """This rank's part of the present weights; nothing is copied."""
+    def held(self) -> Converter:
+        """What knows this rank's part of the present weights, and everybody's boxes; nothing is copied."""
         self._optimizer.gather_weights()
         return self._converter
 

@@ -28,17 +28,15 @@ def say_last(text: str) -> None:
             Path(path).write_text(json.dumps(told), encoding="ascii")
 
 
-def failure_message(error: BaseException, run: RunDirectory, sync_directory: str | None = None) -> str:
+def failure_message(error: BaseException, run: RunDirectory, weights: Path) -> str:
     """One paragraph for the console, behind the traceback. Reads the run's directory, writes nothing.
 
-    sync_directory: sync.directory, where weights are written for the engines.
+    weights: the folder where they are written for the engines.
     """
     parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
     full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
     if full is not None:
-        from marsrl.trainer.weights.files import default_parent  # here: a start that is refused need not import torch
-
-        parts.append(_no_room(full, run, Path(sync_directory) if sync_directory else default_parent()))
+        parts.append(_no_room(full, run, weights))
     if not isinstance(error, CheckpointError):  # that says itself what there is to go on from
         parts.append(where_to_go_on(run, is_refused=isinstance(error, ValueError)))
     return "; ".join(parts)

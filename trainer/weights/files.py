@@ -43,7 +43,7 @@ class PrivateFolder:
 
     def __init__(self, parent: str | Path | None) -> None:
         """parent None: /dev/shm where there is one, else the temporary directory. Folders of dead processes are removed."""
-        where = Path(parent) if parent is not None else default_parent()
+        where = parent_of(parent)
         for folder in left_behind(where):
             logger.warning("%s is of a process that has died: removed", folder)
             shutil.rmtree(folder, ignore_errors=True)  # another run may be at it, too
@@ -59,7 +59,10 @@ class PrivateFolder:
             self._lock = -1
 
 
-def default_parent() -> Path:
+def parent_of(directory: str | Path | None = None) -> Path:
+    """Where folders of weights are made: sync.directory, or its default."""
+    if directory is not None:
+        return Path(directory)
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -42,7 +42,7 @@ from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.fused_layout import WeightFiles
-from marsrl.rollout.weights.receive import Receiver
+from marsrl.rollout.weights.receiver import WeightReceiver
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
@@ -68,7 +68,7 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         self._device = torch.device(device)
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
-        self._receiver = Receiver(self._device)
+        self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version, self._deadline_s = version, deadline_s
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
@@ -126,9 +126,9 @@ class LocalEngine:
         if self._batch is not None or self._inbox:
             raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
-        if update.feed is not None:
+        if update.receive_plan is not None:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-            self._receiver.take(update.feed, self._model.weights)
+            self._receiver.receive(update.receive_plan, self._model.weights)
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop

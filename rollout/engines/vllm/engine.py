@@ -224,15 +224,18 @@ class VllmEngine:
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the file, or receive the feed, drop every cached prefix, and report checksums of what the kernels hold."""
+        """Load the file, or receive the buckets, drop every cached prefix, and report checksums of what the kernels hold."""
         start = time.perf_counter()
         what: str | bytes = update.path
-        if update.feed is not None:
-            self._version, what = TORN, encode(update.feed)  # of weights that arrived in part nothing is decoded
-        self._llm.collective_rpc("marsrl_receive" if update.feed else "marsrl_load", args=(what,))
+        if update.receive_plan is not None:
+            self._version, what = (
+                TORN,
+                encode(update.receive_plan),
+            )  # of weights that arrived in part nothing is decoded
+        self._llm.collective_rpc("marsrl_receive" if update.receive_plan else "marsrl_load", args=(what,))
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        method = "marsrl_received_checksums" if update.feed else "marsrl_checksums"
+        method = "marsrl_received_checksums" if update.receive_plan else "marsrl_checksums"
         checksums = self._llm.collective_rpc(method, args=(what,))[0]
         self._version = update.version
         self._has_new_weights = True

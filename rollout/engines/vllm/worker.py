@@ -21,7 +21,7 @@ from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.fused_layout import WeightFiles, fuse
-from marsrl.rollout.weights.receive import Feed, Receiver
+from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -62,27 +62,27 @@ class WorkerExtension:
                     found[_our_name(name)] = checksum(parameter)
         return found
 
-    def marsrl_receive(self, feed: bytes) -> None:
-        """Take the weights of an encoded Feed straight into the parameters. Not run on a GPU.
+    def marsrl_receive(self, plan: bytes) -> None:
+        """Take the weights of an encoded ReceivePlan straight into the parameters. Not run on a GPU.
 
         Raises:
             RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
-        told = decode(Feed, feed)
+        told = decode(ReceivePlan, plan)
         model = self.model_runner.get_model()
         targets = {name: _held(model, name).data for name in told.shapes}
         device = next(iter(targets.values())).device
         if device.type == "cpu":
             raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
         if not hasattr(self, "_marsrl_receiver"):
-            self._marsrl_receiver = Receiver(device)
-        self._marsrl_receiver.take(told, targets)
+            self._marsrl_receiver = WeightReceiver(device)
+        self._marsrl_receiver.receive(told, targets)
 
-    def marsrl_received_checksums(self, feed: bytes) -> dict[str, int]:
+    def marsrl_received_checksums(self, plan: bytes) -> dict[str, int]:
         """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
-        told = decode(Feed, feed)
+        told = decode(ReceivePlan, plan)
         model = self.model_runner.get_model()
-        dtype = told.meeting.torch_dtype
+        dtype = told.rendezvous.torch_dtype
         found = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in told.shapes.items()}
         for name, parameter in model.named_parameters():
             if _our_name(name) not in found:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.transfers import Box
+from marsrl.rollout.weights.bucket_plan import Box
 from marsrl.trainer.learner.megatron.held import held_boxes, held_matrices
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, part_shape, split, units
@@ -94,7 +94,7 @@ class Converter:
                 parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
                 yield from zip(unit.hf, parts, strict=True)
 
-    # What this rank holds, for a sync without files (wire.HeldWeights).
+    # What this rank holds, for a sync without files (DirectChannel).
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:

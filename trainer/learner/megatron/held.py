@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.transfers import Box
+from marsrl.rollout.weights.bucket_plan import Box
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, part_shape, split
 
 

@@ -1,4 +1,4 @@
-"""An engine's process of wire_worker: python wire_engine.py DESCRIPTOR (of its socket). No megatron here."""
+"""An engine's process of direct_worker: python direct_engine.py DESCRIPTOR (of its socket). No megatron here."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.receive import Receiver
+from marsrl.rollout.weights.receiver import WeightReceiver
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 
 
 class Shard:
-    """A tensor-parallel engine shard without an engine around it: zeros of the shapes that its feed names."""
+    """A tensor-parallel engine shard without an engine around it: zeros of the shapes that its plan names."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self._receiver = Receiver(torch.device("cpu"))
+        self._receiver = WeightReceiver(torch.device("cpu"))
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        assert update.feed is not None
-        self.weights = {name: torch.zeros(shape) for name, shape in update.feed.shapes.items()}
-        self._receiver.take(update.feed, self.weights)
+        assert update.receive_plan is not None
+        self.weights = {name: torch.zeros(shape) for name, shape in update.receive_plan.shapes.items()}
+        self._receiver.receive(update.receive_plan, self.weights)
         return WeightReceipt(update.version, {name: checksum(t) for name, t in self.weights.items()}, 0.0)
 
 
@@ -38,18 +38,18 @@ class SpoilingEngine(LocalEngine):
     """Changes one bit of what `spoil` named, once it is there."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        take = self._receiver.take
+        receive = self._receiver.receive
 
-        def spoiled(feed: Any, targets: Any) -> None:
-            take(feed, targets)
+        def spoiled(plan: Any, targets: Any) -> None:
+            receive(plan, targets)
             while _SPOILED:
                 targets[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
-        self._receiver.take = spoiled  # type: ignore[method-assign]
+        self._receiver.receive = spoiled  # type: ignore[method-assign]
         try:
             return super().update_weights(update)
         finally:
-            self._receiver.take = take  # type: ignore[method-assign]
+            self._receiver.receive = receive  # type: ignore[method-assign]
 
 
 def serve(connection: Connection) -> None:

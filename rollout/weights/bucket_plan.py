@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class WeightBucket:
     """Pieces that travel at once, laid end to end in this order, each row by row."""
 
     source: int
@@ -102,7 +102,7 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
     return pieces
 
 
-def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[Bucket]:
+def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[WeightBucket]:
     """The pieces in buckets of at most max_elements numbers, in the order in which all sides work through them.
 
     Raises:
@@ -118,11 +118,11 @@ def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> 
         for piece in by_pair[source, target]:
             for part in _cut(piece, max_elements):
                 if part.box.num_elements > room:
-                    buckets.append(Bucket(source, target, tuple(waiting)))
+                    buckets.append(WeightBucket(source, target, tuple(waiting)))
                     waiting, room = [], max_elements
                 waiting.append(part)
                 room -= part.box.num_elements
-        buckets.append(Bucket(source, target, tuple(waiting)))
+        buckets.append(WeightBucket(source, target, tuple(waiting)))
     return buckets
 
 

@@ -1,7 +1,7 @@
-"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_weight_wire.
+"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_channel.
 
-Rank 0 publishes the same weights through files, then over each kind of wire, under every layout, and notes what the engines
-hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one engine.
+They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
+what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.runs.collective import gather_bytes
-from marsrl.trainer.weights.carriers import FileCarrier, WireCarrier, follow
-from marsrl.trainer.weights.probe import score_probe
-from marsrl.trainer.weights.sync import WeightSync
-from marsrl.trainer.weights.wire import WireOptions, WireSender
+from marsrl.trainer.weights.channel import WeightChannel
+from marsrl.trainer.weights.checked_engines import CheckedEngines
+from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
+from marsrl.trainer.weights.file_channel import FileChannel
 
 BUCKET = 4096  # bytes: most tensors take several
 
@@ -50,7 +50,7 @@ class Processes:
                 sys.executable,
                 "-W",
                 "ignore",
-                str(Path(__file__).parent / "wire_engine.py"),
+                str(Path(__file__).parent / "direct_engine.py"),
                 str(theirs.fileno()),
             ]
             processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
@@ -85,76 +85,75 @@ def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
     return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
 
 
+def channels_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightChannel]:
+    """One of each kind, on this rank."""
+    told: dict[str, Any] = {"bucket_bytes": BUCKET, "timeout_s": 60.0}
+    in_engines: torch.dtype = getattr(torch, dtype)
+    return {
+        "shm": FileChannel(engines, in_engines),
+        "nccl": NcclChannel(engines, in_engines, **told),
+        "ipc": IpcChannel(engines, in_engines, **told),
+    }
+
+
 def publishes(learner: Learner, model: str, dtype: str, engines: Processes | None) -> dict[str, Any]:
-    """The engines' weights after a publish through files, and over each wire; on rank 0."""
-    probe = score_probe(learner, getattr(torch, dtype))
+    """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
     found: dict[str, Any] = {}
-    pool = EnginePool(engines) if engines else None  # type: ignore[arg-type]
+    checked = None
     if engines:
         engines.ask("local", model, dtype)
+        checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
         engines.ask("peak")
-    senders: dict[str, Any] = {"shm": None}
-    senders |= {kind: WireSender(WireOptions(kind, BUCKET, 60.0)) for kind in ("nccl", "ipc")}  # type: ignore[arg-type]
-    for kind, sender in senders.items():
-        weights = learner.export() if sender is None else learner.held()
-        if pool is None or engines is None:
-            follow(weights, sender)
-            if sender is None:
-                peak()
-            else:
-                follow(learner.held(), sender)
-                follow(learner.held(), sender)
-            continue
-        carrier: Any = FileCarrier(getattr(torch, dtype)) if sender is None else WireCarrier(sender, pool.infos())
-        sync = WeightSync(pool, vocab_size=learner.vocab_size, carrier=carrier)
-        engines.ask("forget")
-        report = sync.publish(weights, 1, lambda _: probe)
-        if sender is not None:  # over the same wire again
-            engines.ask("forget")
-            report = sync.publish(learner.held(), 2, lambda _: probe)
-        found[kind] = {
-            "held": engines.ask("held"),
-            "bytes": report.num_bytes,
-            "probe": report.probe and report.probe.largest,
-        }
-        found[kind]["peak"] = engines.ask("peak")
-        if sender is not None:
-            name = sorted(found[kind]["held"][0])[-2]
-            engines.connections[1].send(("spoil", (name,)))
-            engines.connections[1].recv()
+    for kind, channel in channels_of(checked, dtype).items():
+        versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
+        for version in versions:
+            if engines:
+                engines.ask("forget")
+            report = channel.publish(learner, version)
+        if engines and report:
+            found[kind] = {
+                "held": engines.ask("held"),
+                "bytes": report.num_bytes,
+                "probe": report.comparison and report.comparison.largest,
+                "peak": engines.ask("peak"),
+            }
+        if kind == "shm":  # rank 0 gathers whole tensors for files
+            found.setdefault(kind, {})["rank_peak"] = peak()
+        else:
+            name = ""
+            if engines:
+                name = sorted(found[kind]["held"][0])[-2]
+                engines.connections[1].send(("spoil", (name,)))
+                engines.connections[1].recv()
             try:
-                sync.publish(learner.held(), 3, lambda _: probe)
-            except RuntimeError as error:
+                channel.publish(learner, 3)
+            except RuntimeError as error:  # on rank 0
                 found[kind]["spoiled"] = [name, str(error)]
-        sync.close()
-        if sender is None:  # rank 0 gathers whole tensors for files
-            found["shm"]["rank_peak"] = peak()
-    for sender in senders.values():
-        if sender is not None:
-            sender.close()
+        channel.close()
     found["rank_peaks"] = [int(told) for told in gather_bytes(str(peak()).encode())]
     return found
 
 
 def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path) -> None:
     """Halves of every tensor, as two tensor-parallel engine shards hold them, into folder/shard_*.pt."""
-    sender = WireSender(WireOptions("nccl", BUCKET, 60.0))
-    sender.open(learner.held(), "float32", [(0, 2), (1, 2)])
+    channel = NcclChannel(None, torch.float32, bucket_bytes=BUCKET, timeout_s=60.0)
+    held = learner.held()
+    channel._agree(held, [(0, 2), (1, 2)])
     receipts: list[WeightReceipt] = []
     thread = None
     if engines:
         engines.ask("shard")
-        updates = [WeightUpdate("", 1, feed) for feed in sender.feeds()]
+        updates = [WeightUpdate("", 1, plan) for plan in channel._receive_plans()]
         thread = threading.Thread(
             target=lambda: receipts.extend(a.value for a in engines.call("update_weights", [(u,) for u in updates]))
         )
         thread.start()
-    expected = sender.send()
+    expected = channel._send(held)
     if engines and thread:
         thread.join()
         assert [receipt.checksums for receipt in receipts] == expected
         engines.call("save", [(str(folder / f"shard_{i}.pt"),) for i in range(2)])
-    sender.close()
+    channel.close()
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.weights.bucket_plan import Box, plan_buckets, plan_pieces, whole_box
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
+from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
 from marsrl.rollout.weights.fused_layout import fuse
-from marsrl.rollout.weights.receive import Feed, Receiver, feed_of
+from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
 from marsrl.rollout.weights.shard_layout import shard_layout
-from marsrl.rollout.weights.transfers import Box, plan_buckets, plan_pieces, whole_box
-from marsrl.rollout.weights.wires import Meeting, Site, gate_ranks
 from marsrl.trainer.learner.megatron.held import held_boxes
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 
@@ -97,10 +97,10 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
     """The fused tensors of a shard after it has received its buckets; what was not written is NaN, twice written fails."""
-    feed = feed_of(SimpleNamespace(session="s"), shard, layout, buckets)  # type: ignore[arg-type]
+    plan = receive_plan(SimpleNamespace(session="s"), shard, layout, buckets)  # type: ignore[arg-type]
     queue = deque(b for b in buckets if b.target == shard)
 
-    class Wire:
+    class Connection:
         def receive(self, source, num_elements):  # type: ignore[no-untyped-def]
             bucket = queue.popleft()
             assert (bucket.source, bucket.num_elements) == (source, num_elements)
@@ -113,11 +113,11 @@ def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
         def release(self):  # type: ignore[no-untyped-def]
             pass
 
-    receiver = Receiver(CPU)
-    receiver._wire, receiver._session = Wire(), "s"  # type: ignore[assignment]
-    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in feed.shapes.items()}
-    receiver.take(feed, held)
-    num_written = sum(b.rows * b.cols * len(b.places) for a in feed.arrivals for b in a.blocks)
+    receiver = WeightReceiver(CPU)
+    receiver._connection, receiver._session = Connection(), "s"  # type: ignore[assignment]
+    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in plan.shapes.items()}
+    receiver.receive(plan, held)
+    num_written = sum(b.rows * b.cols * len(b.places) for a in plan.buckets for b in a.blocks)
     assert num_written == sum(t.numel() for t in held.values())
     return held
 
@@ -188,23 +188,23 @@ def test_what_nobody_holds_is_named():
 
 def test_an_engine_that_holds_other_shapes_is_left_alone():
     layout = shard_layout({"model.norm.weight": (4,)}, num_kv_heads=1)
-    feed = feed_of(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
+    plan = receive_plan(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
-        Receiver(CPU).take(feed, {"model.norm.weight": torch.zeros(3)})
+        WeightReceiver(CPU).receive(plan, {"model.norm.weight": torch.zeros(3)})
 
 
 def test_a_feed_travels_as_bytes():
     layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, num_kv_heads=1)
     buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    meeting = Meeting("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
-    feed = feed_of(meeting, 0, layout, buckets)
-    assert len(feed.arrivals) == 5 and decode(Feed, encode(feed)) == feed
+    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
+    plan = receive_plan(rendezvous, 0, layout, buckets)
+    assert len(plan.buckets) == 5 and decode(ReceivePlan, encode(plan)) == plan
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():
     ranks = [Site("a", "gpu0"), Site("a", "gpu1"), Site("b", "gpu2")]
-    assert gate_ranks(ranks, [Site("b", "gpu2"), Site("a", "gpu0")]) == [2, 0]
+    assert relay_ranks(ranks, [Site("b", "gpu2"), Site("a", "gpu0")]) == [2, 0]
     with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
-        gate_ranks(ranks, [Site("a", "gpu9")])
+        relay_ranks(ranks, [Site("a", "gpu9")])
     cpus = [Site("a", "")] * 2
-    assert gate_ranks(cpus, [Site("a", "")] * 3) == [0, 1, 0]
+    assert relay_ranks(cpus, [Site("a", "")] * 3) == [0, 1, 0]

@@ -1,10 +1,10 @@
 """How a bucket of weights gets from a trainer's rank to an engine shard without a file: over a network, or through shared
 memory of one host.
 
-    GroupWire    a process group of all trainer ranks and all engine shards: NCCL between GPUs, gloo between CPUs
-    SharedWire   one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
+    GroupConnection   a process group of all trainer ranks and all engine shards: NCCL between GPUs, gloo between CPUs
+    SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
-Both meet at a TCPStore of trainer rank 0. A wire moves flat tensors of one dtype, at most `max_elements` at a time, and
+Both meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time, and
 that buffer is all the memory that it takes. `gloo` and the file are the CPU twins on which routing and order are tested;
 NCCL and CUDA IPC have not run on a GPU.
 """
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-WireKind = Literal["nccl", "ipc"]
+ConnectionKind = Literal["nccl", "ipc"]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where and how both sides meet. session: of these processes; a new one makes everybody open a new wire.
+class Rendezvous:
+    """Where and how both sides meet. session: of these processes; a new one makes everybody connect anew.
 
     num_ranks: of the trainer; engine shard t is member num_ranks + t of num_ranks + num_shards.
     """
@@ -39,7 +39,7 @@ class Meeting:
     session: str
     host: str
     port: int
-    kind: WireKind
+    kind: ConnectionKind
     num_ranks: int
     num_shards: int
     dtype: str
@@ -71,13 +71,13 @@ def site_of(device: torch.device) -> Site:
     return Site(socket.gethostname(), gpu)
 
 
-def gate_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
+def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
     """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
 
     Raises:
         RuntimeError: a shard has no trainer rank beside it.
     """
-    gates = []
+    relays = []
     for number, shard in enumerate(shards):
         beside = [rank for rank, site in enumerate(ranks) if site == shard]
         if not beside:
@@ -85,19 +85,19 @@ def gate_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
                 f"sync.backend=ipc: engine shard {number} is on {shard}, where no rank of the trainer is ({list(ranks)}); CUDA "
                 "IPC works between two processes on one GPU: use sync.backend=nccl, or place engines on the trainer's GPUs"
             )
-        gates.append(beside[number % len(beside)])
-    return gates
+        relays.append(beside[number % len(beside)])
+    return relays
 
 
-class GroupWire:
+class GroupConnection:
     """Point to point over a process group of its own; every member opens it at the same time.
 
     A receiver has one buffer, which the tensor that `receive` returns lies in until the next one.
     """
 
-    def __init__(self, meeting: Meeting, member: int, device: torch.device) -> None:
-        size = meeting.num_ranks + meeting.num_shards
-        store, timeout = meeting.store(), timedelta(seconds=meeting.timeout_s)
+    def __init__(self, rendezvous: Rendezvous, member: int, device: torch.device) -> None:
+        size = rendezvous.num_ranks + rendezvous.num_shards
+        store, timeout = rendezvous.store(), timedelta(seconds=rendezvous.timeout_s)
         if device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
@@ -106,18 +106,20 @@ class GroupWire:
             self._group: Any = ProcessGroupNCCL(store, member, size, options)
         else:
             self._group = ProcessGroupGloo(store, member, size, timeout)
-        self._meeting, self._device = meeting, device
+        self._rendezvous, self._device = rendezvous, device
         self._buffer: Tensor | None = None
 
     def send(self, flat: Tensor, shard: int) -> None:
         """Hand the numbers to an engine shard; returns when the tensor may be reused."""
-        self._group.send([flat.view(torch.uint8)], self._meeting.num_ranks + shard, 0).wait()
+        self._group.send([flat.view(torch.uint8)], self._rendezvous.num_ranks + shard, 0).wait()
         _finish(self._device)
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
         """The next bucket of a trainer rank, [num_elements]."""
         if self._buffer is None:
-            self._buffer = torch.empty(self._meeting.max_elements, dtype=self._meeting.torch_dtype, device=self._device)
+            self._buffer = torch.empty(
+                self._rendezvous.max_elements, dtype=self._rendezvous.torch_dtype, device=self._device
+            )
         flat = self._buffer[:num_elements]
         self._group.recv([flat.view(torch.uint8)], rank, 0).wait()
         return flat
@@ -134,31 +136,31 @@ class GroupWire:
         self._buffer = None
 
 
-class SharedWire:
-    """The buffer between one engine shard and the trainer rank beside it (its gate), and who may touch it.
+class SharedBuffer:
+    """The buffer between one engine shard and the trainer rank beside it (its relay), and who may touch it.
 
-    gate:   fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
+    relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """
 
-    def __init__(self, meeting: Meeting, shard: int, device: torch.device, *, is_gate: bool) -> None:
-        self._store = PrefixStore(f"shard{shard}", meeting.store())
-        self._timeout = timedelta(seconds=meeting.timeout_s)
+    def __init__(self, rendezvous: Rendezvous, shard: int, device: torch.device, *, is_relay: bool) -> None:
+        self._store = PrefixStore(f"shard{shard}", rendezvous.store())
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._device, self._count, self._path = device, 0, ""
-        num_bytes = meeting.max_elements * meeting.torch_dtype.itemsize
-        if is_gate:
+        num_bytes = rendezvous.max_elements * rendezvous.torch_dtype.itemsize
+        if is_relay:
             data, handle = self._make(num_bytes)
             self._store.set("buffer", json.dumps(handle))
         else:
             self._store.wait(["buffer"], self._timeout)
             data = self._map(json.loads(self._store.get("buffer")), num_bytes)
-        self._buffer = data.view(meeting.torch_dtype)
+        self._buffer = data.view(rendezvous.torch_dtype)
 
     def slot(self, num_elements: int) -> Tensor:
-        """The gate's place for the next bucket, [num_elements]."""
+        """The relay's place for the next bucket, [num_elements]."""
         return self._buffer[:num_elements]
 
     def hand_over(self) -> None:
-        """The gate: tell that the slot is filled, and wait until it has been emptied."""
+        """The relay: tell that the slot is filled, and wait until it has been emptied."""
         _finish(self._device)
         self._store.set(f"full{self._count}", "")
         self._store.wait([f"empty{self._count}"], self._timeout)
@@ -167,7 +169,7 @@ class SharedWire:
         self._count += 1
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
-        """The shard: the next bucket, in the gate's memory, whichever rank it is from."""
+        """The shard: the next bucket, in the relay's memory, whichever rank it is from."""
         self._store.wait([f"full{self._count}"], self._timeout)
         return self._buffer[:num_elements]
 
@@ -178,7 +180,7 @@ class SharedWire:
         self._store.set(f"empty{self._count - 1}", "")
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Let go of the buffer; the gate's file goes."""
+        """Let go of the buffer; the relay's file goes."""
         self._buffer = torch.empty(0)
         if self._path:
             Path(self._path).unlink(missing_ok=True)
@@ -198,7 +200,7 @@ class SharedWire:
         if self._device.type != "cuda":
             return self._mapped(str(handle[0]), num_bytes)
         # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event);
-        # the gate's GPU is ours (gate_ranks), whatever number it has there
+        # the relay's GPU is ours (relay_ranks), whatever number it has there
         plain = [base64.b64decode(each) if isinstance(each, str) else each for each in handle]
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *plain[1:])
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
@@ -208,7 +210,7 @@ class SharedWire:
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-Wire = GroupWire | SharedWire
+Connection = GroupConnection | SharedBuffer
 
 
 def _finish(device: torch.device) -> None:

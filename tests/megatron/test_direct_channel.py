@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import direct_worker
 import pytest
 import torch
-import wire_worker
+from direct_worker import BUCKET
 from megatron_models import save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
-from wire_worker import BUCKET
 
 from marsrl.rollout.weights.fused_layout import fuse
 
@@ -25,14 +25,14 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
-    """Everything that wire_worker did: the folder of its shard_*.pt, and what it found in each case."""
-    folder = tmp_path_factory.mktemp("wire")
+    """Everything that direct_worker did: the folder of its shard_*.pt, and what it found in each case."""
+    folder = tmp_path_factory.mktemp("direct")
     # 160: a rank's half of such a matrix is more than a bucket in bfloat16 too
     changes = {"qwen2": {"intermediate_size": 160}}
     kinds = {case[0] for case in CASES.values()}
     models = {kind: str(save_model(kind, folder / kind, **changes.get(kind, {}))) for kind in kinds}
     cases = {name: (models[kind], *rest) for name, (kind, *rest) in CASES.items()}
-    found = two_ranks.run(Path(wire_worker.__file__), {"folder": str(folder), "cases": cases})
+    found = two_ranks.run(Path(direct_worker.__file__), {"folder": str(folder), "cases": cases})
     return folder, found
 
 
@@ -44,7 +44,7 @@ def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_a_wire_brings_what_files_bring_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+def test_a_direct_channel_brings_what_files_bring_bit_for_bit(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["held"] == found["shm"]["held"]
     assert found[kind]["held"][0] == found[kind]["held"][1]
     assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET

@@ -1,4 +1,4 @@
-"""Megatron's log-probs beside those of our local engine, whose arithmetic is spoiled: what the probe of a weight sync notices.
+"""Megatron's log-probs beside those of our local engine, whose arithmetic is spoiled: what a weight sync's comparison notices.
 
 The same with the real vLLM, more models and more sizes: benchmarks/probe.py.
 """
@@ -18,7 +18,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.probe import ProbeComparison, ProbeScore, probe_sequences, score_probe
+from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores, comparison_sequences, trainer_scores
 
 
 def shapes(shape: ModelShape) -> dict[str, ModelShape]:
@@ -47,9 +47,9 @@ def swapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | {n: torch.cat([w[1:2], w[:1], w[2:]]) for n, w in last.items()}
 
 
-def notices(trainer: ProbeScore, engine: LocalEngine) -> bool:
+def notices(trainer: TrainerScores, engine: LocalEngine) -> bool:
     try:
-        ProbeComparison().compare(trainer, [engine.score(probe_sequences(61))], 0)
+        EngineComparison().compare(trainer, [engine.score(comparison_sequences(61))], 0)
     except RuntimeError as error:
         assert "disagree on the probe" in str(error)
         return True
@@ -64,7 +64,7 @@ def test_what_another_program_computes_is_noticed_and_what_it_rounds_is_not(
     folder = save_model(kind, tmp_path / "model", initializer_range=0.03)
     mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)  # type: ignore[arg-type]
     learner = Learner(policy, folder, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
-    trainer = score_probe(learner, getattr(torch, dtype))
+    trainer = trainer_scores(learner, getattr(torch, dtype))
     engine = LocalEngine(folder, dtype=dtype, max_model_len=128)
     model = engine._model
     assert not notices(trainer, engine)
@@ -89,5 +89,5 @@ def test_an_engine_in_a_coarser_dtype_than_the_trainer_differs_by_that_dtypes_ro
     mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype="float32")
     learner = Learner(policy, folder, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
     engine = LocalEngine(folder, dtype="bfloat16", max_model_len=128)
-    assert not notices(score_probe(learner, torch.bfloat16), engine)
-    assert notices(score_probe(learner, torch.float32), engine)
+    assert not notices(trainer_scores(learner, torch.bfloat16), engine)
+    assert notices(trainer_scores(learner, torch.float32), engine)

@@ -1,4 +1,4 @@
-"""What the probe of a weight sync lets pass and what it names, on made-up log-probs; and the roundings that it compares with."""
+"""What a weight sync's comparison lets pass and what it names, on made-up log-probs; and the roundings that it needs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from marsrl.trainer.weights.other_roundings import other_roundings
-from marsrl.trainer.weights.probe import ProbeComparison, ProbeScore
+from marsrl.trainer.learner.other_roundings import other_roundings
+from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores
 
 SHAPE = (16, 40)  # sequences, log-probs
 DRAW = np.random.default_rng(3)
 OURS = DRAW.normal(-5, 1, SHAPE).astype(np.float32)
 NOISE = DRAW.normal(0, 0.01, SHAPE).astype(np.float32)
-TRAINER = ProbeScore(list(OURS), list(OURS + NOISE))
+TRAINER = TrainerScores(list(OURS), list(OURS + NOISE))
 
 
 def engine(scale: float, seed: int = 0) -> np.ndarray:
@@ -26,7 +26,7 @@ def test_rounding_passes_and_is_reported_with_its_largest_difference() -> None:
     theirs = engine(1)
     theirs[3, 7] += 4  # a token whose experts were chosen otherwise
     theirs[:, 11] += 0.5
-    report = ProbeComparison().compare(TRAINER, [engine(0.5), theirs], 0)
+    report = EngineComparison().compare(TRAINER, [engine(0.5), theirs], 0)
     assert report.num_tokens == 640 and report.largest == pytest.approx(4, abs=0.1)
     assert report.median == pytest.approx(0.0067, rel=0.2) and report.noise == pytest.approx(0.0067, rel=0.1)
     assert report.bound == pytest.approx(2 * 1.645 * 0.01, rel=0.1)  # 90 % of a normal lie within 1.645 deviations
@@ -42,45 +42,45 @@ def test_a_median_beyond_rounding_is_named_with_its_bound_the_engine_and_the_tok
         r"token 21 of 40: trainer -\d"
     )
     with pytest.raises(RuntimeError, match=expected):
-        ProbeComparison().compare(TRAINER, [engine(1), theirs], 2)
+        EngineComparison().compare(TRAINER, [engine(1), theirs], 2)
 
 
 def test_a_part_of_the_tokens_that_is_off_is_named() -> None:
     theirs = engine(1)
     theirs[:, :5] += 0.1  # an eighth: within what routers do
-    ProbeComparison().compare(TRAINER, [theirs], 0)
+    EngineComparison().compare(TRAINER, [theirs], 0)
     theirs[:, :10] += 0.1
     with pytest.raises(RuntimeError, match=r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"):
-        ProbeComparison().compare(TRAINER, [theirs], 0)
+        EngineComparison().compare(TRAINER, [theirs], 0)
 
 
 def test_last_tokens_that_are_off_are_named() -> None:
     theirs = engine(1)
     theirs[:8, -1] += 0.1
-    ProbeComparison().compare(TRAINER, [theirs], 0)
+    EngineComparison().compare(TRAINER, [theirs], 0)
     theirs[8, -1] += 0.1
     with pytest.raises(RuntimeError, match="of the 16 last tokens, .* prefix cache, 9 differ by more than"):
-        ProbeComparison().compare(TRAINER, [theirs], 0)
+        EngineComparison().compare(TRAINER, [theirs], 0)
 
 
 def test_later_versions_are_judged_by_what_the_first_comparison_measured() -> None:
-    comparison = ProbeComparison()
+    comparison = EngineComparison()
     comparison.compare(TRAINER, [engine(2.2)], 0)
     with pytest.raises(RuntimeError, match=r"expected at most 0\.0\d+ \(3 x"):
         comparison.compare(TRAINER, [engine(3.6)], 1)  # never more than the first may have
-    near = ProbeComparison()
+    near = EngineComparison()
     near.compare(TRAINER, [engine(0.2)], 0)
     near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than rounding is
     with pytest.raises(RuntimeError, match=r"\(2 x"):
         near.compare(TRAINER, [engine(2.4)], 2)
-    ProbeComparison().compare(TRAINER, [engine(2.4)], 2)
+    EngineComparison().compare(TRAINER, [engine(2.4)], 2)
 
 
 def test_programs_of_no_noise_may_differ_by_what_float32_resolves() -> None:
-    exact = ProbeScore(list(OURS), list(OURS))
-    ProbeComparison().compare(exact, [OURS + np.float32(1e-6)], 0)
+    exact = TrainerScores(list(OURS), list(OURS))
+    EngineComparison().compare(exact, [OURS + np.float32(1e-6)], 0)
     with pytest.raises(RuntimeError, match="median"):
-        ProbeComparison().compare(exact, [OURS + np.float32(1e-5)], 0)
+        EngineComparison().compare(exact, [OURS + np.float32(1e-5)], 0)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -90,31 +90,31 @@ def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
     with pytest.raises(
         RuntimeError, match=r"the trainer's log-probs of the probe are not finite: 36 of 40 in sequence 2"
     ):
-        ProbeComparison().compare(ProbeScore(list(bad), TRAINER.rounded), [engine(1)], 1)
+        EngineComparison().compare(TrainerScores(list(bad), TRAINER.rounded), [engine(1)], 1)
     with pytest.raises(
         RuntimeError, match=r"engine 1's log-probs of the probe are not finite: .* at token 5"
     ) as raised:
-        ProbeComparison().compare(TRAINER, [engine(1), bad], 1)
+        EngineComparison().compare(TRAINER, [engine(1), bad], 1)
     assert "cache" not in str(raised.value)
 
 
 def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:
-    far = ProbeScore([each * 1000 for each in TRAINER.logprobs], [each * 1000 for each in TRAINER.rounded])
+    far = TrainerScores([each * 1000 for each in TRAINER.logprobs], [each * 1000 for each in TRAINER.rounded])
     with pytest.raises(
         RuntimeError, match=r"trainer's own log-probs have a median of -[45]\d{3} nats, so the policy has"
     ):
-        ProbeComparison().compare(far, [engine(10) * 1000], 1)
+        EngineComparison().compare(far, [engine(10) * 1000], 1)
     with pytest.raises(RuntimeError, match="look at stale prefix caches"):
-        ProbeComparison().compare(TRAINER, [engine(10)], 1)
+        EngineComparison().compare(TRAINER, [engine(10)], 1)
 
 
 def test_a_probe_of_which_nothing_can_be_compared_fails() -> None:
     with pytest.raises(RuntimeError, match="nothing to compare: 0 tokens, 1 engines"):
-        ProbeComparison().compare(ProbeScore([], []), [[]], 0)
+        EngineComparison().compare(TrainerScores([], []), [[]], 0)
     with pytest.raises(RuntimeError, match="nothing to compare: 640 tokens, 0 engines"):
-        ProbeComparison().compare(TRAINER, [], 0)
+        EngineComparison().compare(TRAINER, [], 0)
     with pytest.raises(RuntimeError, match=r"engine 0 returned \[39, 40.*expected \[40, 40"):
-        ProbeComparison().compare(TRAINER, [[OURS[0, 1:], *OURS[1:]]], 0)
+        EngineComparison().compare(TRAINER, [[OURS[0, 1:], *OURS[1:]]], 0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The probe of a weight sync: an engine's log-probs of fixed tokens are the trainer's, up to rounding.
+"""The comparison of a weight sync: an engine's log-probs of fixed tokens are the trainer's, up to rounding.
 
-The trainer scores the sequences twice, as it is and with every result on the way rounded otherwise
-(other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at these weights. An
-engine is one more correct program, so its differences must be distributed as the noise is:
+Messages and metrics call these tokens the probe. The trainer scores them twice, as it is and with every result on the way
+rounded otherwise (learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at
+these weights. An engine is one more correct program, so its differences must be distributed as the noise is:
 
     median        of |trainer - engine|                                     at most 3 x the noise's median
     share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-
-if TYPE_CHECKING:
-    from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner
 
 _NUM_SEQUENCES = 16
 _NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
@@ -36,7 +33,7 @@ _FLOOR = 1e-6  # nats: the spacing of float32 log-probs from -8 to -16
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeScore:
+class TrainerScores:
     """The trainer's log-probs [N-1] float32 of tokens 1..N-1 of each sequence, nats: as they are, and rounded otherwise."""
 
     logprobs: Sequence[FloatArray]
@@ -44,7 +41,7 @@ class ProbeScore:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeReport:
+class ComparisonReport:
     """How far an engine's log-probs are from the trainer's, over num_tokens of them. Of several engines: the farthest.
 
     largest, median: of |difference|, nats. noise: the median that rounding alone makes, nats.
@@ -66,19 +63,19 @@ class ProbeReport:
         return self.median / (self.noise + _FLOOR)
 
 
-def probe_sequences(vocab_size: int) -> list[IntArray]:
+def comparison_sequences(vocab_size: int) -> list[IntArray]:
     """Fixed token sequences, [41] int32 each: long enough that a stale prefix cache shows."""
     generator = np.random.default_rng(20240229)
     return [generator.integers(0, vocab_size, _NUM_TOKENS).astype(np.int32) for _ in range(_NUM_SEQUENCES)]
 
 
-def score_probe(learner: Learner, engine_dtype: torch.dtype) -> ProbeScore:
+def trainer_scores(learner: Learner, engine_dtype: torch.dtype) -> TrainerScores:
     """The learner's scores of the probe; the noise is that of the coarser dtype, its own or the engines'. Collective."""
-    sequences = probe_sequences(learner.vocab_size)
+    sequences = comparison_sequences(learner.vocab_size)
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
     found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype)[0]]
-    return ProbeScore(*(np.split(each[batch.trained_rows].numpy(), ends) for each in found))
+    return TrainerScores(*(np.split(each[batch.trained_rows].numpy(), ends) for each in found))
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
@@ -99,7 +96,7 @@ def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
     return pack(every, align=align)
 
 
-class ProbeComparison:
+class EngineComparison:
     """Compares trainer and engines, version after version.
 
     The first comparison of a process, where both have read the same files or hold the checkpoint that a run goes on from,
@@ -111,7 +108,9 @@ class ProbeComparison:
         self._most = _FIRST  # the median allowed, over the noise's
         self._is_first = True
 
-    def compare(self, trainer: ProbeScore, engines: Sequence[Sequence[FloatArray]], version: int) -> ProbeReport:
+    def compare(
+        self, trainer: TrainerScores, engines: Sequence[Sequence[FloatArray]], version: int
+    ) -> ComparisonReport:
         """What was found, of the engine that differs most.
 
         Raises:
@@ -153,7 +152,7 @@ class ProbeComparison:
             self._is_first = False
         return farthest
 
-    def _problem(self, found: ProbeReport, num_sequences: int) -> str:
+    def _problem(self, found: ComparisonReport, num_sequences: int) -> str:
         """The statistic that is too large, with its value and bound; empty where there is none."""
         if found.ratio > self._most:
             return (
@@ -188,11 +187,11 @@ def _where_to_look(trainer: FloatArray) -> str:
     )
 
 
-def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ProbeReport:
+def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ComparisonReport:
     """Of the tokens' absolute differences and noise, both [tokens] nats; last: the places of the sequences' last tokens."""
     bound = 2 * (float(np.quantile(noise, 0.9)) + _FLOOR)
     is_beyond = difference > bound
-    return ProbeReport(
+    return ComparisonReport(
         num_tokens=len(difference),
         largest=float(difference.max()),
         median=float(np.median(difference)),

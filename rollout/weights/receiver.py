@@ -1,7 +1,7 @@
-"""An engine shard's end of a weight sync without files: buckets come over a wire and go straight to the tensors in use.
+"""An engine shard's end of a weight sync without files: buckets come from the trainer and go straight to the tensors in use.
 
-receiver = Receiver(device)
-receiver.take(feed, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...})     # the same call for every version
+receiver = WeightReceiver(device)
+receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...})     # the same call for every version
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marsrl.rollout.weights.bucket_plan import Box, Piece, WeightBucket
+from marsrl.rollout.weights.connections import Connection, GroupConnection, Rendezvous, SharedBuffer, site_of
 from marsrl.rollout.weights.shard_layout import Place, ShardLayout
-from marsrl.rollout.weights.transfers import Box, Bucket, Piece
-from marsrl.rollout.weights.wires import GroupWire, Meeting, SharedWire, Wire, site_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class IncomingBucket:
     """A bucket of trainer rank `source`."""
 
     source: int
@@ -40,22 +40,25 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ReceivePlan:
     """What one engine shard receives, in order, and where from. shapes: of the fused tensors that it is to hold."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     shard: int
-    arrivals: tuple[Arrival, ...]
+    buckets: tuple[IncomingBucket, ...]
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def feed_of(meeting: Meeting, shard: int, layout: ShardLayout, buckets: Sequence[Bucket]) -> Feed:
+def receive_plan(
+    rendezvous: Rendezvous, shard: int, layout: ShardLayout, buckets: Sequence[WeightBucket]
+) -> ReceivePlan:
     """The part of the plan that a shard of this layout has to know."""
-    arrivals = []
-    for bucket in buckets:
-        if bucket.target == shard:
-            arrivals.append(Arrival(bucket.source, tuple(_block(layout, piece) for piece in bucket.pieces)))
-    return Feed(meeting, shard, tuple(arrivals), layout.shapes)
+    incoming = [
+        IncomingBucket(bucket.source, tuple(_block(layout, piece) for piece in bucket.pieces))
+        for bucket in buckets
+        if bucket.target == shard
+    ]
+    return ReceivePlan(rendezvous, shard, tuple(incoming), layout.shapes)
 
 
 def _block(layout: ShardLayout, piece: Piece) -> Block:
@@ -76,59 +79,60 @@ def matrix(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
-class Receiver:
-    """One engine shard's wire to the trainer, opened by the first feed of a session."""
+class WeightReceiver:
+    """One engine shard's connection to the trainer, opened by the first plan of a session."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wire: Wire | None = None
+        self._connection: Connection | None = None
         self._session = ""
 
     @torch.no_grad()
-    def take(self, feed: Feed, targets: Mapping[str, Tensor]) -> None:
-        """Receive every bucket of the feed and write it to the targets, which may hold more rows (padding) than is sent.
+    def receive(self, plan: ReceivePlan, targets: Mapping[str, Tensor]) -> None:
+        """Receive every bucket of the plan and write it to the targets, which may hold more rows (padding) than is sent.
 
         Raises:
             ValueError: a target is missing or has another shape; nothing was received then.
             RuntimeError: the trainer did not send in time; the targets are a mix of two versions.
         """
-        for name, shape in feed.shapes.items():
+        for name, shape in plan.shapes.items():
             held = tuple(targets[name].shape) if name in targets else None
             if held is None or held[1:] != tuple(shape[1:]) or held[0] < shape[0]:
                 raise ValueError(f"weight sync: {name} is to be {tuple(shape)}, and the engine holds {held}")
-        wire = self._opened(feed)
+        connection = self._opened(plan)
         try:
-            for arrival in feed.arrivals:
-                flat = wire.receive(arrival.source, arrival.num_elements)
-                for block, values in _cut(flat, arrival.blocks):
+            for bucket in plan.buckets:
+                flat = connection.receive(bucket.source, bucket.num_elements)
+                for block, values in _cut(flat, bucket.blocks):
                     for place in block.places:
                         rows = matrix(targets[place.fused])[place.row : place.row + block.rows]
                         rows[:, block.col : block.col + block.cols].copy_(values)
-                wire.release()
+                connection.release()
         except BaseException:
             self.close(is_broken=True)
             raise
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Give the wire up; the next feed opens another."""
-        if self._wire is not None:
-            self._wire.close(is_broken=is_broken)
-        self._wire, self._session = None, ""
+        """Give the connection up; the next plan opens another."""
+        if self._connection is not None:
+            self._connection.close(is_broken=is_broken)
+        self._connection, self._session = None, ""
 
-    def _opened(self, feed: Feed) -> Wire:
-        if self._wire is None or self._session != feed.meeting.session:
+    def _opened(self, plan: ReceivePlan) -> Connection:
+        if self._connection is None or self._session != plan.rendezvous.session:
             self.close()
-            self._wire, self._session = open_shard(feed.meeting, feed.shard, self._device), feed.meeting.session
-        return self._wire
+            self._connection = open_shard(plan.rendezvous, plan.shard, self._device)
+            self._session = plan.rendezvous.session
+        return self._connection
 
 
-def open_shard(meeting: Meeting, shard: int, device: torch.device) -> Wire:
-    """The engine's end of the wire; waits for the trainer's."""
-    if meeting.kind == "nccl":
-        return GroupWire(meeting, meeting.num_ranks + shard, device)
+def open_shard(rendezvous: Rendezvous, shard: int, device: torch.device) -> Connection:
+    """The engine's end of the connection; waits for the trainer's."""
+    if rendezvous.kind == "nccl":
+        return GroupConnection(rendezvous, rendezvous.num_ranks + shard, device)
     site = site_of(device)
-    meeting.store().set(f"site{shard}", f"{site.host}\n{site.gpu}")
-    return SharedWire(meeting, shard, device, is_gate=False)
+    rendezvous.store().set(f"site{shard}", f"{site.host}\n{site.gpu}")
+    return SharedBuffer(rendezvous, shard, device, is_relay=False)
 
 
 def _cut(flat: Tensor, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:

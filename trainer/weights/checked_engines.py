@@ -1,0 +1,86 @@
+"""Rank 0's end of a weight channel: the engines of one policy, and what they are asked before a version is announced.
+
+When it is made, every engine must compute with the trainer's settings (rope, norms, routing). `check`: it holds what was
+sent, tensor by tensor. `compare`: its log-probs are the trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison, TrainerScores, comparison_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """expected: {fused tensor: checksum} of each engine; receipts: what each reports; num_bytes: of the model."""
+
+    expected: Sequence[Mapping[str, int]]
+    receipts: Sequence[WeightReceipt]
+    num_bytes: int
+
+
+class CheckedEngines:
+    """A pool whose engines must prove what they hold and what they compute with it."""
+
+    def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
+        """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with; None: not.
+
+        The engines score the comparison's sequences once now, so that these prefixes are in their caches when the first
+        update comes: a cache that is not dropped then would be seen.
+
+        Raises:
+            ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
+        """
+        for engine, info in enumerate(pool.infos() if settings else ()):
+            _compare_settings(settings or {}, info, engine)
+        self.pool = pool
+        self._comparison = EngineComparison()
+        self._sequences = comparison_sequences(vocab_size)
+        pool.score(self._sequences)
+
+    def check(self, delivered: Delivered, version: int) -> None:
+        """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names."""
+        for engine, (expected, receipt) in enumerate(zip(delivered.expected, delivered.receipts, strict=True)):
+            _compare(expected, receipt, version, engine)
+
+    def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
+        """How far the engines' log-probs are from the trainer's; RuntimeError where that is too far (comparison.py)."""
+        return self._comparison.compare(scores, self.pool.score(self._sequences), version)
+
+
+def _compare_settings(expected: Mapping[str, float], info: EngineInfo, engine: int) -> None:
+    """What the engine cannot tell is left to the comparison of log-probs."""
+    for name, values in info.settings.items():
+        wrong = [value for value in values if not math.isclose(value, expected.get(name, math.nan), rel_tol=1e-6)]
+        if wrong:
+            raise ValueError(
+                f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
+                f"{expected.get(name, math.nan):g}: the two read config.json differently, or an option of the engine overrides it"
+            )
+
+
+def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:
+    if receipt.version != version:
+        raise RuntimeError(
+            f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
+        )
+    held = receipt.checksums
+    wrong = [name for name in expected if held.get(name) != expected[name]] + [n for n in held if n not in expected]
+    if wrong:
+        first = "; ".join(f"{name} ({_what(name, expected, held)})" for name in wrong[:3])
+        raise RuntimeError(
+            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
+            f"{len(expected)} tensors "
+            f"differ, first {first}"
+        )
+
+
+def _what(name: str, expected: Mapping[str, int], held: Mapping[str, int]) -> str:
+    if name not in held:
+        return "not in the engine"
+    return "not sent" if name not in expected else f"checksum {held[name]:#x}, expected {expected[name]:#x}"
