@@ -10,11 +10,10 @@ from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
 from marsrl.kernels.linear_policy_loss import linear_policy_loss
 from marsrl.kernels.mpt_gate import mpt_gate
-from marsrl.kernels.packing import Compacted, Packed, compact, pack, uncompact, unpack
+from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
 
 __all__ = [
-    "Compacted",
     "Explanation",
     "LogProb",
     "Packed",
@@ -22,16 +21,14 @@ __all__ = [
     "PolicyObjective",
     "attention_decode",
     "attention_varlen",
-    "compact",
     "explain",
     "group_advantage",
     "grouped_linear",
+    "kept_rows",
     "linear_logprob",
     "linear_policy_loss",
     "mpt_gate",
     "pack",
     "policy_loss",
     "raise_bad_targets",
-    "uncompact",
-    "unpack",
 ]

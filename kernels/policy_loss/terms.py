@@ -5,6 +5,7 @@ from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, TermInputs
+from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(objective: PolicyObjective, tokens: PolicyTokens) -> bool:
@@ -22,7 +23,7 @@ def policy_terms(
     logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. Where needs_whole_sequences holds
     they must be complete before this is called.
     """
-    log_ratio, dropped = _of_whole_sequences(kernels, objective, tokens, logprobs)
+    log_ratio, dropped = _of_whole_sequences(objective, tokens, logprobs)
     return kernels.policy_terms(
         TermInputs(
             objective=objective,
@@ -62,18 +63,23 @@ def _float32_or_none(values: Tensor | None) -> Tensor | None:
     return None if values is None else _float32(values)
 
 
+def _sequence_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[S] float32: of each sequence the mean of values [T] over its tokens of the mask; 0 without any."""
+    total, count = sequence_sums(_float32(values), tokens.mask, tokens.cu_seqlens)
+    return (total / count.clamp(min=1)).float()
+
+
 def _of_whole_sequences(
-    kernels: RowKernels, objective: PolicyObjective, tokens: PolicyTokens, logprobs: Tensor
+    objective: PolicyObjective, tokens: PolicyTokens, logprobs: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """(log_ratio [T] float32 | None, dropped [T] bool | None): what depends on a sequence as a whole."""
     log_ratio, dropped = None, tokens.dropped
     if objective.ratio == "sequence" and tokens.old_logprobs is not None:
-        mean = kernels.sequence_means(_float32(logprobs - tokens.old_logprobs), tokens)
-        log_ratio = mean.float().index_select(0, tokens.sequence_of)
+        log_ratio = _sequence_means(logprobs - tokens.old_logprobs, tokens).index_select(0, tokens.sequence_of)
     if objective.correction == "sequence_mask":
         assert tokens.rollout_logprobs is not None
         trainer = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        drift = kernels.sequence_means(_float32(trainer - tokens.rollout_logprobs), tokens).float().exp()
+        drift = _sequence_means(trainer - tokens.rollout_logprobs, tokens).exp()
         keeps = (drift >= objective.correction_low) & (drift <= objective.correction_high)
         leaves = torch.logical_not(keeps).index_select(0, tokens.sequence_of)
         dropped = leaves if dropped is None else leaves | dropped

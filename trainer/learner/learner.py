@@ -31,6 +31,7 @@ from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
+from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
 from marsrl.trainer.weights.other_roundings import other_roundings
 
@@ -113,8 +114,7 @@ class Learner:
         self._context_group = parallel_state.get_context_parallel_group()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        has_cuda = torch.cuda.is_available()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+        self._device = training_device()
         self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
 
     @property
@@ -276,15 +276,14 @@ class Learner:
     # The pieces of a step.
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
-        """This rank's part of each batch, which all context-parallel ranks were given, on the device."""
+        """This rank's part of each batch, which all context-parallel ranks were given."""
         from marsrl.trainer.learner.megatron.context import ContextCut, cut
 
         size, align = self._layout.context, self.align
         if size == 1:
             whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
-            return [ContextCut(_on(batch, self._device), whole, batch.num_tokens) for batch in batches]
-        cuts = [cut(batch, self._context_group.rank(), size, align) for batch in batches]
-        return [dataclasses.replace(c, batch=_on(c.batch, self._device), rows=c.rows.to(self._device)) for c in cuts]
+            return [ContextCut(batch, whole, batch.num_tokens) for batch in batches]
+        return [cut(batch, self._context_group.rank(), size, align) for batch in batches]
 
     def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
         """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
@@ -464,14 +463,3 @@ def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
-
-
-def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    if device.type == "cpu":
-        return batch
-    moved: dict[str, Any] = {
-        each.name: value.to(device, non_blocking=True)
-        for each in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, each.name), Tensor)
-    }
-    return dataclasses.replace(batch, **moved)

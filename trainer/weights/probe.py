@@ -78,7 +78,7 @@ def score_probe(learner: Learner, engine_dtype: torch.dtype) -> ProbeScore:
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
     found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype)[0]]
-    return ProbeScore(*(np.split(each[batch.trained_rows].numpy(), ends) for each in found))
+    return ProbeScore(*(np.split(each[batch.trained_rows.cpu()].numpy(), ends) for each in found))
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import METRICS, PolicyObjective
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
 from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs, TileKernels
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
-from marsrl.kernels.policy_loss.reference import sequence_means
 
 KINDS = {"clip": 0, "cispo": 1}
 CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 0}  # sequence_mask arrives as `dropped`
@@ -56,12 +55,6 @@ class CpuRowKernels:
             torch.get_num_threads(),
         )
         return partials
-
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        sequence_of = tokens.sequence_of
-        if tokens.mask is not None:
-            values, sequence_of = values[tokens.mask], sequence_of[tokens.mask]
-        return sequence_means(values.double(), sequence_of, tokens.num_sequences)
 
     def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
         return CpuPolicyTerms(inputs)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.cuda_library import cuda_library, queue
-from marsrl.kernels.head.objective import METRICS, PolicyTokens
+from marsrl.kernels.head.objective import METRICS
 from marsrl.kernels.head.rows.cpu import c_objective, c_tokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
-from marsrl.kernels.mpt_gate.cuda import sequence_sums_cuda
 
 
 class CudaRowKernels:
@@ -48,10 +47,6 @@ class CudaRowKernels:
             partials.data_ptr(),
         )
         return partials
-
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        sums = sequence_sums_cuda(values, tokens.mask, tokens.cu_seqlens)
-        return sums[0] / sums[1].clamp(min=1)
 
     def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
         return CudaPolicyTerms(inputs)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import PolicyObjective
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
@@ -180,9 +180,6 @@ class RowKernels(Protocol):
     def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:
         """[4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target (0 where
         another shard owns it); d relative to the shard's own maximum, which is -inf without real columns."""
-
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        """[S] float64: of each sequence the mean of values [T] float32 over its tokens of the mask; 0 without any."""
 
     def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
         """An evaluator for one call."""

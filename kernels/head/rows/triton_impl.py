@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from marsrl.kernels.head.objective import METRICS, PolicyTokens
+from marsrl.kernels.head.objective import METRICS
 from marsrl.kernels.head.rows import triton_kernels
 from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics, TermInputs
 from marsrl.kernels.head.rows.subset import LateCount, Rows
@@ -19,7 +19,6 @@ NUM_WARPS = 8
 JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
 JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
-MAX_PROGRAMS = 65535  # of any grid axis
 
 
 class TritonRowKernels:
@@ -52,20 +51,6 @@ class TritonRowKernels:
                 num_warps=NUM_WARPS,
             )
         return partials
-
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        means = torch.empty(tokens.num_sequences, dtype=torch.float64, device=values.device)
-        if tokens.num_sequences:
-            with on_device_of(values):
-                triton_kernels.mean_of_sequences[(min(tokens.num_sequences, MAX_PROGRAMS),)](
-                    values,
-                    _bytes(tokens.mask),
-                    tokens.cu_seqlens.contiguous(),
-                    tokens.num_sequences,
-                    means,
-                    BLOCK=BLOCK_TOKENS,
-                )
-        return means
 
     def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
         return TritonPolicyTerms(inputs)
