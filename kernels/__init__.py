@@ -6,7 +6,7 @@ from marsrl.kernels.dispatch import Explanation, explain
 from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
 from marsrl.kernels.head.bad_targets import raise_bad_targets
-from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective
+from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyObjective
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
 from marsrl.kernels.linear_policy_loss import linear_policy_loss
 from marsrl.kernels.mpt_gate import mpt_gate
@@ -16,6 +16,7 @@ from marsrl.kernels.policy_loss import policy_loss
 __all__ = [
     "Explanation",
     "LogProb",
+    "LossInputs",
     "Packed",
     "PolicyLoss",
     "PolicyObjective",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
-from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.sweep import Sweep, sweep_gradients, sweep_statistics
@@ -30,7 +30,6 @@ def fused_loss(
     kernels: RowKernels,
     head: Head,
     hidden: Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     wants_hidden: bool,
     wants_weight: bool,
@@ -44,11 +43,11 @@ def fused_loss(
     and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
     """
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
-    if not needs_whole_sequences(objective, tokens):
-        return _single_pass(kernels, head, hidden, objective, tokens, rows, wants_hidden, wants_weight, weight_dtype)
-    _say_recompute(objective.ratio, objective.correction)
+    if not needs_whole_sequences(tokens):
+        return _single_pass(kernels, head, hidden, tokens, rows, wants_hidden, wants_weight, weight_dtype)
+    _say_recompute(tokens.objective.ratio, tokens.objective.correction)
     statistics = sweep_statistics(kernels, head, hidden, rows)
-    terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
+    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     terms.evaluate(rows.settled())
     if not (wants_hidden or wants_weight):
         return FusedLoss(statistics, terms, None)
@@ -70,7 +69,6 @@ def _single_pass(
     kernels: RowKernels,
     head: Head,
     hidden: Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     rows: Rows,
     wants_hidden: bool,
@@ -78,7 +76,7 @@ def _single_pass(
     weight_dtype: torch.dtype,
 ) -> FusedLoss:
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
-    terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
+    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     tiles = tiles_for(kernels, head, hidden)
     if tiles is not None and (wants_hidden or wants_weight):
         gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)

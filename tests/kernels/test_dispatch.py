@@ -5,14 +5,9 @@ import subprocess
 
 import pytest
 import torch
+from fused_head import linear_policy_loss
 
-from marsrl.kernels import (
-    PolicyObjective,
-    explain,
-    library,
-    linear_logprob,
-    linear_policy_loss,
-)
+from marsrl.kernels import PolicyObjective, explain, library, linear_logprob
 from marsrl.kernels.dispatch import Implementation, Op
 
 

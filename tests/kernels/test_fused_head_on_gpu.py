@@ -9,10 +9,11 @@ from fused_head import (
     compare_policy_loss_of_logprobs,
     forced,
     head_case,
+    linear_policy_loss,
     run_policy_loss,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_targets
+from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_targets
 from marsrl.kernels.head import sweep
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.testing import OBJECTIVES
@@ -26,7 +27,7 @@ def implementation(request):
     reason = {each.name: each.machine_lacks for each in ROW_PROVIDERS}[request.param]()
     if reason is not None:
         pytest.skip(f"{request.param}: {reason}")
-    return request.param
+    return ",".join(f"{op}={request.param}" for op in ("policy_loss", "linear_policy_loss", "linear_logprob"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

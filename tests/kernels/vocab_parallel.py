@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fused_head import forced, in_double
+from fused_head import forced, in_double, linear_policy_loss
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
 from marsrl.kernels.head import sweep
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 

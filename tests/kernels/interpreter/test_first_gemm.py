@@ -9,11 +9,12 @@ from fused_head import (
     compare_policy_loss,
     forced,
     head_case,
+    linear_policy_loss,
     run_policy_loss,
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss
+from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import sweep
 from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
@@ -27,7 +28,7 @@ TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
 @pytest.fixture(autouse=True)
 def _small_and_by_name(monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
+    monkeypatch.setenv("MARSRL_KERNELS", "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm")
     monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: TILES)
     monkeypatch.setattr(triton_impl, "GROUP", 2)
     monkeypatch.setattr(rows_impl, "JOIN_ELEMENTS", 8)

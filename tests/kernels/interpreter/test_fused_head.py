@@ -13,11 +13,13 @@ from fused_head import (
     compare_policy_loss_of_logprobs,
     forced,
     head_case,
+    linear_policy_loss,
+    policy_loss,
     run_policy_loss,
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss
+from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import sweep
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows import triton_impl
