@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marsrl import kernels
 from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob
-from marsrl.kernels.head import sweep, tiles
+from marsrl.kernels.head import chunked_head, tiles
 from marsrl.kernels.head.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, off_by_an_ulp, poison_masked, policy_case
@@ -41,7 +41,7 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLo
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
     """The CPU's buffer holds so many rows of logits, whatever their width."""
-    for module, name in ((sweep, "HOST"), (tiles, "EXPONENTIALS")):
+    for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 

@@ -1,4 +1,4 @@
-"""What an implementation does to rows of logits. The sweeps, routes, GEMMs and autograd around it are shared.
+"""What an implementation does to rows of logits. The chunks, routes, GEMMs and autograd around it are shared.
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 gemms.py
@@ -6,7 +6,7 @@
         terms.evaluate: coefficients and sums of the loss         RowKernels
         gradients: rows with a coefficient to dz, side by side    RowKernels
         (on the CPU these three in one: terms.in_one_walk)
-        dX, dW from dz when enough rows are together              gemms.py, sweep.py
+        dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
 
 A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with TileKernels.
 
@@ -147,7 +147,7 @@ class RowKernels(Protocol):
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
 
         Columns from head.num_columns on are padding and never read. A target outside the vocabulary gives NaN where
-        not is_host; the sweep reports it.
+        not is_host; check_targets reports it.
         """
 
     def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:

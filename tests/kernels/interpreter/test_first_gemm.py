@@ -15,7 +15,7 @@ from fused_head import (
 )
 
 from marsrl.kernels import PolicyObjective, linear_logprob
-from marsrl.kernels.head import sweep
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
@@ -38,10 +38,10 @@ def _small_and_by_name(monkeypatch):
 
 def in_chunks(monkeypatch, rows, vocab=131):
     """Chunks of so many rows, whether logits are written or not; gradients of two wait for the backward GEMMs."""
-    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
-    monkeypatch.setattr(sweep, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
-    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
 
 
 # gradient in the forward; masked and inactive rows; statistics first, without logits, then the gradients
