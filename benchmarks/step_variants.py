@@ -103,7 +103,7 @@ def _take_megatrons_head(learner: Any) -> None:
     from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
 
     class PlainHead(PolicyModel):
-        def _loss(self, batch: Any, loss: Any, hidden: torch.Tensor, weight: torch.Tensor) -> HeadResult:
+        def _loss(self, batch: Any, loss: Any, mpt: Any, hidden: torch.Tensor, weight: torch.Tensor) -> HeadResult:
             logits = torch.nn.functional.linear(hidden, weight).float()  # [T, V / TP]
             nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None])
             lengths = batch.cu_seqlens.diff().long()

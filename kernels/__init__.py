@@ -6,32 +6,30 @@ from marsrl.kernels.dispatch import Explanation, explain
 from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
 from marsrl.kernels.head.bad_targets import raise_bad_targets
-from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective
+from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyObjective
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
 from marsrl.kernels.linear_policy_loss import linear_policy_loss
 from marsrl.kernels.mpt_gate import mpt_gate
-from marsrl.kernels.packing import Compacted, Packed, compact, pack, uncompact, unpack
+from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
 
 __all__ = [
-    "Compacted",
     "Explanation",
     "LogProb",
+    "LossInputs",
     "Packed",
     "PolicyLoss",
     "PolicyObjective",
     "attention_decode",
     "attention_varlen",
-    "compact",
     "explain",
     "group_advantage",
     "grouped_linear",
+    "kept_rows",
     "linear_logprob",
     "linear_policy_loss",
     "mpt_gate",
     "pack",
     "policy_loss",
     "raise_bad_targets",
-    "uncompact",
-    "unpack",
 ]

@@ -37,13 +37,6 @@ _CUDA_FUNCTIONS: Declarations = {
         _int,
         [_pointer, _pointer, _pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _pointer],
     ),
-    "marsrl_cuda_sequence_sums": (_int, [_pointer, _int, _pointer, _pointer, _int64, _pointer, _pointer]),
-    "marsrl_cuda_pack": (_int, [_pointer, _pointer, _pointer, *[_int64] * 4, _pointer, _int64, _pointer]),
-    "marsrl_cuda_unpack": (_int, [_pointer, _pointer, _pointer, *[_int64] * 4, _pointer, _int64, _pointer]),
-    "marsrl_cuda_gather": (_int, [_pointer, _pointer, _pointer, *[_int64] * 3, _pointer, _int64, _pointer]),
-    "marsrl_cuda_scatter": (_int, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer]),
-    "marsrl_cuda_kept_scratch": (_int64, [_int64]),
-    "marsrl_cuda_kept_ids": (_int, [_pointer, _int64, _pointer, _int64, _pointer, _pointer]),
 }
 
 

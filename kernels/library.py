@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 10  # csrc/include/abi.h
+ABI_VERSION = 11  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -52,11 +52,6 @@ _CPU_FUNCTIONS: Declarations = {
             _int,
         ],
     ),
-    "marsrl_pack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64]),
-    "marsrl_unpack": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),
-    "marsrl_kept_ids": (_int64, [_pointer, _int64, _pointer, _int64]),
-    "marsrl_gather": (None, [_pointer, _pointer, _pointer, _int64, _int64]),
-    "marsrl_scatter": (None, [_pointer, _pointer, _pointer, _int64, _int64, _int64, _pointer, _int64]),
     "marsrl_group_advantage": (None, [_pointer, _pointer, _pointer, _int64, _int, _int, ctypes.c_double, _pointer]),
     "marsrl_attention_decode": (
         None,

@@ -1,4 +1,7 @@
-"""Which hardware and which revision a number comes from. Needs torch only: benchmarks use it where nothing is installed."""
+"""Where a rank computes, and which hardware and revision a number comes from.
+
+Needs torch only: benchmarks use it where nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ import subprocess
 from pathlib import Path
 
 import torch
+
+
+def training_device() -> torch.device:
+    """Where this rank gives credit, packs and learns: its GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_name() -> str:

@@ -24,7 +24,7 @@ from marsrl.benchmarks.head_problem import (
 from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
 from marsrl.benchmarks.peers.fused import fused_peers
 from marsrl.benchmarks.peers.plain import compiled, eager_logprob_detached, torch_linear_cross_entropy
-from marsrl.kernels import PolicyObjective, linear_policy_loss
+from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
 
 CLIP = 0.2
 KEPT_ROWS = ", unmasked rows only"
@@ -72,12 +72,14 @@ def _ours(inputs: HeadInputs) -> Results:
         inputs.hidden,
         inputs.weight,
         inputs.targets,
-        objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, mpt_probability=None),
-        advantages=inputs.advantages,
-        mask=inputs.mask,
-        cu_seqlens=inputs.cu_seqlens,
-        old_logprobs=inputs.old_logprobs,
-        normaliser=float(inputs.num_trained),
+        LossInputs(
+            objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, mpt_probability=None),
+            advantages=inputs.advantages,
+            mask=inputs.mask,
+            cu_seqlens=inputs.cu_seqlens,
+            old_logprobs=inputs.old_logprobs,
+            normaliser=float(inputs.num_trained),
+        ),
     )
     out.loss.backward()
     return {

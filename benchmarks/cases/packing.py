@@ -1,94 +1,62 @@
-"""pack, unpack, compact: rows of hidden states between padded, packed and kept layouts, forward and backward."""
+"""pack, kept_rows: what a forward pass over packed sequences reads, from the arrays of the samples laid end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-
 import torch
-from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
 from marsrl.benchmarks.cases.attention_varlen import lengths
-from marsrl.kernels import compact, pack, unpack
-
-OPS = ("pack", "unpack", "compact")
+from marsrl.kernels import kept_rows, pack
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """note: the op. Half of the rows are kept by compact."""
+    """A quarter of each sequence is its prompt."""
     if quick:
-        return [Shape(device, tokens=64, hidden=16, sequences=4, note=op) for op in OPS]
+        return [Shape(device, tokens=64, sequences=4)]
     if device == "cpu":
-        return [Shape(device, tokens=8192, hidden=256, sequences=32, note=op) for op in OPS]
-    return [Shape(device, "bfloat16", tokens=65536, hidden=2048, sequences=64, note=op) for op in OPS]
+        return [Shape(device, tokens=16384, sequences=64)]
+    return [Shape(device, tokens=262144, sequences=256)]
 
 
 def _build(shape: Shape) -> Bench:
     generator = torch.Generator(shape.device).manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
     sizes = lengths(shape)
-    longest = max(sizes)
-    of_sequence = torch.tensor(sizes, device=shape.device)
+    token_ids = torch.randint(0, 151936, (shape.tokens,), dtype=torch.int32, device=shape.device, generator=generator)
+    logprobs = -torch.rand(shape.tokens, device=shape.device, generator=generator)
+    is_sampled = torch.cat([torch.arange(size, device=shape.device) >= max(1, size // 4) for size in sizes])
     cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=shape.device)
-    is_token = torch.arange(longest, device=shape.device) < of_sequence[:, None]  # [S, L]
-    is_kept = torch.rand(shape.tokens, generator=generator, device=shape.device) < 0.5
-    num_kept = int(is_kept.sum())
-    packed, padded = (shape.tokens, shape.hidden), (shape.sequences, longest, shape.hidden)
-    # the host knows the counts: on a GPU no variant of ours waits for them
-    jobs: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]]] = {
-        "pack": (
-            padded,
-            packed,
-            {
-                "ours": lambda rows: pack(rows, of_sequence, num_tokens=shape.tokens).values,
-                "torch eager": lambda rows: rows[is_token],
-                "a loop over sequences": lambda rows: torch.cat([row[:size] for row, size in zip(rows, sizes)]),
-            },
-        ),
-        "unpack": (
-            packed,
-            padded,
-            {
-                "ours": lambda rows: unpack(rows, cu_seqlens, max_length=longest),
-                "torch eager": lambda rows: rows.new_zeros(padded).masked_scatter(is_token[:, :, None], rows),
-                "torch pad_sequence": lambda rows: torch.nn.utils.rnn.pad_sequence(
-                    list(rows.split(sizes)), batch_first=True
-                ),
-            },
-        ),
-        "compact": (
-            packed,
-            (num_kept, shape.hidden),
-            {
-                "ours": lambda rows: compact(rows, is_kept, num_kept=num_kept).values,
-                "torch eager": lambda rows: rows[is_kept],
-            },
-        ),
-    }
-    given, returned, ways = jobs[shape.note]
-    rows = torch.randn(*given, generator=generator, device=shape.device).to(dtype).requires_grad_()
-    gradient = torch.randn(*returned, generator=generator, device=shape.device).to(dtype)
+    num_kept = int(is_sampled.sum())  # the host knows it: on a GPU ours does not wait
 
-    def clear() -> None:
-        rows.grad = None
+    def ours() -> Results:
+        packed = pack(token_ids, is_sampled, cu_seqlens, shape.tokens, logprobs=logprobs)
+        kept_rows(packed.mask, num_kept=num_kept)
+        assert packed.logprobs is not None
+        return {"logprobs": packed.logprobs}
 
-    def run(way: Callable[[Tensor], Tensor]) -> Results:
-        out = way(rows)
-        out.backward(gradient)
-        assert rows.grad is not None
-        return {"out": out.detach(), "gradient": rows.grad}
+    def loop() -> Results:
+        position_ids, targets = torch.zeros(2, shape.tokens, dtype=torch.int64, device=shape.device)
+        packed, mask = torch.zeros_like(logprobs), torch.zeros_like(is_sampled)
+        begin = 0
+        for size in sizes:
+            end = begin + size
+            position_ids[begin:end] = torch.arange(size, device=shape.device)
+            targets[begin : end - 1] = token_ids[begin + 1 : end]
+            mask[begin : end - 1] = is_sampled[begin + 1 : end]
+            packed[begin : end - 1] = logprobs[begin + 1 : end].where(is_sampled[begin + 1 : end], 0)
+            begin = end
+        mask.nonzero()
+        return {"logprobs": packed}
 
     def judge() -> Judgement:
-        clear()
-        plain = run(ways["torch eager"])  # bits are copied: there is nothing to round
+        plain = (
+            loop()
+        )  # nothing is rounded, so one result stands for all; tests/kernels/packing_cases.py has the others
         return Judgement({name: values.double() for name, values in plain.items()}, plain)
 
-    variants = [replace(Variant(name, partial(run, way)), prepare=clear) for name, way in ways.items()]
-    moved = min(rows.numel(), gradient.numel()) * rows.element_size()
-    num_bytes = 2.0 * moved + rows.nbytes + gradient.nbytes  # each way: what is moved is read, all of a result written
-    return Bench(variants, [], judge, 0.0, num_bytes, rows.nbytes + gradient.nbytes)
+    read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag
+    written = shape.tokens * (8 + 8 + 8 + 1 + 4) + 8 * num_kept
+    variants = [Variant("ours", ours), Variant("a loop over sequences", loop)]
+    return Bench(variants, [], judge, 0.0, float(read + written), read)
 
 
-CASE = Case("packing", _shapes, _build)
+CASE = Case("packing", _shapes, _build, baseline="a loop over sequences")

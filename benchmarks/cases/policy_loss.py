@@ -9,7 +9,7 @@ from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import compiled
-from marsrl.kernels import PolicyObjective, policy_loss
+from marsrl.kernels import LossInputs, PolicyObjective, policy_loss
 
 NUM_AGENTS = 5
 OBJECTIVE = PolicyObjective(clip_high=0.28, correction="tis", correction_high=2.0, mpt_probability=None)
@@ -41,10 +41,11 @@ def _build(shape: Shape) -> Bench:
         logprobs.grad = None
 
     def ours() -> Results:
-        out = policy_loss(
-            logprobs, entropy, objective=OBJECTIVE, advantages=advantages, mask=mask, cu_seqlens=cu_seqlens,
-            agent_of=agent_of, num_agents=NUM_AGENTS, old_logprobs=old, rollout_logprobs=rollout, normaliser=total,
+        inputs = LossInputs(
+            objective=OBJECTIVE, advantages=advantages, mask=mask, cu_seqlens=cu_seqlens, agent_of=agent_of,
+            num_agents=NUM_AGENTS, old_logprobs=old, rollout_logprobs=rollout, normaliser=total,
         )  # fmt: skip
+        out = policy_loss(logprobs, entropy, inputs)
         out.loss.backward()
         assert logprobs.grad is not None
         return {"loss": out.loss.detach(), "agent loss": out.agent_sums["loss"], "gradient": logprobs.grad}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import compiled
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
@@ -81,18 +81,16 @@ class _Ours:
         # the head of a model with hidden size 1: it carries targets and temperature, its GEMMs are not called
         rows, weight = torch.empty(num_tokens, 1, device=device), torch.empty(vocab, 1, device=device)
         self.head = make_head("policy_rows", rows, weight, targets, 1.0, None, None)
-        self.objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
-        self.tokens = policy_tokens(
-            "policy_rows", num_tokens, device, objective=self.objective, advantages=None, token_advantages=advantages,
-            mask=None, cu_seqlens=torch.tensor([0, num_tokens], device=device), agent_of=None, num_agents=1, gate=None,
-            old_logprobs=old, rollout_logprobs=None, reference_logprobs=None, normaliser=1.0,
-        )  # fmt: skip
+        objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
+        bounds = torch.tensor([0, num_tokens], device=device)
+        inputs = LossInputs(objective, bounds, 1.0, token_advantages=advantages, old_logprobs=old)
+        self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
         """What a batch does once is not a chunk's cost: arrays of all tokens, the evaluator of the objective."""
         self.logits.copy_(self.source)
         found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
-        self.terms = policy_terms(self.kernels, self.objective, self.tokens, found.logprobs, found.entropy)
+        self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)
 
     def run(self) -> Results:
         rows, found, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms

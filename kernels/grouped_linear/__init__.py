@@ -12,11 +12,6 @@ from marsrl.kernels.grouped_linear.counts import Counts
 from marsrl.kernels.grouped_linear.cpu import grouped_linear_cpu
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
 from marsrl.kernels.grouped_linear.torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
-from marsrl.kernels.grouped_linear.transformer_engine_impl import (
-    grouped_linear_transformer_engine,
-    machine_lacks_transformer_engine,
-    why_not_transformer_engine,
-)
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -75,12 +70,6 @@ _OP = Op(
     "grouped_linear",
     (
         Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
-        Implementation(
-            "transformer_engine",
-            grouped_linear_transformer_engine,
-            why_not_transformer_engine,
-            machine_lacks_transformer_engine,
-        ),
         Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", grouped_linear_cpu, _why_not_cpu),
         Implementation("reference", grouped_linear_reference),

@@ -1,1 +1,1 @@
-"""What the ops of the output head share: GEMMs, sweeps, shards, the objective."""
+"""What the ops of the output head share: GEMMs, chunks, tiles, shards, the objective."""

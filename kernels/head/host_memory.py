@@ -1,4 +1,4 @@
-"""How a sweep on the CPU cuts its rows into chunks, and the memory that it keeps from call to call."""
+"""How a head on the CPU cuts its rows into chunks, and the memory that it keeps from call to call."""
 
 import threading
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Of the buffer of a sweep on the CPU: num_bytes where they are enough for num_rows, else up to max_bytes."""
+    """Of the buffer of a head on the CPU: num_bytes where they are enough for num_rows, else up to max_bytes."""
 
     num_bytes: int
     num_rows: int
@@ -29,7 +29,7 @@ def host_buffer(num_floats: int) -> Tensor:
     """[num_floats] float32, in the same memory in every call of this thread.
 
     Memory that is fresh from the system costs a page fault every 4 KiB: for 78 MiB as much time as some 20 rows of
-    logits at V = 151936. A sweep ends before its op returns, so that no two of a thread use the buffer at once.
+    logits at V = 151936. A head is done with before its op returns, so that no two of a thread use the buffer at once.
     """
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < num_floats:

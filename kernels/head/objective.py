@@ -1,4 +1,4 @@
-"""The policy objective: its options, what a call of it is given, and what it returns."""
+"""The policy objective: its options, what a loss is given, and what it returns."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -74,20 +74,55 @@ class PolicyObjective:
 
 
 @dataclass(frozen=True)
-class PolicyTokens:
-    """What the objective is given beside log-probs and entropy, one element a packed token.
+class LossInputs:
+    """What a policy loss is given of a packed micro-batch: T tokens, S sequences.
 
-    advantages [T] float32; weights [T] float32, None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int;
-    sequence_of, agent_of [T] int64; gate [T] bool; dropped [T] bool, the token is masked as it is;
-    old_logprobs, rollout_logprobs, reference_logprobs [T] float32, nats. None: not given.
+    Fields:
+        cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
+        normaliser: number or one-element tensor; the loss is divided by it, once.
+        advantages | token_advantages: [S] or [T] float, exactly one.
+        mask: [T] bool, True = the token is trained; None = all. Nothing is read where it is False.
+        agent_of: [S] int in [0, num_agents); None = one agent.
+        gate: [S] bool from mpt_gate; None = no token is masked for being well mastered.
+        old_logprobs: [T] float, nats, of the policy before the update; None = pseudo on-policy: ratio 1, gradient of
+            A log p.
+        rollout_logprobs, reference_logprobs: [T] float; needed by correction and by kl.
+        weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
+        dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
+    """
+
+    objective: PolicyObjective
+    cu_seqlens: Tensor
+    normaliser: float | Tensor
+    advantages: Tensor | None = None
+    token_advantages: Tensor | None = None
+    mask: Tensor | None = None
+    agent_of: Tensor | None = None
+    num_agents: int = 1
+    gate: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+    dropped: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """LossInputs, checked, with one element a packed token.
+
+    advantages [T]; weights [T], None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int; sequence_of, agent_of
+    [T] int64; gate [T] bool; dropped [T] bool; old_logprobs, rollout_logprobs, reference_logprobs [T], nats: any float
+    for the reference, float32 and contiguous for row kernels. log_ratio [T] float32: of the sequence, in place of
+    logprobs - old_logprobs. normaliser: number, or one element on the device. None: not given, or not needed.
     Masked tokens are never read: they may hold anything, NaN included.
     """
 
+    objective: PolicyObjective
     advantages: Tensor
     mask: Tensor | None
     cu_seqlens: Tensor
     sequence_of: Tensor
-    num_sequences: int
     agent_of: Tensor | None
     num_agents: int
     gate: Tensor | None
@@ -97,6 +132,7 @@ class PolicyTokens:
     normaliser: float | Tensor
     weights: Tensor | None = None
     dropped: Tensor | None = None
+    log_ratio: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sweeps over the head of a bfloat16 model on the CPU: a chunk of rows meets one tile of the vocabulary after the other.
+"""The head of a bfloat16 model on the CPU: a chunk of rows meets one tile of the vocabulary after the other.
 
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:

@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
+from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.sweep import sweep_gradients, sweep_statistics
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
@@ -59,7 +59,7 @@ class _LinearLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, kernels: RowKernels, head: Head) -> tuple[Tensor, Tensor]:
-        statistics = sweep_statistics(kernels, head, hidden, Rows.of(None, hidden.shape[0]))
+        statistics = head_statistics(kernels, head, hidden, Rows.of(None, hidden.shape[0]))
         ctx.save_for_backward(hidden, weight, *vars(statistics).values())
         ctx.kernels, ctx.head = kernels, head
         return statistics.logprobs, statistics.entropy
@@ -71,7 +71,7 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, *statistics = ctx.saved_tensors
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        gradients = sweep_gradients(
+        gradients = head_gradients(
             ctx.kernels,
             ctx.head,
             hidden.detach(),

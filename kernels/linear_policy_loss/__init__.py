@@ -10,7 +10,7 @@ from marsrl.kernels.checks import check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.gradients import HeadGradients
-from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_policy_loss.fused import fused_loss
@@ -23,27 +23,14 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    inputs: LossInputs,
     *,
-    objective: PolicyObjective,
-    advantages: Tensor | None = None,
-    token_advantages: Tensor | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor,
-    agent_of: Tensor | None = None,
-    num_agents: int = 1,
-    gate: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    normaliser: float | Tensor,
-    weights: Tensor | None = None,
-    dropped: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     main_grad: Tensor | None = None,
     tp_group: Any = None,
     real_vocab_size: int | None = None,
 ) -> PolicyLoss:
-    """The loss of `objective` on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
+    """The loss of inputs.objective on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
 
     With c = dL/dlog p and e = dL/dH, which a token-level objective knows once it has the token's own log-prob,
 
@@ -56,8 +43,7 @@ def linear_policy_loss(
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size: as in linear_logprob; targets are not read
             where the mask is off. Under tp_group the gradient of hidden is this shard's part.
-        objective, advantages ... dropped: as in policy_loss. token_advantages with old_logprobs=None is the gradient
-            of sum_t w_t log p_t: supervised training.
+        inputs: token_advantages with old_logprobs=None is the gradient of sum_t w_t log p_t: supervised training.
         main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
             writes it. The weight's own gradient is then None, or, where the weight has Megatron's
             `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
@@ -72,27 +58,9 @@ def linear_policy_loss(
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
-    tokens = policy_tokens(
-        "linear_policy_loss",
-        hidden.shape[0],
-        hidden.device,
-        objective=objective,
-        advantages=advantages,
-        token_advantages=token_advantages,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        agent_of=agent_of,
-        num_agents=num_agents,
-        gate=gate,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        reference_logprobs=reference_logprobs,
-        normaliser=normaliser,
-        weights=weights,
-        dropped=dropped,
-    )
-    check_targets(head.op, head.targets, mask, head.vocab_size)
-    return _OP(hidden, weight, head, temperature, objective, tokens, main_grad)
+    tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
+    check_targets(head.op, head.targets, inputs.mask, head.vocab_size)
+    return _OP(hidden, weight, head, temperature, tokens, main_grad)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -163,7 +131,6 @@ def _on_rows(provider: RowProvider) -> Implementation:
         weight: Tensor,
         head: Head,
         temperature: float | Tensor,
-        objective: PolicyObjective,
         tokens: PolicyTokens,
         main_grad: Tensor | None,
     ) -> PolicyLoss:
@@ -173,7 +140,6 @@ def _on_rows(provider: RowProvider) -> Implementation:
             provider.load(),
             head,
             hidden.detach(),
-            objective,
             tokens,
             wants_hidden=is_differentiable and hidden.requires_grad,
             wants_weight=is_differentiable and weight.requires_grad,
@@ -195,11 +161,10 @@ def _reference(
     weight: Tensor,
     head: Head,
     temperature: float | Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     main_grad: Tensor | None,
 ) -> PolicyLoss:
-    return linear_policy_loss_reference(hidden, weight, head.targets, temperature, head.num_columns, objective, tokens)
+    return linear_policy_loss_reference(hidden, weight, head.targets, temperature, head.num_columns, tokens)
 
 
 def _why_not_reference(
@@ -207,7 +172,6 @@ def _why_not_reference(
     weight: Tensor,
     head: Head,
     temperature: float | Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     main_grad: Tensor | None,
 ) -> str | None:

@@ -7,11 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from marsrl.kernels.head.chunked_head import ChunkedHead, head_gradients, head_statistics
 from marsrl.kernels.head.gradients import HeadGradients
-from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.sweep import Sweep, sweep_gradients, sweep_statistics
 from marsrl.kernels.head.tiles import policy_gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences, policy_terms
@@ -30,7 +30,6 @@ def fused_loss(
     kernels: RowKernels,
     head: Head,
     hidden: Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     wants_hidden: bool,
     wants_weight: bool,
@@ -44,15 +43,15 @@ def fused_loss(
     and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
     """
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
-    if not needs_whole_sequences(objective, tokens):
-        return _single_pass(kernels, head, hidden, objective, tokens, rows, wants_hidden, wants_weight, weight_dtype)
-    _say_recompute(objective.ratio, objective.correction)
-    statistics = sweep_statistics(kernels, head, hidden, rows)
-    terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
+    if not needs_whole_sequences(tokens):
+        return _single_pass(kernels, head, hidden, tokens, rows, wants_hidden, wants_weight, weight_dtype)
+    _say_recompute(tokens.objective.ratio, tokens.objective.correction)
+    statistics = head_statistics(kernels, head, hidden, rows)
+    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     terms.evaluate(rows.settled())
     if not (wants_hidden or wants_weight):
         return FusedLoss(statistics, terms, None)
-    gradients = sweep_gradients(
+    gradients = head_gradients(
         kernels,
         head,
         hidden,
@@ -70,7 +69,6 @@ def _single_pass(
     kernels: RowKernels,
     head: Head,
     hidden: Tensor,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
     rows: Rows,
     wants_hidden: bool,
@@ -78,16 +76,16 @@ def _single_pass(
     weight_dtype: torch.dtype,
 ) -> FusedLoss:
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
-    terms = policy_terms(kernels, objective, tokens, statistics.logprobs, statistics.entropy)
+    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     tiles = tiles_for(kernels, head, hidden)
     if tiles is not None and (wants_hidden or wants_weight):
         gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
         policy_gradients_by_tiles(tiles, head, rows, statistics, terms, gradients)
         return FusedLoss(statistics, terms, gradients)
-    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
-    for chunk, logits in sweep:
-        sweep.policy_rows(logits, chunk, statistics, terms)
-    return FusedLoss(statistics, terms, sweep.finish())
+    chunks = ChunkedHead(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
+    for chunk, logits in chunks:
+        chunks.policy_rows(logits, chunk, statistics, terms)
+    return FusedLoss(statistics, terms, chunks.finish())
 
 
 @cache

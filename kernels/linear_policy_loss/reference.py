@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import PolicyLoss, PolicyTokens
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.policy_loss.reference import policy_loss_reference
 
@@ -13,7 +13,6 @@ def linear_policy_loss_reference(
     targets: Tensor,
     temperature: float | Tensor,
     num_columns: int,
-    objective: PolicyObjective,
     tokens: PolicyTokens,
 ) -> PolicyLoss:
     """PolicyLoss whose loss autograd differentiates through hidden [T, H] and weight [V, H]."""
@@ -25,4 +24,4 @@ def linear_policy_loss_reference(
         logp, ent = linear_logprob_reference(hidden[kept], weight, targets[kept], of_kept, num_columns)
         logprobs = logp.new_zeros(hidden.shape[0]).index_copy(0, kept, logp)
         entropy = ent.new_zeros(hidden.shape[0]).index_copy(0, kept, ent)
-    return policy_loss_reference(logprobs, entropy, objective, tokens)
+    return policy_loss_reference(logprobs, entropy, tokens)

@@ -1,45 +1,40 @@
-"""The layouts in plain PyTorch: every output row is one input row, or filled. The definition."""
+"""Packing in plain PyTorch: the definition."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from marsrl.kernels.checks import sequence_of_tokens
 
 
-def pack_rows(padded: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T, ...] from padded [S, L, ...]; cu_seqlens [S+1] int64. A token that no sequence covers is 0."""
-    num_sequences, length = padded.shape[:2]
-    token = torch.arange(num_tokens, device=padded.device)
-    sequence = (torch.searchsorted(cu_seqlens, token, right=True) - 1).clamp(0, max(num_sequences - 1, 0))
-    place = token - cu_seqlens[sequence]
-    source = torch.where((token < cu_seqlens[-1]) & (place < length), sequence * length + place, -1)
-    return gather_rows(padded.flatten(0, 1), source)
+def pack_reference(
+    token_ids: Tensor,
+    is_sampled: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    logprobs: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The fields of Packed in order."""
+    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
+    is_last = torch.ones(num_tokens, dtype=torch.bool, device=token_ids.device)
+    is_last[:-1] = sequence_of[1:] != sequence_of[:-1]
+
+    def padded(values: Tensor) -> Tensor:
+        return pad(values, (0, num_tokens - values.numel()))
+
+    def of_next(values: Tensor) -> Tensor:
+        return padded(values).roll(-1).masked_fill(is_last, 0)
+
+    def where_masked(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(mask, of_next(values), 0)
+
+    token_ids, mask = token_ids.long(), of_next(is_sampled)
+    places = torch.arange(num_tokens, device=token_ids.device) - cu_seqlens.long()[sequence_of]
+    return padded(token_ids), places, of_next(token_ids), mask, where_masked(logprobs), where_masked(weights)
 
 
-def unpack_rows(packed: Tensor, cu_seqlens: Tensor, length: int, fill: float) -> Tensor:
-    """[S, L, ...] from packed [T, ...]; what no token covers is filled."""
-    place = torch.arange(length, device=packed.device)
-    token = cu_seqlens[:-1, None] + place
-    source = torch.where((token < cu_seqlens[1:, None]) & (token < packed.shape[0]), token, -1)  # [S, L]
-    return gather_rows(packed, source.flatten(), fill).unflatten(0, source.shape)
-
-
-def kept_ids(mask: Tensor, capacity: int) -> Tensor:
-    """[capacity] int64: where mask [T] is set, ascending, then -1."""
-    ids = mask.nonzero()[:capacity, 0]
-    return torch.cat((ids, ids.new_full((capacity - ids.numel(),), -1)))
-
-
-def gather_rows(values: Tensor, ids: Tensor, fill: float = 0) -> Tensor:
-    """values[ids], filled where an id is -1."""
-    if values.shape[0] == 0:
-        return values.new_full((ids.numel(), *values.shape[1:]), fill)
-    rows = values.index_select(0, ids.clamp(min=0))
-    rows[ids < 0] = fill
-    return rows
-
-
-def scatter_rows(values: Tensor, ids: Tensor, num_rows: int, fill: float) -> Tensor:
-    """[num_rows, ...] with values [K, ...] at ids and `fill` elsewhere; an id outside is skipped."""
-    out = values.new_full((num_rows, *values.shape[1:]), fill)
-    is_inside = (ids >= 0) & (ids < num_rows)
-    out[ids[is_inside]] = values[is_inside]
-    return out
+def kept_rows_reference(mask: Tensor, num_kept: int) -> Tensor:
+    """[num_kept] int64: where mask [T] is set, ascending, then -1."""
+    rows = mask.nonzero()[:num_kept, 0]
+    return pad(rows, (0, num_kept - rows.numel()), value=-1)

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.head.objective import PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
@@ -17,39 +17,10 @@ from marsrl.kernels.policy_loss.reference import policy_loss_reference
 from marsrl.kernels.policy_loss.terms import agent_sums, policy_terms, total_loss
 
 
-def policy_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    *,
-    objective: PolicyObjective,
-    advantages: Tensor | None = None,
-    token_advantages: Tensor | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor,
-    agent_of: Tensor | None = None,
-    num_agents: int = 1,
-    gate: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    normaliser: float | Tensor,
-    weights: Tensor | None = None,
-    dropped: Tensor | None = None,
-) -> PolicyLoss:
-    """The loss of `objective` on given log-probs, differentiable through logprobs and entropy.
+def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> PolicyLoss:
+    """The loss of inputs.objective on given log-probs, differentiable through logprobs and entropy.
 
-    Args:
-        logprobs, entropy: [T] float, nats, of the policy in training.
-        advantages | token_advantages: [S] or [T] float, exactly one.
-        mask: [T] bool, True = the token is trained; None = all. Nothing is read where it is False.
-        cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
-        agent_of: [S] int in [0, num_agents); None = one agent.
-        gate: [S] bool from mpt_gate; None = no token is masked for being well mastered.
-        old_logprobs: [T] float of the policy before the update; None = pseudo on-policy: ratio 1, gradient of A log p.
-        rollout_logprobs, reference_logprobs: [T] float; needed by correction and by kl.
-        normaliser: number or one-element tensor; the loss is divided by it, once.
-        weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
-        dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
+    logprobs, entropy: [T] float, nats, of the policy in training.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -57,34 +28,15 @@ def policy_loss(
     check("policy_loss", "logprobs", logprobs, (None,), FLOATS)
     num_tokens = logprobs.shape[0]
     check("policy_loss", "entropy", entropy, (num_tokens,), FLOATS, logprobs.device)
-    tokens = policy_tokens(
-        "policy_loss",
-        num_tokens,
-        logprobs.device,
-        objective=objective,
-        advantages=advantages,
-        token_advantages=token_advantages,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        agent_of=agent_of,
-        num_agents=num_agents,
-        gate=gate,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        reference_logprobs=reference_logprobs,
-        normaliser=normaliser,
-        weights=weights,
-        dropped=dropped,
-    )
-    return _OP(logprobs, entropy, objective, tokens)
+    return _OP(logprobs, entropy, policy_tokens("policy_loss", num_tokens, logprobs.device, inputs))
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def run(logprobs: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens) -> PolicyLoss:
+    def run(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
         kernels = provider.load()
         logp = logprobs.detach().float().contiguous()
         ent = entropy.detach().float().contiguous()
-        terms = policy_terms(kernels, objective, tokens, logp, ent)
+        terms = policy_terms(kernels, tokens, logp, ent)
         terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip what is masked
         sums = terms.sums()
         loss = _Loss.apply(logprobs, entropy, terms, total_loss(sums))

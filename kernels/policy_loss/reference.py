@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marsrl.kernels.head.objective import METRICS, PolicyLoss, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import METRICS, PolicyLoss, PolicyTokens
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,9 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
     return total / count.clamp(min=1)
 
 
-def policy_terms(
-    logp: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens, kept: Tensor
-) -> Terms:
+def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
     """The objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype."""
-    dtype = logp.dtype
+    dtype, objective = logp.dtype, tokens.objective
 
     def of_kept(values: Tensor | None) -> Tensor:
         assert values is not None  # the op checked what the objective needs
@@ -37,7 +35,7 @@ def policy_terms(
 
     def mean(values: Tensor) -> Tensor:
         sequence_of = tokens.sequence_of[kept]
-        return sequence_means(values, sequence_of, tokens.num_sequences)[sequence_of]
+        return sequence_means(values, sequence_of, tokens.cu_seqlens.numel() - 1)[sequence_of]
 
     advantages = of_kept(tokens.advantages)
     old = logp.detach() if tokens.old_logprobs is None else of_kept(tokens.old_logprobs)
@@ -82,18 +80,16 @@ def policy_terms(
     return Terms(loss, kl, is_clipped & ~is_masked, is_masked)
 
 
-def policy_loss_reference(
-    logprobs: Tensor, entropy: Tensor, objective: PolicyObjective, tokens: PolicyTokens
-) -> PolicyLoss:
+def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
     """PolicyLoss whose loss autograd differentiates through logprobs and entropy [T]."""
     kept = torch.arange(logprobs.numel(), device=logprobs.device)
     if tokens.mask is not None:
         kept = tokens.mask.nonzero()[:, 0]
     logp, ent = logprobs[kept], entropy[kept]
-    terms = policy_terms(logp, ent, objective, tokens, kept)
+    terms = policy_terms(logp, ent, tokens, kept)
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(policy_terms(leaf, ent.detach(), objective, tokens, kept).loss.sum(), leaf)
+        (slope,) = torch.autograd.grad(policy_terms(leaf, ent.detach(), tokens, kept).loss.sum(), leaf)
 
     agent_of = torch.zeros_like(kept) if tokens.agent_of is None else tokens.agent_of[kept]
     values = (terms.loss, terms.is_clipped, terms.is_masked, ent, terms.kl, torch.ones_like(ent))

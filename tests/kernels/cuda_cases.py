@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import torch
-from fused_head import arguments_for, head_case, run_policy_loss
+from fused_head import arguments_for, head_case, policy_loss, run_policy_loss
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, policy_loss
+from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.rows.cuda import CudaRowKernels
 from marsrl.kernels.head.rows.protocol import Statistics
 from marsrl.kernels.head.rows.subset import Rows

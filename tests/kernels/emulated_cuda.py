@@ -27,11 +27,11 @@ def _build() -> Path:
 
 
 def use_emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the end of the test every op runs its CUDA kernels, on CPU tensors."""
+    """Until the end of the test the ops that have CUDA kernels run them, on CPU tensors."""
     found = library.open_library(_build(), cuda_library._CUDA_FUNCTIONS)
     assert not isinstance(found, str), found
     monkeypatch.setattr(cuda_library, "_cuda", lambda: found)
     monkeypatch.setattr(cuda_library, "_why_no_device", lambda: None)
     monkeypatch.setattr(cuda_library, "stream_of", lambda tensor: 0)
     monkeypatch.setattr(cuda_library, "_can_read", lambda tensor: True)
-    monkeypatch.setenv("MARSRL_KERNELS", "cuda")
+    monkeypatch.setenv("MARSRL_KERNELS", "policy_loss=cuda,linear_policy_loss=cuda,linear_logprob=cuda")

@@ -6,14 +6,16 @@ runs on a GPU (test_fused_head_on_gpu.py).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from marsrl.kernels import PolicyLoss, linear_logprob, linear_policy_loss, policy_loss
-from marsrl.kernels.head import sweep, tiles
+from marsrl import kernels
+from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob
+from marsrl.kernels.head import chunked_head, tiles
 from marsrl.kernels.head.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.testing import OBJECTIVES, assert_accurate, off_by_an_ulp, poison_masked, policy_case
@@ -22,9 +24,24 @@ Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], weight [V, H], targets [T
 Arguments = dict[str, Any]
 
 
+_OF_LOSS = {field.name for field in fields(LossInputs)}
+
+
+def linear_policy_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **arguments: Any) -> PolicyLoss:
+    """The op with all its arguments by name, those of LossInputs too, as the cases hold them."""
+    inputs = LossInputs(**{name: value for name, value in arguments.items() if name in _OF_LOSS})
+    rest = {name: value for name, value in arguments.items() if name not in _OF_LOSS}
+    return kernels.linear_policy_loss(hidden, weight, targets, inputs, **rest)
+
+
+def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLoss:
+    """The same of policy_loss."""
+    return kernels.policy_loss(logprobs, entropy, LossInputs(**arguments))
+
+
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
     """The CPU's buffer holds so many rows of logits, whatever their width."""
-    for module, name in ((sweep, "HOST"), (tiles, "EXPONENTIALS")):
+    for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 

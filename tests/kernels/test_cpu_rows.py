@@ -8,7 +8,7 @@ import torch
 from cuda_cases import exact_statistics, hard_rows, head_for
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
 from marsrl.kernels.head.rows.protocol import Statistics
@@ -34,11 +34,19 @@ def terms_for(statistics: Statistics, bonus: float, rows: int = 6) -> CpuPolicyT
     """A loss -sum a_t log p_t - bonus sum H of two agents, one row of the first between rows of the second."""
     objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
     tokens = policy_tokens(
-        "case", rows, torch.device("cpu"), objective=objective, advantages=None, token_advantages=-COEFFICIENTS[:rows],
-        mask=None, cu_seqlens=torch.tensor([0, 1, 2, rows]), agent_of=torch.tensor([1, 0, 1]), num_agents=2, gate=None,
-        old_logprobs=None, rollout_logprobs=None, reference_logprobs=None, normaliser=1.0,
-    )  # fmt: skip
-    return policy_terms(CpuRowKernels(), objective, tokens, statistics.logprobs, statistics.entropy)
+        "case",
+        rows,
+        torch.device("cpu"),
+        LossInputs(
+            objective,
+            torch.tensor([0, 1, 2, rows]),
+            1.0,
+            token_advantages=-COEFFICIENTS[:rows],
+            agent_of=torch.tensor([1, 0, 1]),
+            num_agents=2,
+        ),
+    )
+    return policy_terms(CpuRowKernels(), tokens, statistics.logprobs, statistics.entropy)
 
 
 def one_walk(z: Tensor, head: Head, bonus: float) -> tuple[Statistics, CpuPolicyTerms, Tensor, Tensor]:

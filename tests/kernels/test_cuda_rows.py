@@ -6,7 +6,7 @@ import torch
 from emulated_cuda import use_emulated_cuda
 from fused_head import arguments_for, compare_logprob, compare_policy_loss, compare_policy_loss_of_logprobs, head_case
 
-from marsrl.kernels.head import sweep
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.testing import OBJECTIVES
 
 
@@ -36,9 +36,9 @@ def test_a_bad_target_gives_nan():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_equals_its_definition(name, monkeypatch):
-    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", 7 * 4 * 131)  # chunks of 7 rows
-    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * 7 * 4 * 131)
+    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", 7 * 4 * 131)  # chunks of 7 rows
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * 7 * 4 * 131)
     case = head_case()
     compare_policy_loss(case, arguments_for(case, name))
     compare_policy_loss_of_logprobs(name)

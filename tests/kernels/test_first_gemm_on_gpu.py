@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from fused_head import arguments_for, compare_logprob, compare_policy_loss, forced, head_case, run_policy_loss
+from fused_head import (
+    arguments_for,
+    compare_logprob,
+    compare_policy_loss,
+    forced,
+    head_case,
+    linear_policy_loss,
+    run_policy_loss,
+)
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss
+from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.triton_machine import machine_lacks_triton
 
-NAME = "triton_gemm"
+NAME = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(machine_lacks_triton() is not None, reason=str(machine_lacks_triton())),

@@ -70,11 +70,11 @@ def test_statistics_and_gradients_of_a_chunk(target, width, columns, is_listed, 
 def test_the_terms_of_a_chunk(target, name):
     objective, is_off_policy = OBJECTIVES[name]
     tokens = PolicyTokens(
+        objective=objective,
         advantages=floats(TOKENS),
         mask=floats(TOKENS, dtype=torch.bool),
         cu_seqlens=ids(41),
         sequence_of=ids(TOKENS),
-        num_sequences=40,
         agent_of=ids(TOKENS),
         num_agents=5,
         gate=floats(TOKENS, dtype=torch.bool),
@@ -85,7 +85,7 @@ def test_the_terms_of_a_chunk(target, name):
         weights=floats(TOKENS) if name == "sequence ratio" else None,
     )
     with compiled_launches(target) as reports:
-        terms = policy_terms(TritonRowKernels(), objective, tokens, floats(TOKENS), floats(TOKENS))
+        terms = policy_terms(TritonRowKernels(), tokens, floats(TOKENS), floats(TOKENS))
         terms.evaluate(Rows(ids(ROWS), 0, ROWS))
     assert [report.kernel for report in reports][-1] == "policy_terms"
     for report in reports:
@@ -94,7 +94,7 @@ def test_the_terms_of_a_chunk(target, name):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_optional_compiles_too(target):
-    tokens = PolicyTokens(floats(9), None, ids(2), ids(9), 1, None, 1, None, None, None, None, floats())
+    tokens = PolicyTokens(PolicyObjective(), floats(9), None, ids(2), ids(9), None, 1, None, None, None, None, floats())
     with compiled_launches(target) as reports:
-        policy_terms(TritonRowKernels(), PolicyObjective(), tokens, floats(9), floats(9)).evaluate(Rows(None, 0, 9))
+        policy_terms(TritonRowKernels(), tokens, floats(9), floats(9)).evaluate(Rows(None, 0, 9))
     assert_compiled_well(reports[0], dots=False)

@@ -9,11 +9,12 @@ from fused_head import (
     compare_policy_loss_of_logprobs,
     forced,
     head_case,
+    linear_policy_loss,
     run_policy_loss,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_targets
-from marsrl.kernels.head import sweep
+from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_targets
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.testing import OBJECTIVES
 
@@ -26,7 +27,7 @@ def implementation(request):
     reason = {each.name: each.machine_lacks for each in ROW_PROVIDERS}[request.param]()
     if reason is not None:
         pytest.skip(f"{request.param}: {reason}")
-    return request.param
+    return ",".join(f"{op}={request.param}" for op in ("policy_loss", "linear_policy_loss", "linear_logprob"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,9 +97,9 @@ def test_peaked_rows_and_the_last_column_and_probability_one(implementation):
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, implementation, monkeypatch):
-    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", rows * 4 * 131)
-    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * 131)
+    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * 131)
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * 131)
     case = head_case(60, 16)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16, implementation, "cuda")
 

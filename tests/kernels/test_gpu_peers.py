@@ -1,4 +1,4 @@
-"""How flash-attn and TransformerEngine are called, with modules of their interface; and when they are not."""
+"""How flash-attn and PyTorch's grouped GEMM are called, and when they are not."""
 
 import sys
 import types
@@ -11,7 +11,7 @@ from grouped_linear_cases import compare as compare_grouped_linear
 
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
-from marsrl.kernels.grouped_linear import torch_impl, transformer_engine_impl
+from marsrl.kernels.grouped_linear import torch_impl
 from marsrl.kernels.grouped_linear.counts import Counts
 
 
@@ -65,30 +65,6 @@ def test_the_reasons_against_flash_attn(monkeypatch):
     assert "no CUDA device" in flash.machine_lacks_flash()
 
 
-class GroupedLinear(torch.nn.Module):
-    """TransformerEngine's: weights by name, the rows of each expert as a list."""
-
-    def __init__(self, num_gemms, in_features, out_features, bias, params_dtype, device):
-        super().__init__()
-        for i in range(num_gemms):
-            weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
-
-    def forward(self, rows, m_splits):
-        return torch.cat([part @ getattr(self, f"weight{i}").t() for i, part in enumerate(rows.split(m_splits))])
-
-
-def test_transformer_engine_is_called_as_ours(monkeypatch):
-    install(monkeypatch, "transformer_engine")
-    install(monkeypatch, "transformer_engine.pytorch", GroupedLinear=GroupedLinear)
-    transformer_engine_impl._module.cache_clear()
-
-    def function(x, weights, counts):
-        return transformer_engine_impl.grouped_linear_transformer_engine(x, weights, Counts(list(counts), None))
-
-    compare_grouped_linear([3, 0, 5], 6, 4, torch.float32, given=[3, 0, 5], function=function)
-
-
 def test_grouped_mm_is_called_as_ours():
     def function(x, weights, counts):
         return torch_impl.grouped_linear_torch(x, weights, Counts(None, torch.tensor(counts)))
@@ -103,9 +79,5 @@ def test_the_reasons_against_peers_of_grouped_linear(monkeypatch):
     assert why_not(Stranger(4, 16), Stranger(1, 8, 16), unknown) is None
     assert "multiples of 8" in why_not(Stranger(4, 12), Stranger(1, 8, 12), unknown)
     assert "takes bfloat16" in why_not(Stranger(4, 16, dtype=torch.float16), Stranger(1, 8, 16), unknown)
-    why_not = transformer_engine_impl.why_not_transformer_engine
-    assert why_not(Stranger(4, 12, dtype=torch.float16), Stranger(1, 8, 12), known) is None
-    assert "on the host" in why_not(Stranger(4, 12), Stranger(1, 8, 12), unknown)
-    assert "16-bit" in why_not(Stranger(4, 12, dtype=torch.float32), Stranger(1, 8, 12), known)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "below 9.0" in torch_impl.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), known)

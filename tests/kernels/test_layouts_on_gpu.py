@@ -20,7 +20,7 @@ from test_mpt_gate import (
     test_without_trained_tokens_nothing_is_gated,
 )
 
-from marsrl.kernels import compact, mpt_gate, pack, uncompact, unpack
+from marsrl.kernels import kept_rows, mpt_gate, pack
 from marsrl.kernels.cuda_library import machine_lacks_cuda
 
 __all__ = [
@@ -59,54 +59,50 @@ def cuda_library():
         pytest.skip(machine_lacks_cuda())
 
 
+@pytest.fixture
+def triton(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+
+
 @SETTINGS
 @given(packing_cases.layouts)
-def test_packing_keeps_every_row_once_and_unpacking_brings_it_back(implementation, layout):
-    packing_cases.check_pack_and_unpack(layout)
+def test_a_position_predicts_the_next_token_of_its_sequence(triton, layout):
+    packing_cases.check_layout(layout)
 
 
-@SETTINGS
-@given(packing_cases.masks)
-def test_compacting_keeps_the_rows_of_the_mask_and_uncompacting_puts_them_back(implementation, mask):
-    packing_cases.check_compact_and_uncompact(mask)
+def test_what_is_not_given_is_not_made(triton):
+    packing_cases.check_what_is_not_given_is_not_made()
 
 
-def test_what_a_layout_leaves_out_gets_no_gradient(implementation):
-    packing_cases.check_gradients()
-
-
-def test_views_are_read_as_they_are(implementation):
+def test_views_are_read_as_they_are(triton):
     packing_cases.check_views()
 
 
-def test_a_mask_of_any_length_is_ranked(implementation):
-    packing_cases.check_long_masks()
+def test_sequences_of_any_length(triton):
+    packing_cases.check_long_ones()
 
 
-def test_large_layouts_and_counts_from_the_host_never_wait(implementation):
-    lengths = torch.randint(0, 3000, (64,))
+def test_a_large_batch_is_packed_and_gated_without_a_wait(triton):
+    lengths = torch.randint(1, 3000, (64,))
     num_tokens = int(lengths.sum())
-    padded = torch.randn(64, 3000, 128, dtype=torch.bfloat16)
-    mask = torch.rand(num_tokens) < 0.5
-    num_kept = int(mask.sum())
+    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    token_ids, is_sampled = torch.arange(num_tokens), torch.rand(num_tokens) < 0.5
+    num_kept = int(is_sampled.sum() - is_sampled[bounds[:-1]].sum())  # nobody predicts the first of a sequence
     entropy, positive = torch.rand(num_tokens), torch.rand(64) < 0.5
 
-    def all_of_them():
-        packed = pack(padded, lengths, num_tokens=num_tokens)
-        kept = compact(packed.values, mask, num_kept=num_kept)
-        rows = uncompact(kept.values, kept.ids, num_tokens)
-        mpt_gate(entropy, mask, packed.cu_seqlens, positive)
-        return packed.values, kept.ids, rows, unpack(rows, packed.cu_seqlens, max_length=3000)
+    def all_of_it():
+        packed = pack(token_ids, is_sampled, bounds, num_tokens, logprobs=entropy)
+        mpt_gate(entropy, packed.mask, bounds, positive)
+        return packed, kept_rows(packed.mask, num_kept=num_kept)
 
-    all_of_them()  # compiles
+    all_of_it()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed, ids, rows, again = all_of_them()
+        packed, rows = all_of_it()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    is_token = torch.arange(3000) < lengths[:, None]
-    assert torch.equal(packed, padded[is_token]) and torch.equal(ids, mask.nonzero()[:, 0])
-    assert torch.equal(rows, packed * mask[:, None]) and torch.equal(again[is_token], rows)
+    assert torch.equal(packed.token_ids, token_ids) and torch.equal(rows, packed.mask.nonzero()[:, 0])
+    assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
 
 
 @pytest.mark.parametrize("columns", [*cuda_cases.COLUMNS, 151936, 152063])

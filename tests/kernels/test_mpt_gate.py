@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from emulated_cuda import use_emulated_cuda
 
 from marsrl.kernels import mpt_gate
 
@@ -13,11 +12,9 @@ def case():
     return torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1]), mask, torch.tensor([0, 3, 3, 5, 8])
 
 
-@pytest.fixture(params=["cpu", "reference", "cuda"], autouse=True)
+@pytest.fixture(params=["cpu", "reference"], autouse=True)
 def implementation(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
-    if request.param == "cuda":
-        use_emulated_cuda(monkeypatch)
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ahead_of_time import TOOLS
 
-from marsrl.kernels import cuda_library, library, pack
+from marsrl.kernels import cuda_library, library, linear_logprob
 from marsrl.kernels.dispatch import explain
 
 CPU, CUDA = library.FOLDER / "marsrl_cpu.so", library.FOLDER / "marsrl_cuda.so"
@@ -44,16 +44,17 @@ def test_without_a_driver_the_library_loads_and_says_what_lacks(monkeypatch):
     cause = r"cudaErrorInsufficientDriver \(35\): .*; install an NVIDIA driver"
     assert cuda_library.cuda_library().marsrl_abi_version() == library.ABI_VERSION
     reasons = {each.op: each.reasons["cuda"] for each in explain() if "cuda" in each.reasons}
-    assert len(reasons) >= 4 and all(re.search(cause, reason) for reason in reasons.values())
-    rows, lengths = torch.zeros(1, 2), torch.tensor([1])
+    assert set(reasons) == {"linear_logprob", "linear_policy_loss", "policy_loss"}
+    assert all(re.search(cause, reason) for reason in reasons.values())
+    hidden, weight, targets = torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([1])
     monkeypatch.setenv("MARSRL_KERNELS", "cuda")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=cuda cannot serve this call of pack: .*" + cause):
-        pack(rows, lengths)
+    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=cuda cannot serve this call of linear_logprob: .*" + cause):
+        linear_logprob(hidden, weight, targets)
     monkeypatch.setattr(cuda_library, "stream_of", lambda tensor: 0)
     monkeypatch.setattr(cuda_library, "_why_no_device", lambda: None)
     monkeypatch.setattr(cuda_library, "_can_read", lambda tensor: True)
-    with pytest.raises(RuntimeError, match="csrc/cuda: pack could not be launched: " + cause):
-        pack(rows, lengths)
+    with pytest.raises(RuntimeError, match="csrc/cuda: row_logprobs could not be launched: " + cause):
+        linear_logprob(hidden, weight, targets)
 
 
 # Registers a thread that let two blocks of 512 threads share a multiprocessor: 65536 / 1024.
@@ -72,7 +73,7 @@ def test_no_cuda_kernel_spills_and_two_blocks_share_a_multiprocessor(target):
             name = match[1]
         elif (match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)) and arch == target:
             found[name] = tuple(map(int, match.groups()))
-    for kernel in ("row_logprobs", "row_partials", "row_gradients", "policy_terms", "gather_rows", "place_kept"):
+    for kernel in ("row_logprobs", "row_partials", "row_gradients", "policy_terms", "place_kept"):
         assert any(kernel in name for name in found), f"{kernel} is not there for {target}: {sorted(found)}"
     for name, (registers, stack, shared, local) in found.items():
         assert stack == local == 0, f"{name} needs {stack} + {local} bytes of local memory"

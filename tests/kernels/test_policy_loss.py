@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from fused_head import compare_policy_loss_of_logprobs
+from fused_head import compare_policy_loss_of_logprobs, policy_loss
 
-from marsrl.kernels import PolicyObjective, policy_loss
+from marsrl.kernels import PolicyObjective
 from marsrl.kernels.testing import OBJECTIVES, poison_masked, policy_case
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fused_head import forced, in_double
+from fused_head import forced, in_double, linear_policy_loss
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
-from marsrl.kernels.head import sweep
+from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 SIZE, VOCAB = 12, 80
@@ -87,15 +87,15 @@ class OfRank:
 
 def use_chunks(rows: int, width: int) -> None:
     """Of this process: logits of so many rows at a time."""
-    sweep.HOST = sweep.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
-    sweep.DEVICE_ROW_MULTIPLE, sweep.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
+    chunked_head.HOST = chunked_head.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
+    chunked_head.DEVICE_ROW_MULTIPLE, chunked_head.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
 
 
 def count_flights() -> list[int]:
     """[now, most] of the statistics that travel, from here on."""
     counts = [0, 0]
 
-    class Counted(sweep.ShardStatistics):
+    class Counted(chunked_head.ShardStatistics):
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             counts[0] += 1
@@ -105,7 +105,7 @@ def count_flights() -> list[int]:
             super().put(out)
             counts[0] -= 1
 
-    sweep.ShardStatistics = Counted
+    chunked_head.ShardStatistics = Counted
     return counts
 
 

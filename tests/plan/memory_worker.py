@@ -19,7 +19,7 @@ from live_bytes import CudaBytes, LiveBytes
 from megatron_models import save_model
 
 from marsrl.kernels import PolicyObjective
-from marsrl.kernels.head import gemms, sweep, tiles
+from marsrl.kernels.head import chunked_head, gemms, tiles
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
@@ -37,7 +37,7 @@ def device_head() -> Iterator[None]:
     and its buffer of logits comes and goes, where a host keeps it from call to call."""
     with ExitStack() as changes:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
-        for where in (sweep, tiles):
+        for where in (chunked_head, tiles):
             changes.enter_context(patch.object(where, "host_buffer", torch.empty))
         yield
 

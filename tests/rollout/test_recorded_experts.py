@@ -214,13 +214,13 @@ def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other_weights:
     for old_policy in ("pois", "recompute"):
         learner = learner_of(model, old_policy=old_policy)
         (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
-        (fixed,) = learner.fix([batch], is_first=True)
-        stats = learner.step([batch], normaliser=100.0, fixed=[fixed])
+        (old,) = learner.old_policy([batch], is_first=True)
+        stats = learner.step([batch], normaliser=100.0, old=[old])
         losses.append(stats.loss)
         clipped.append(sum(stats.agent_sums["clipped_tokens"]))
         if old_policy == "recompute":
-            assert fixed.old_logprobs is not None
-            assert float((fixed.old_logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
+            assert old.logprobs is not None
+            assert float((old.logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
             (own,) = learner.score([batch])
             assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
         parallel.stop()

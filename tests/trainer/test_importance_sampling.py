@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from marsrl.kernels import PolicyLoss, PolicyObjective, policy_loss
+from marsrl.kernels import LossInputs, PolicyLoss, PolicyObjective, policy_loss
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, LossConfig
@@ -61,8 +61,7 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
         _reference=None,
         _score_and_experts=lambda batches, needs_scores: ([start] if needs_scores else [], [None]),
     )
-    (fixed,) = Learner._fixed(learner, [batch], is_first=True)
-    old = fixed.old_logprobs
+    (old,) = Learner._old(learner, [batch], is_first=True)
     objective = PolicyObjective(
         correction=settings.correction,
         correction_low=settings.correction_low,
@@ -72,13 +71,15 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
     return policy_loss(
         (start + moved).requires_grad_(),
         torch.zeros_like(start),
-        objective=objective,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        cu_seqlens=batch.cu_seqlens,
-        old_logprobs=old,
-        rollout_logprobs=batch.rollout_logprobs,
-        normaliser=float(N),
+        LossInputs(
+            objective=objective,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            cu_seqlens=batch.cu_seqlens,
+            old_logprobs=old.logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            normaliser=float(N),
+        ),
     )
 
 

@@ -86,7 +86,7 @@ def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
     assert isinstance(batch.temperature, torch.Tensor)
     assert batch.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
     padded = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=2.0)], align=3).temperature
-    assert isinstance(padded, torch.Tensor) and padded.tolist() == [0.5, 0.5, 2.0, 2.0, 1.0, 1.0]
+    assert isinstance(padded, torch.Tensor) and padded.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0, 2.0]
     assert pack([sequence([1], [2], temperature=0.5)]).temperature == 0.5
 
 

@@ -17,6 +17,7 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.machine import training_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,12 @@ def credit(
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return Credited(tuple(groups))
+    device = training_device()
     advantage = group_advantage(
-        torch.tensor([s.reward.value for s in samples], dtype=torch.float32),
-        torch.tensor(_indices(s.group_id for s in samples)),
-        torch.tensor(_indices(s.agent for s in samples)),
-        torch.tensor(_indices(s.rollout_id for s in samples)),
+        torch.tensor([s.reward.value for s in samples], dtype=torch.float32, device=device),
+        torch.tensor(_indices(s.group_id for s in samples), device=device),
+        torch.tensor(_indices(s.agent for s in samples), device=device),
+        torch.tensor(_indices(s.rollout_id for s in samples), device=device),
         normalise=config.normalise,
         std=config.std,
         singleton=config.singleton,

@@ -1,20 +1,25 @@
 """How credited samples become packed micro-batches: cut over ranks, first-fit-decreasing into bins, laid end to end.
 
-The target shift is made here, once: position t predicts token t+1 of its own sequence, and `mask[t]` says whether that
-token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise in t.
+The target shift is made once, by kernels.pack: position t predicts token t+1 of its own sequence, and `mask[t]` says
+whether that token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise
+in t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from marsrl import kernels
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
+from marsrl.trainer.machine import training_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,7 @@ class PackedBatch:
     agent_of: Tensor  # [S] int64
     is_positive: Tensor  # [S] bool
     weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
-    trained_rows: (
-        Tensor  # [R] int64, where mask is True: known here, so that a device need not be asked how many there are
-    )
+    trained_rows: Tensor  # [R] int64, where mask is True: the host knew how many these are, no device was asked
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
 
@@ -81,10 +84,15 @@ class PackedBatch:
         return self.token_ids.numel()
 
 
-def rows_of(mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(trained_rows, positive_rows) of a batch on the host."""
-    of_positive = is_positive.repeat_interleave(cu_seqlens.diff())
-    return mask.nonzero()[:, 0], (mask & of_positive).nonzero()[:, 0]
+def rows_of(
+    mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """(trained_rows, positive_rows) of a batch; num_rows: how many these are, else the host waits for the device."""
+    of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
+    return (
+        kernels.kept_rows(mask, num_kept=num_rows[0]),
+        kernels.kept_rows(mask & of_positive, num_kept=num_rows[1]),
+    )
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -149,78 +157,84 @@ def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[i
 
 
 def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
-    """Lay sequences end to end. T is padded up to a multiple of `align` (tensor parallelism cuts T).
+    """Sequences end to end, on the learner's device; T is padded up to a multiple of `align` (tensor parallelism cuts T).
 
-    An empty list packs to one masked token, so that a rank without work still takes part in every collective.
+    The host strings their arrays together; kernels.pack makes of these what the positions read and predict. An empty
+    list packs to one masked token, so that a rank without work still takes part in every collective.
     """
     if not sequences:
         empty = np.zeros(1, np.int32)
         sequences = [
             TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, 0, 1.0)
         ]
-    lengths = [s.num_tokens for s in sequences]
-    padding = -sum(lengths) % align
-    total = sum(lengths) + padding
-    tokens = np.zeros(total, np.int64)
-    positions = np.zeros(total, np.int64)
-    targets = np.zeros(total, np.int64)
-    mask = np.zeros(total, bool)
-    temperature = np.ones(total, np.float32)
-    rollout = np.zeros(total, np.float32)
-    weights = np.zeros(total, np.float32)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    for sequence, start, end in zip(sequences, starts[:-1], starts[1:], strict=True):
-        ids = np.concatenate([sequence.prompt_ids, sequence.token_ids])
-        tokens[start:end] = ids
-        positions[start:end] = np.arange(len(ids))
-        targets[start : end - 1] = ids[1:]
-        temperature[start:end] = sequence.temperature
-        predicts = slice(
-            start + len(sequence.prompt_ids) - 1, end - 1
-        )  # the positions whose target is a completion token
-        mask[predicts] = sequence.is_sampled
-        if sequence.rollout_logprobs is not None:
-            rollout[predicts] = np.where(sequence.is_sampled, sequence.rollout_logprobs, 0)
-        if sequence.token_weights is not None:
-            weights[predicts] = sequence.token_weights
-    cu_seqlens = np.array([*starts[:-1], total], np.int32)
-    positions[total - padding :] = np.arange(padding) + lengths[-1]
-    known = all(s.rollout_logprobs is not None for s in sequences)
+    starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
+    total = int(-(-starts[-1] // align) * align)
+    bounds = np.array([*starts[:-1], total], np.int32)
+    cu_seqlens = _on_device(bounds)
+    logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]
+    weights = [
+        np.zeros(len(s.token_ids), np.float32) if s.token_weights is None else s.token_weights for s in sequences
+    ]
     weighted = any(s.token_weights is not None for s in sequences)
-    own = [s.weight for s in sequences]
-    same_temperature = len({s.temperature for s in sequences}) == 1
-    trained = torch.from_numpy(mask)
-    bounds = torch.from_numpy(cu_seqlens)
-    is_positive = torch.tensor([s.is_positive for s in sequences], dtype=torch.bool)
-    trained_rows, positive_rows = rows_of(trained, is_positive, bounds)
+    packed = kernels.pack(
+        _on_device(np.concatenate([part for s in sequences for part in (s.prompt_ids, s.token_ids)])),
+        _of_tokens(sequences, [s.is_sampled for s in sequences]),
+        cu_seqlens,
+        total,
+        logprobs=_of_tokens(sequences, logprobs) if len(logprobs) == len(sequences) else None,
+        weights=_of_tokens(sequences, weights) if weighted else None,
+    )
+    is_positive = _on_device([s.is_positive for s in sequences], np.bool_)
+    num_sampled = sum(s.num_sampled for s in sequences), sum(s.num_sampled for s in sequences if s.is_positive)
+    trained_rows, positive_rows = rows_of(packed.mask, is_positive, cu_seqlens, num_sampled)
+    own_weights = [s.weight for s in sequences]
+    temperatures = [s.temperature for s in sequences]
+    same_temperature = len(set(temperatures)) == 1
     return PackedBatch(
         uids=tuple(s.uid for s in sequences),
-        token_ids=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy(positions),
-        targets=torch.from_numpy(targets),
-        mask=trained,
-        advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
-        token_advantages=torch.from_numpy(weights) if weighted else None,
-        rollout_logprobs=torch.from_numpy(rollout) if known else None,
-        temperature=sequences[0].temperature if same_temperature else torch.from_numpy(temperature),
-        cu_seqlens=bounds,
-        max_seqlen=int(np.diff(cu_seqlens).max()),
-        agent_of=torch.tensor([s.agent for s in sequences], dtype=torch.int64),
+        token_ids=packed.token_ids,
+        position_ids=packed.position_ids,
+        targets=packed.targets,
+        mask=packed.mask,
+        advantages=_on_device([s.advantage for s in sequences], np.float32),
+        token_advantages=packed.weights,
+        rollout_logprobs=packed.logprobs,
+        temperature=temperatures[0] if same_temperature else _of_sequences(temperatures, cu_seqlens, total),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=int(np.diff(bounds).max()),
+        agent_of=_on_device([s.agent for s in sequences], np.int64),
         is_positive=is_positive,
-        weights=torch.tensor(own, dtype=torch.float32) if any(weight != 1.0 for weight in own) else None,
+        weights=_on_device(own_weights, np.float32) if any(weight != 1.0 for weight in own_weights) else None,
         trained_rows=trained_rows,
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
     )
 
 
-def _routed_experts(sequences: Sequence[TrainSequence], starts: IntArray, total: int) -> Tensor | None:
+def _on_device(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Tensor:
+    """The values where the learner computes; the host does not wait."""
+    return torch.from_numpy(np.asarray(values, dtype)).to(training_device(), non_blocking=True)
+
+
+def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.NDArray[Any]]) -> Tensor:
+    """[N] the values of all completions at their tokens, 0 at the prompts' tokens."""
+    pairs = zip(sequences, of_completions, strict=True)
+    return _on_device(
+        np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
+    )
+
+
+def _of_sequences(values: Sequence[float], cu_seqlens: Tensor, total: int) -> Tensor:
+    """[T] float32: of each token the value of its sequence."""
+    return _on_device(values, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total)
+
+
+def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:
     """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None where no sequence has one."""
-    known = [s.routed_experts for s in sequences if s.routed_experts is not None]
+    known = [(start, s.routed_experts) for start, s in zip(starts, sequences) if s.routed_experts is not None]
     if not known:
         return None
-    packed = np.full((total, *known[0].shape[1:]), not_recorded(known[0].dtype), known[0].dtype)
-    for sequence, start in zip(sequences, starts[:-1], strict=True):
-        if sequence.routed_experts is not None:
-            packed[start : start + len(sequence.routed_experts)] = sequence.routed_experts
-    return torch.from_numpy(packed)
+    rows = np.concatenate([start + np.arange(len(experts)) for start, experts in known])
+    values = _on_device(np.concatenate([experts for _, experts in known]))
+    fill = not_recorded(known[0][1].dtype)
+    return values.new_full((total, *values.shape[1:]), fill).index_copy_(0, _on_device(rows), values)

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,24 +23,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective, raise_bad_targets
+from marsrl.kernels import LossInputs, PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.learner.fixed import Fixed
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
+from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.convert import Converter
-    from marsrl.trainer.learner.megatron.head import HeadResult, LossInputs
+    from marsrl.trainer.learner.megatron.head import HeadResult
     from marsrl.trainer.learner.megatron.router_replay import Choices, ReplayCounts
+
+
+@dataclass(frozen=True, slots=True)
+class OldPolicy:
+    """What the weights that a step starts with say of a micro-batch, this rank's part: the same for all its updates.
+
+    logprobs: [T] float32, nats, 0 outside the mask; None: pseudo on-policy. reference_logprobs: the same of the frozen
+        reference; None: no KL term. On pipeline stages before the last nobody reads them.
+    experts: {MoE layer, from 0 in the whole model: [T, K] uint8 or int16}, the experts to force, for this rank's layers
+        and its part of the tokens; None: the router chooses.
+    """
+
+    logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    experts: Choices | None
 
 
 class Learner:
@@ -113,8 +129,7 @@ class Learner:
         self._context_group = parallel_state.get_context_parallel_group()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
         self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        has_cuda = torch.cuda.is_available()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+        self._device = training_device()
         self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
 
     @property
@@ -147,13 +162,13 @@ class Learner:
         *,
         normaliser: float,
         lr: float | None = None,
-        fixed: Sequence[Fixed] | None = None,
+        old: Sequence[OldPolicy] | None = None,
         is_last: bool = True,
     ) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
 
         lr: of this step, in place of the policy's schedule.
-        fixed: what fix() gave for the same micro-batches before the first of several updates (updates.py); None: now.
+        old: what old_policy() gave for the same micro-batches before the first of several updates (updates.py); None: now.
         is_last: False where other updates of the same step follow, which share its learning rate.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
@@ -173,11 +188,11 @@ class Learner:
             raise ValueError(f"learner: normaliser is {normaliser} with {num_trained} trained tokens; expected above 0")
         cuts = self._cut(micro_batches)
         batches = [each.batch for each in cuts]
-        if fixed is None:
-            fixed = self._fixed(batches, is_first=True)
+        if old is None:
+            old = self._old(batches, is_first=True)
         self._set_aux_scale(num_tokens)
         self._optimizer.zero_grad()
-        results, replay = self._forward_backward(batches, fixed, normaliser)
+        results, replay = self._forward_backward(batches, old, normaliser)
         sums = StepSums(self._num_agents, self._device)
         if self._counts:
             for batch, result in zip(batches, results, strict=True):
@@ -191,13 +206,13 @@ class Learner:
         logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
         return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay)
 
-    def fix(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+    def old_policy(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
         """What several updates of one step take as given, under the present weights: once, before the first of them.
 
         is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
         """
         self._agree(batches)
-        return self._fixed([each.batch for each in self._cut(batches)], is_first=is_first)
+        return self._old([each.batch for each in self._cut(batches)], is_first=is_first)
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[Tensor]:
@@ -276,15 +291,14 @@ class Learner:
     # The pieces of a step.
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
-        """This rank's part of each batch, which all context-parallel ranks were given, on the device."""
+        """This rank's part of each batch, which all context-parallel ranks were given."""
         from marsrl.trainer.learner.megatron.context import ContextCut, cut
 
         size, align = self._layout.context, self.align
         if size == 1:
             whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
-            return [ContextCut(_on(batch, self._device), whole, batch.num_tokens) for batch in batches]
-        cuts = [cut(batch, self._context_group.rank(), size, align) for batch in batches]
-        return [dataclasses.replace(c, batch=_on(c.batch, self._device), rows=c.rows.to(self._device)) for c in cuts]
+            return [ContextCut(batch, whole, batch.num_tokens) for batch in batches]
+        return [cut(batch, self._context_group.rank(), size, align) for batch in batches]
 
     def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
         """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
@@ -340,7 +354,7 @@ class Learner:
             self._config.moe_aux_loss_coeff = self._policy.router_aux_loss * sharers / num_tokens
 
     @torch.no_grad()
-    def _fixed(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[Fixed]:
+    def _old(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
         needs_old = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
         scores, experts = self._score_and_experts(batches, needs_old)
         old: Sequence[Tensor | None] = scores
@@ -353,7 +367,7 @@ class Learner:
         reference: Sequence[Tensor | None] = [None] * len(batches)
         if self._reference is not None:
             reference = self._forward(batches, "score", self._reference)
-        return [Fixed(*each) for each in zip(old, reference, experts, strict=True)]
+        return [OldPolicy(*each) for each in zip(old, reference, experts, strict=True)]
 
     def _score_and_experts(
         self, batches: Sequence[PackedBatch], needs_scores: bool
@@ -382,29 +396,38 @@ class Learner:
         return [None if each is None else experts_of_rank(self._model, each, sequence_parallel=cut) for each in experts]
 
     def _forward_backward(
-        self, batches: Sequence[PackedBatch], fixed: Sequence[Fixed], normaliser: float
+        self, batches: Sequence[PackedBatch], old: Sequence[OldPolicy], normaliser: float
     ) -> tuple[list[HeadResult], ReplayCounts | None]:
         """The results of this rank's micro-batches, empty before the last stage; what replaying experts changed."""
-        from marsrl.trainer.learner.megatron.head import LossInputs
         from marsrl.trainer.learner.megatron.router_replay import replay_experts
 
-        def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
-            batch, inputs = next(data)
-            return model(batch, inputs), _loss_of
+        def forward_step(data: Iterator[tuple[PackedBatch, OldPolicy]], model: Any) -> tuple[Any, Any]:
+            batch, of_batch = next(data)
+            return model(batch, self._loss_inputs(batch, of_batch, normaliser), self._mpt), _loss_of
 
-        inputs = [
-            LossInputs(
-                self._objective, self._mpt, self._num_agents, normaliser, each.old_logprobs, each.reference_logprobs
-            )
-            for each in fixed
-        ]
-        data = list(zip(batches, inputs, strict=True))
+        data = list(zip(batches, old, strict=True))
         if self._router_replay == "none":
             return self._schedule(forward_step, data, forward_only=False), None
-        choices = [each.experts for each in fixed]
+        choices = [each.experts for each in old]
         with replay_experts(self._model, choices, self._num_experts) as replayed:
             results = self._schedule(forward_step, data, forward_only=False)
         return results, replayed.counts()
+
+    def _loss_inputs(self, batch: PackedBatch, old: OldPolicy, normaliser: float) -> LossInputs:
+        return LossInputs(
+            objective=self._objective,
+            cu_seqlens=batch.cu_seqlens,
+            normaliser=normaliser,
+            advantages=batch.advantages if batch.token_advantages is None else None,
+            token_advantages=batch.token_advantages,
+            mask=batch.mask,
+            agent_of=batch.agent_of,
+            num_agents=self._num_agents,
+            old_logprobs=old.logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=old.reference_logprobs,
+            weights=batch.weights,
+        )
 
     def _forward(
         self, batches: Sequence[PackedBatch], what: Literal["score", "logits"], model: Any = None
@@ -412,7 +435,7 @@ class Learner:
         """Forward passes of `model` (None: the policy); the last stage's [T] log-probs on every stage."""
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
-            return model(next(data), None, what), _as_it_is
+            return model(next(data), what=what), _as_it_is
 
         outputs = self._schedule(forward_step, list(batches), forward_only=True, model=model)
         if self._layout.pipeline > 1:
@@ -464,14 +487,3 @@ def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
-
-
-def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    if device.type == "cpu":
-        return batch
-    moved: dict[str, Any] = {
-        each.name: value.to(device, non_blocking=True)
-        for each in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, each.name), Tensor)
-    }
-    return dataclasses.replace(batch, **moved)

@@ -24,12 +24,12 @@ def train_step(learner: Learner, updates: Sequence[Update]) -> StepStats:
     if len(updates) == 1:
         (only,) = updates
         return learner.step(only.micro_batches, normaliser=only.normaliser)
-    fixed = [learner.fix(update.micro_batches, is_first=i == 0) for i, update in enumerate(updates)]
+    old = [learner.old_policy(update.micro_batches, is_first=i == 0) for i, update in enumerate(updates)]
     last = len(updates) - 1
     return summed(
         [
-            learner.step(update.micro_batches, normaliser=update.normaliser, fixed=each, is_last=i == last)
-            for i, (update, each) in enumerate(zip(updates, fixed, strict=True))
+            learner.step(update.micro_batches, normaliser=update.normaliser, old=each, is_last=i == last)
+            for i, (update, each) in enumerate(zip(updates, old, strict=True))
         ]
     )
 

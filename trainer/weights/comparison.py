@@ -75,7 +75,7 @@ def trainer_scores(learner: Learner, engine_dtype: torch.dtype) -> TrainerScores
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
     found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype)[0]]
-    return TrainerScores(*(np.split(each[batch.trained_rows].numpy(), ends) for each in found))
+    return TrainerScores(*(np.split(each[batch.trained_rows.cpu()].numpy(), ends) for each in found))
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:

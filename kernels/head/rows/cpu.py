@@ -9,11 +9,10 @@ from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs, TileKernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TileKernels
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
-from marsrl.kernels.policy_loss.reference import sequence_means
 
 KINDS = {"clip": 0, "cispo": 1}
 CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 0}  # sequence_mask arrives as `dropped`
@@ -57,14 +56,8 @@ class CpuRowKernels:
         )
         return partials
 
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        sequence_of = tokens.sequence_of
-        if tokens.mask is not None:
-            values, sequence_of = values[tokens.mask], sequence_of[tokens.mask]
-        return sequence_means(values.double(), sequence_of, tokens.num_sequences)
-
-    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
-        return CpuPolicyTerms(inputs)
+    def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
+        return CpuPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
         self,
@@ -94,21 +87,19 @@ class CpuRowKernels:
 class CpuPolicyTerms:
     """PolicyTerms in one pass over the tokens listed, sums in double."""
 
-    def __init__(self, inputs: TermInputs):
-        num_tokens = inputs.logprobs.numel()
-        self.coefficient = torch.zeros(num_tokens)
-        self.entropy_coefficient = torch.zeros(num_tokens)
-        self._sums = torch.zeros(inputs.num_agents, len(METRICS), dtype=torch.float64)
-        self._inputs = inputs  # the structures hold addresses only
-        self._tokens = c_tokens(inputs, self.coefficient, self.entropy_coefficient, self._sums)
-        self._objective = c_objective(inputs.objective, 1.0 / float(inputs.normaliser))
+    def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
+        self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64)
+        self._held = tokens, logprobs, entropy  # the structures hold addresses only
+        self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
+        self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
         self._evaluate = library.cpu_library().marsrl_policy_terms
 
     def evaluate(self, rows: Rows) -> None:
         self._evaluate(
             ctypes.byref(self._objective),
             ctypes.byref(self._tokens),
-            address(self._inputs.mask),
+            address(self._held[0].mask),
             address(rows.ids),
             rows.first,
             rows.count,
@@ -117,7 +108,7 @@ class CpuPolicyTerms:
     def in_one_walk(
         self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
     ) -> LateCount:
-        assert statistics.logprobs.data_ptr() == self._inputs.logprobs.data_ptr(), "terms of other log-probs"
+        assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(
             *c_rows(logits, head.width, rows, head),
@@ -141,20 +132,27 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
     assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
-def c_tokens(inputs: TermInputs, coefficient: Tensor, entropy_coefficient: Tensor, sums: Tensor) -> library.Tokens:
+def c_tokens(
+    tokens: PolicyTokens,
+    logprobs: Tensor,
+    entropy: Tensor,
+    coefficient: Tensor,
+    entropy_coefficient: Tensor,
+    sums: Tensor,
+) -> library.Tokens:
     """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
     arrays = {
-        "advantage": inputs.advantages,
-        "log_ratio": inputs.log_ratio,
-        "old_logprobs": inputs.old_logprobs,
-        "rollout_logprobs": inputs.rollout_logprobs,
-        "reference_logprobs": inputs.reference_logprobs,
-        "gate": inputs.gate,
-        "dropped": inputs.dropped,
-        "weight": inputs.weights,
-        "agent": inputs.agent_of,
-        "logprobs": inputs.logprobs,
-        "entropy": inputs.entropy,
+        "advantage": tokens.advantages,
+        "log_ratio": tokens.log_ratio,
+        "old_logprobs": tokens.old_logprobs,
+        "rollout_logprobs": tokens.rollout_logprobs,
+        "reference_logprobs": tokens.reference_logprobs,
+        "gate": tokens.gate,
+        "dropped": tokens.dropped,
+        "weight": tokens.weights,
+        "agent": tokens.agent_of,
+        "logprobs": logprobs,
+        "entropy": entropy,
         "coefficient": coefficient,
         "entropy_coefficient": entropy_coefficient,
         "sums": sums,

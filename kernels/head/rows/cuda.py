@@ -9,11 +9,10 @@ from marsrl.kernels.cuda_library import cuda_library, queue
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows.cpu import c_objective, c_tokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TermInputs
+from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
-from marsrl.kernels.mpt_gate.cuda import sequence_sums_cuda
 
 
 class CudaRowKernels:
@@ -49,12 +48,8 @@ class CudaRowKernels:
         )
         return partials
 
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        sums = sequence_sums_cuda(values, tokens.mask, tokens.cu_seqlens)
-        return sums[0] / sums[1].clamp(min=1)
-
-    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
-        return CudaPolicyTerms(inputs)
+    def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
+        return CudaPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
         self,
@@ -109,24 +104,21 @@ class CudaPolicyTerms:
 
     in_one_walk = None
 
-    def __init__(self, inputs: TermInputs):
-        device = inputs.logprobs.device
-        self.coefficient = torch.zeros_like(inputs.logprobs)
-        self.entropy_coefficient = torch.zeros_like(inputs.logprobs)
-        self._sums = torch.zeros(inputs.num_agents, len(METRICS), dtype=torch.float64, device=device)
-        self._inputs = inputs  # the structures hold addresses only
+    def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
+        device, normaliser, inverse = logprobs.device, tokens.normaliser, 1.0
+        self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64, device=device)
+        self._held = tokens, logprobs, entropy  # the structures hold addresses only
         self._inverse_normaliser: Tensor | None = None
-        inverse = 1.0
-        if isinstance(inputs.normaliser, Tensor):  # stays on the device: reading it would wait
-            normaliser = inputs.normaliser.detach().reshape(1).to(device)
-            self._inverse_normaliser = normaliser.double().reciprocal().float()
+        if isinstance(normaliser, Tensor):  # stays on the device: reading it would wait
+            self._inverse_normaliser = normaliser.detach().reshape(1).to(device).double().reciprocal().float()
         else:
-            inverse = 1.0 / inputs.normaliser
-        self._tokens = c_tokens(inputs, self.coefficient, self.entropy_coefficient, self._sums)
-        self._objective = c_objective(inputs.objective, inverse)
+            inverse = 1.0 / normaliser
+        self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
+        self._objective = c_objective(tokens.objective, inverse)
 
     def evaluate(self, rows: Rows) -> None:
-        num_agents = self._inputs.num_agents
+        num_agents = self._held[0].num_agents
         scratch = torch.empty(
             cuda_library().marsrl_cuda_policy_scratch(rows.count, num_agents),
             dtype=torch.float64,
@@ -138,7 +130,7 @@ class CudaPolicyTerms:
             ctypes.byref(self._objective),
             ctypes.byref(self._tokens),
             address(self._inverse_normaliser),
-            address(self._inputs.mask),
+            address(self._held[0].mask),
             address(rows.ids),
             rows.first,
             rows.count,

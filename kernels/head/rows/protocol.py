@@ -1,4 +1,4 @@
-"""What an implementation does to rows of logits. The sweeps, routes, GEMMs and autograd around it are shared.
+"""What an implementation does to rows of logits. The chunks, routes, GEMMs and autograd around it are shared.
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 gemms.py
@@ -6,7 +6,7 @@
         terms.evaluate: coefficients and sums of the loss         RowKernels
         gradients: rows with a coefficient to dz, side by side    RowKernels
         (on the CPU these three in one: terms.in_one_walk)
-        dX, dW from dz when enough rows are together              gemms.py, sweep.py
+        dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
 
 A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with TileKernels.
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from marsrl.kernels.head.objective import PolicyObjective, PolicyTokens
+from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
@@ -43,33 +43,6 @@ class Statistics:
         return Statistics(*torch.zeros(4, num_tokens, device=device).unbind())
 
 
-@dataclass(frozen=True)
-class TermInputs:
-    """What a token's loss term is computed from: packed arrays [T], contiguous, None where not given.
-
-    advantages, old_logprobs, rollout_logprobs, reference_logprobs: float32. log_ratio float32: of the sequence, in
-    place of logprobs - old_logprobs. gate, mask: bool. dropped bool: the token loses every term. agent_of int64.
-    logprobs, entropy float32: complete at a token when it is evaluated. normaliser: number, or one element on the
-    device. weights float32: factor on all terms of a token, beside 1 / normaliser.
-    """
-
-    objective: PolicyObjective
-    num_agents: int
-    advantages: Tensor
-    log_ratio: Tensor | None
-    old_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    reference_logprobs: Tensor | None
-    gate: Tensor | None
-    dropped: Tensor | None
-    mask: Tensor | None
-    agent_of: Tensor | None
-    logprobs: Tensor
-    entropy: Tensor
-    normaliser: float | Tensor
-    weights: Tensor | None
-
-
 class RowsInOneWalk(Protocol):
     """Statistics, evaluation and gradients of a chunk in one call: each row while it is in the cache."""
 
@@ -78,7 +51,7 @@ class RowsInOneWalk(Protocol):
     ) -> LateCount:
         """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other.
 
-        For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of TermInputs.
+        For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of RowKernels.policy_terms.
         """
 
 
@@ -94,7 +67,7 @@ class PolicyTerms(Protocol):
         """None where the three steps stay separate calls, as on a device."""
 
     def evaluate(self, rows: Rows) -> None:
-        """Evaluate these tokens, each token once; those outside inputs.mask may be listed and are skipped."""
+        """Evaluate these tokens, each token once; those outside the mask may be listed and are skipped."""
 
     def sums(self) -> Tensor:
         """[A, 6] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
@@ -174,18 +147,16 @@ class RowKernels(Protocol):
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
 
         Columns from head.num_columns on are padding and never read. A target outside the vocabulary gives NaN where
-        not is_host; the sweep reports it.
+        not is_host; check_targets reports it.
         """
 
     def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:
         """[4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target (0 where
         another shard owns it); d relative to the shard's own maximum, which is -inf without real columns."""
 
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        """[S] float64: of each sequence the mean of values [T] float32 over its tokens of the mask; 0 without any."""
-
-    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
-        """An evaluator for one call."""
+    def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
+        """An evaluator for one call. All arrays are contiguous, floats float32; logprobs, entropy [T]: complete at a token
+        when it is evaluated."""
 
     def gradients(
         self,

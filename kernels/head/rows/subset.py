@@ -1,4 +1,4 @@
-"""Which packed tokens a sweep visits, and numbers that a device computes and the host needs a little later."""
+"""Which packed tokens a head visits, and numbers that a device computes and the host needs a little later."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

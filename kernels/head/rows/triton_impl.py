@@ -6,7 +6,7 @@ from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows import triton_kernels
-from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics, TermInputs
+from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
@@ -19,7 +19,6 @@ NUM_WARPS = 8
 JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
 JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
-MAX_PROGRAMS = 65535  # of any grid axis
 
 
 class TritonRowKernels:
@@ -53,22 +52,8 @@ class TritonRowKernels:
             )
         return partials
 
-    def sequence_means(self, values: Tensor, tokens: PolicyTokens) -> Tensor:
-        means = torch.empty(tokens.num_sequences, dtype=torch.float64, device=values.device)
-        if tokens.num_sequences:
-            with on_device_of(values):
-                triton_kernels.mean_of_sequences[(min(tokens.num_sequences, MAX_PROGRAMS),)](
-                    values,
-                    _bytes(tokens.mask),
-                    tokens.cu_seqlens.contiguous(),
-                    tokens.num_sequences,
-                    means,
-                    BLOCK=BLOCK_TOKENS,
-                )
-        return means
-
-    def policy_terms(self, inputs: TermInputs) -> PolicyTerms:
-        return TritonPolicyTerms(inputs)
+    def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
+        return TritonPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
         self,
@@ -183,15 +168,11 @@ class TritonPolicyTerms:
 
     in_one_walk = None
 
-    def __init__(self, inputs: TermInputs):
-        self._inputs = inputs
-        self.coefficient, self.entropy_coefficient = (
-            torch.zeros_like(inputs.logprobs),
-            torch.zeros_like(inputs.logprobs),
-        )
+    def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
+        self._tokens, self._logprobs, self._entropy = tokens, logprobs, entropy
+        self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         self._sums: list[Tensor] = []  # [programs, A, 6] float64 of each call
-        device = inputs.logprobs.device
-        normaliser = inputs.normaliser
+        normaliser, device = tokens.normaliser, logprobs.device
         if isinstance(normaliser, Tensor) and normaliser.device == device:
             self._inverse_normaliser = normaliser.detach().reshape(1).float().reciprocal()
         else:
@@ -200,33 +181,33 @@ class TritonPolicyTerms:
     def evaluate(self, rows: Rows) -> None:
         if rows.count == 0:
             return
-        inputs, objective = self._inputs, self._inputs.objective
+        tokens, objective = self._tokens, self._tokens.objective
         programs = triton.cdiv(rows.count, BLOCK_TOKENS)
-        shape = (programs, inputs.num_agents, len(METRICS))
-        sums = torch.empty(shape, dtype=torch.float64, device=inputs.logprobs.device)
+        shape = (programs, tokens.num_agents, len(METRICS))
+        sums = torch.empty(shape, dtype=torch.float64, device=self._logprobs.device)
         self._sums.append(sums)
-        with on_device_of(inputs.logprobs):
+        with on_device_of(self._logprobs):
             triton_kernels.policy_terms[(programs,)](
                 rows.count,
                 rows.ids,
                 rows.first,
-                inputs.advantages,
-                inputs.log_ratio,
-                inputs.old_logprobs,
-                inputs.rollout_logprobs,
-                inputs.reference_logprobs,
-                _bytes(inputs.gate),
-                _bytes(inputs.dropped),
-                _bytes(inputs.mask),
-                inputs.agent_of,
-                inputs.weights,
-                inputs.logprobs,
-                inputs.entropy,
+                tokens.advantages,
+                tokens.log_ratio,
+                tokens.old_logprobs,
+                tokens.rollout_logprobs,
+                tokens.reference_logprobs,
+                _bytes(tokens.gate),
+                _bytes(tokens.dropped),
+                _bytes(tokens.mask),
+                tokens.agent_of,
+                tokens.weights,
+                self._logprobs,
+                self._entropy,
                 self._inverse_normaliser,
                 self.coefficient,
                 self.entropy_coefficient,
                 sums,
-                inputs.num_agents,
+                tokens.num_agents,
                 objective.clip_low,
                 objective.clip_high,
                 objective.dual_clip or 0.0,
@@ -245,8 +226,8 @@ class TritonPolicyTerms:
 
     def sums(self) -> Tensor:
         if not self._sums:
-            shape = (self._inputs.num_agents, len(METRICS))
-            return torch.zeros(shape, dtype=torch.float64, device=self._inputs.logprobs.device)
+            shape = (self._tokens.num_agents, len(METRICS))
+            return torch.zeros(shape, dtype=torch.float64, device=self._logprobs.device)
         return torch.cat(self._sums).sum(0)
 
 

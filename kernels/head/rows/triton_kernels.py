@@ -398,22 +398,3 @@ def row_gradients(
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(is_real, dz, 0.0)
             tl.store(out + place * width + column, dz.to(out.dtype.element_ty), mask=column < end)
-
-
-@triton.jit
-def mean_of_sequences(values, mask, cu_seqlens, num_sequences, means, BLOCK: tl.constexpr):
-    """Grid (programs): each takes every so many-th sequence; means [S] float64."""
-    for sequence in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
-        begin = tl.load(cu_seqlens + sequence).to(tl.int64)
-        end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-        total = tl.zeros((BLOCK,), tl.float64)
-        number = tl.zeros((BLOCK,), tl.float64)
-        for offset in range(begin, end, BLOCK):
-            tokens = offset + tl.arange(0, BLOCK)
-            is_kept = tokens < end
-            if mask is not None:
-                is_kept = is_kept & (tl.load(mask + tokens, mask=is_kept, other=0) != 0)
-            total += tl.load(values + tokens, mask=is_kept, other=0.0).to(tl.float64)
-            number += is_kept.to(tl.float64)
-        sum_of_all = tl.sum(number, axis=0)
-        tl.store(means + sequence, tl.sum(total, axis=0) / tl.where(sum_of_all > 0, sum_of_all, 1.0))

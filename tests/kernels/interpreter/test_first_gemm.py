@@ -9,12 +9,13 @@ from fused_head import (
     compare_policy_loss,
     forced,
     head_case,
+    linear_policy_loss,
     run_policy_loss,
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss
-from marsrl.kernels.head import sweep
+from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
@@ -27,7 +28,7 @@ TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
 @pytest.fixture(autouse=True)
 def _small_and_by_name(monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
+    monkeypatch.setenv("MARSRL_KERNELS", "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm")
     monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: TILES)
     monkeypatch.setattr(triton_impl, "GROUP", 2)
     monkeypatch.setattr(rows_impl, "JOIN_ELEMENTS", 8)
@@ -37,10 +38,10 @@ def _small_and_by_name(monkeypatch):
 
 def in_chunks(monkeypatch, rows, vocab=131):
     """Chunks of so many rows, whether logits are written or not; gradients of two wait for the backward GEMMs."""
-    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
-    monkeypatch.setattr(sweep, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
-    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
 
 
 # gradient in the forward; masked and inactive rows; statistics first, without logits, then the gradients

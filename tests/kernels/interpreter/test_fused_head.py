@@ -13,12 +13,14 @@ from fused_head import (
     compare_policy_loss_of_logprobs,
     forced,
     head_case,
+    linear_policy_loss,
+    policy_loss,
     run_policy_loss,
     with_exact_logits,
 )
 
-from marsrl.kernels import PolicyObjective, linear_logprob, linear_policy_loss, policy_loss
-from marsrl.kernels.head import sweep
+from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows import triton_impl
 from marsrl.kernels.head.rows.subset import LateCount, Rows
@@ -39,9 +41,9 @@ def _small_blocks(monkeypatch):
 
 def in_chunks(monkeypatch, rows, vocab=131, waiting=2):
     """Chunks of so many rows; gradients of `waiting` chunks wait for the backward GEMMs."""
-    monkeypatch.setattr(sweep, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(sweep, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
-    monkeypatch.setattr(sweep, "DEVICE_GRADIENT_BYTES", waiting * rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", waiting * rows * 4 * vocab)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

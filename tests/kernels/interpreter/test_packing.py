@@ -1,6 +1,7 @@
-"""pack, unpack, compact, uncompact in Triton."""
+"""pack, kept_rows in Triton."""
 
 import packing_cases as cases
+import torch
 from hypothesis import given, settings
 
 SETTINGS = settings(max_examples=12, deadline=None)
@@ -8,29 +9,25 @@ SETTINGS = settings(max_examples=12, deadline=None)
 
 @SETTINGS
 @given(cases.layouts)
-def test_packing_keeps_every_row_once_and_unpacking_brings_it_back(layout):
-    cases.check_pack_and_unpack(layout)
+def test_a_position_predicts_the_next_token_of_its_sequence(layout):
+    cases.check_layout(layout)
 
 
-@SETTINGS
-@given(cases.masks)
-def test_compacting_keeps_the_rows_of_the_mask_and_uncompacting_puts_them_back(mask):
-    cases.check_compact_and_uncompact(mask)
-
-
-def test_what_a_layout_leaves_out_gets_no_gradient():
-    cases.check_gradients()
+def test_what_is_not_given_is_not_made():
+    cases.check_what_is_not_given_is_not_made()
 
 
 def test_views_are_read_as_they_are():
     cases.check_views()
 
 
-def test_a_mask_of_any_length_is_ranked():
-    cases.check_long_masks()
+def test_sequences_of_any_length():
+    cases.check_long_ones()
 
 
 def test_a_wrong_count_on_a_device_stays_in_bounds():
-    from marsrl.kernels.packing import triton_impl
+    from marsrl.kernels.packing.triton_impl import kept_rows_triton
 
-    cases.check_counts_that_are_wrong(triton_impl)
+    mask = torch.tensor([True, False, True, True])
+    assert kept_rows_triton(mask, 2).tolist() == [0, 2]
+    assert kept_rows_triton(mask, 5).tolist() == [0, 2, 3, -1, -1]

@@ -27,7 +27,7 @@ NAME = "index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredChunk:
     """A part of a stored tensor: `length` bytes from `start` of `file` are a torch.save of the part at `offsets`."""
 
     tensor: str
@@ -37,22 +37,22 @@ class Piece:
     length: int
 
 
-def render_index(metadata: Metadata, pieces: Iterable[Piece]) -> bytes:
-    """metadata: names, dtypes, shapes and cuts of all tensors, as planned; pieces: what all ranks wrote.
+def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
+    """metadata: names, dtypes, shapes and cuts of all tensors, as planned; written: the chunks of all ranks.
 
     Raises:
         RuntimeError: a planned part was not written.
     """
-    where = {(piece.tensor, piece.offsets): piece for piece in pieces}
+    where = {(chunk.tensor, chunk.offsets): chunk for chunk in written}
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
         chunks = []
         for chunk in stored.chunks:
-            piece = where.get((name, tuple(chunk.offsets)))
-            if piece is None:
+            found = where.get((name, tuple(chunk.offsets)))
+            if found is None:
                 raise RuntimeError(f"{name}: no rank wrote its part at {list(chunk.offsets)}")
-            chunks.append([list(chunk.offsets), list(chunk.sizes), piece.file, piece.start, piece.length])
+            chunks.append([list(chunk.offsets), list(chunk.sizes), found.file, found.start, found.length])
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode("ascii")

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.megatron.checkpoint_index import NAME as INDEX
-from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader, Piece, render_index
+from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader, StoredChunk, render_index
 from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import write_atomically, write_json
 from marsrl.trainer.runs.manifest import FileSum
@@ -55,7 +55,7 @@ class _Written:
     file: str
     num_bytes: int
     crc32: int
-    pieces: tuple[Piece, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class PendingSave:
@@ -90,7 +90,7 @@ class PendingSave:
         if rank() == 0:
             assert self._metadata is not None
             try:
-                index = render_index(self._metadata, [piece for part in parts for piece in part.pieces])
+                index = render_index(self._metadata, [chunk for part in parts for chunk in part.chunks])
                 write_atomically(self._folder / INDEX, index)
             except (OSError, RuntimeError) as raised:
                 error = raised
@@ -123,7 +123,7 @@ def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None
 
 def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _Written:
     name = f"__{rank()}_0.distcp"
-    pieces = []
+    chunks = []
     with open(folder / name, "wb") as raw:
         file = _SummedFile(raw)
         for item, tensor in items:
@@ -132,10 +132,12 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
                 torch.save(_alone(tensor), cast(IO[bytes], file))
             except RuntimeError as error:  # torch's zip writer tells of a failed write in its own words
                 raise file.error or error from error
-            pieces.append(Piece(item.index.fqn, tuple(item.index.offset or ()), name, start, file.num_bytes - start))
+            chunks.append(
+                StoredChunk(item.index.fqn, tuple(item.index.offset or ()), name, start, file.num_bytes - start)
+            )
         raw.flush()
         os.fsync(raw.fileno())
-    return _Written(name, file.num_bytes, file.crc32, tuple(pieces))
+    return _Written(name, file.num_bytes, file.crc32, tuple(chunks))
 
 
 @torch.no_grad()

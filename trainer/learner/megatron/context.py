@@ -49,9 +49,11 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     """Rank `rank`'s part of a batch that every context-parallel rank holds.
 
     Sequences are padded, masked, to a multiple of 2C, and the last one until a rank has a multiple of `align` tokens.
+    Places are found on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
     """
-    total = batch.num_tokens
-    lengths = batch.cu_seqlens.diff().long()
+    total, device = batch.num_tokens, batch.token_ids.device
+    starts = batch.cu_seqlens.long().cpu()
+    lengths = starts.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
     unit = size * align * (2 if align % 2 else 1)  # of the sum; keeps the last sequence a multiple of 2C
     padded[-1] += -int(padded.sum()) % unit
@@ -64,26 +66,28 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
         position = torch.arange(int(sizes.sum())) + (first - start).repeat_interleave(sizes)
         sequence = torch.arange(len(chunks)).repeat_interleave(2 * chunks)
-        row = batch.cu_seqlens.long()[sequence] + position
+        row = starts[sequence] + position
         positions.append(position)
         rows.append(torch.where(position < lengths[sequence], row, total))
+    places = torch.stack(rows).to(device)
     changes: dict[str, Any] = {}
     for name in _PER_TOKEN:
         values = getattr(batch, name)
         if isinstance(values, Tensor):
             padding = values.new_full((1, *values.shape[1:]), _padding(name, values.dtype))
-            changes[name] = torch.cat([values, padding])[rows[rank]]
-    trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, bounds)
+            changes[name] = torch.cat([values, padding])[places[rank]]
+    cu_seqlens = bounds.to(device, torch.int32)
+    trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, cu_seqlens)
     mine = dataclasses.replace(
         batch,
         **changes,
-        position_ids=positions[rank],
-        cu_seqlens=bounds.to(torch.int32),
+        position_ids=positions[rank].to(device),
+        cu_seqlens=cu_seqlens,
         max_seqlen=int(padded.max()),
         trained_rows=trained_rows,
         positive_rows=positive_rows,
     )
-    return ContextCut(mine, torch.stack(rows), total)
+    return ContextCut(mine, places, total)
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ Nothing here makes the host wait for the device: which rows are scored was count
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,25 +19,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob, linear_policy_loss, mpt_gate
+from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob, linear_policy_loss, mpt_gate
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.learner.megatron.attention import Segments
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What the last stage needs beside the batch.
-
-    old_logprobs, reference_logprobs: [T] float32, nats; None: pseudo on-policy, no KL term.
-    """
-
-    objective: PolicyObjective
-    mpt: MptConfig
-    num_agents: int
-    normaliser: float
-    old_logprobs: Tensor | None
-    reference_logprobs: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,8 @@ class FusedHead(ColumnParallelLinear):
 class PolicyModel(GPTModel):
     """GPTModel whose forward takes a PackedBatch.
 
-    Returns, on the last pipeline stage: HeadResult with `loss`, log-probs [T] float32 with what="score", the logits
-    [T, V / TP] with what="logits"; on other stages the hidden states [T / TP, 1, H].
+    Returns, on the last pipeline stage: HeadResult where a loss is given (with the mpt that gates it), else log-probs [T]
+    float32, or the logits [T, V / TP] with what="logits"; on other stages the hidden states [T / TP, 1, H].
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
@@ -86,7 +71,12 @@ class PolicyModel(GPTModel):
             self.output_layer.__class__ = FusedHead
 
     def forward(
-        self, batch: PackedBatch, loss: LossInputs | None = None, what: Literal["loss", "score", "logits"] = "loss"
+        self,
+        batch: PackedBatch,
+        loss: LossInputs | None = None,
+        mpt: MptConfig | None = None,
+        *,
+        what: Literal["score", "logits"] = "score",
     ) -> Any:
         embedded = None
         if self.pre_process:
@@ -106,9 +96,9 @@ class PolicyModel(GPTModel):
             return self.output_layer(hidden, weight=weight)[0].squeeze(1)
 
         def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:
-            if loss is None:
+            if loss is None or mpt is None:
                 return self._logprobs(batch, rows, shard)
-            return self._loss(batch, loss, rows, shard)
+            return self._loss(batch, loss, mpt, rows, shard)
 
         return self.output_layer(hidden, weight=weight, compute=compute)
 
@@ -141,26 +131,13 @@ class PolicyModel(GPTModel):
                 real_vocab_size=self.real_vocab_size,
             )
 
-    def _loss(self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor) -> HeadResult:
-        gate, dropped = self._gate(batch, loss, hidden, weight)
+    def _loss(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, hidden: Tensor, weight: Tensor) -> HeadResult:
+        gate, dropped = self._gate(batch, mpt, hidden, weight)
         policy = linear_policy_loss(
             hidden,
             weight,
             batch.targets,
-            objective=loss.objective,
-            advantages=batch.advantages if batch.token_advantages is None else None,
-            token_advantages=batch.token_advantages,
-            mask=batch.mask,
-            cu_seqlens=batch.cu_seqlens,
-            agent_of=batch.agent_of,
-            num_agents=loss.num_agents,
-            gate=gate if dropped is None else None,
-            old_logprobs=loss.old_logprobs,
-            rollout_logprobs=batch.rollout_logprobs,
-            reference_logprobs=loss.reference_logprobs,
-            normaliser=loss.normaliser,
-            weights=batch.weights,
-            dropped=dropped,
+            replace(loss, gate=gate if dropped is None else None, dropped=dropped),
             temperature=batch.temperature,
             main_grad=self._main_grad(weight),
             tp_group=self.pg_collection.tp,
@@ -176,7 +153,7 @@ class PolicyModel(GPTModel):
         return buffer
 
     def _gate(
-        self, batch: PackedBatch, loss: LossInputs, hidden: Tensor, weight: Tensor
+        self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Whose mastered tokens are masked [S], and with mpt.temperature=1 which tokens these are [T]; None: nobody's,
         and those that the loss finds by itself, at the sampling temperature.
@@ -188,27 +165,27 @@ class PolicyModel(GPTModel):
         over, all of which take part in the sum. Scope `batch` sweeps all tokens of all ranks (one micro-batch a step;
         the learner checks that).
         """
-        if loss.mpt.scope == "off":
+        if mpt.scope == "off":
             return None, None
-        is_batch = loss.mpt.scope == "batch"
+        is_batch = mpt.scope == "batch"
         rows, group = batch.trained_rows if is_batch else batch.positive_rows, self._gate_group(is_batch)
         if not rows.numel() and group is None:
             return None, None
         entropy = torch.zeros(batch.num_tokens, device=hidden.device)
         is_mastered = torch.zeros(batch.num_tokens, dtype=torch.bool, device=hidden.device)
-        is_own = loss.mpt.temperature == 1
+        is_own = mpt.temperature == 1
         if rows.numel():
             found = self._statistics(batch, hidden, weight, rows, 1.0 if is_own else None)
             entropy[rows] = found.entropy
             if is_own:
-                is_mastered[rows] = found.logprobs.exp() >= loss.mpt.probability
+                is_mastered[rows] = found.logprobs.exp() >= mpt.probability
         gate = mpt_gate(
             entropy,
             batch.mask,
             batch.cu_seqlens,
             batch.is_positive,
-            entropy_threshold=loss.mpt.entropy,
-            scope=loss.mpt.scope,
+            entropy_threshold=mpt.entropy,
+            scope=mpt.scope,
             process_group=group,
         )
         if not is_own:

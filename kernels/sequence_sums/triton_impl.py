@@ -1,4 +1,4 @@
-"""The sums behind the entropy gate in Triton: one program a sequence, blocks of tokens in order."""
+"""Sums over the tokens of packed sequences in Triton: one program a sequence, blocks of tokens in order."""
 # mypy: disallow-untyped-defs=False
 
 import torch
@@ -20,7 +20,9 @@ def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.cons
     count = tl.zeros((), tl.float64)
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        is_kept = tl.load(mask + token, mask=token < end, other=0) != 0
+        is_kept = token < end
+        if mask is not None:
+            is_kept = tl.load(mask + token, mask=is_kept, other=0) != 0
         value = tl.load(values + token, mask=is_kept, other=0.0)
         if value.dtype != tl.float64:
             value = value.to(tl.float32)
@@ -30,15 +32,15 @@ def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.cons
     tl.store(sums + num_sequences + sequence, count)
 
 
-def sequence_sums_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] float64: of each sequence the entropy of its trained tokens added up, and how many these are."""
+def sequence_sums_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """[2, S] as the reference defines it."""
     num_sequences = cu_seqlens.numel() - 1
-    sums = torch.empty(2, num_sequences, dtype=torch.float64, device=entropy.device)
+    sums = torch.empty(2, num_sequences, dtype=torch.float64, device=values.device)
     if num_sequences:
-        with on_device_of(entropy):
+        with on_device_of(values):
             _sequence_sums[(num_sequences,)](
-                entropy.contiguous(),
-                mask.contiguous().view(torch.uint8),
+                values.contiguous(),
+                None if mask is None else mask.contiguous().view(torch.uint8),
                 cu_seqlens.contiguous(),
                 sums,
                 num_sequences,

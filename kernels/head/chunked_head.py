@@ -1,4 +1,4 @@
-"""Sweeps over a head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
+"""A head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -31,13 +31,13 @@ DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
 
 
-class Sweep:
+class ChunkedHead:
     """One pass over rows of hidden [T, H], chunk after chunk.
 
-        for chunk, logits in sweep:
-            sweep.statistics(logits, chunk, statistics)
-            sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
-        gradients = sweep.finish()
+        for chunk, logits in chunks:
+            chunks.statistics(logits, chunk, statistics)
+            chunks.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+        gradients = chunks.finish()
 
     `policy_rows` stands for both calls with the objective between them.
 
@@ -216,16 +216,16 @@ def _device_rows(row_bytes: int, num_bytes: int) -> int:
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
-def sweep_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
+def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
     """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
-    sweep = Sweep(kernels, head, hidden, rows)
-    for chunk, logits in sweep:
-        sweep.statistics(logits, chunk, statistics)
+    chunks = ChunkedHead(kernels, head, hidden, rows)
+    for chunk, logits in chunks:
+        chunks.statistics(logits, chunk, statistics)
     return statistics
 
 
-def sweep_gradients(
+def head_gradients(
     kernels: RowKernels,
     head: Head,
     hidden: Tensor,
@@ -243,7 +243,7 @@ def sweep_gradients(
         gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
         gradients_by_tiles(kernels, head, rows, statistics, coefficient, entropy_coefficient, gradients)
         return gradients
-    sweep = Sweep(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
-    for chunk, logits in sweep:
-        sweep.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
-    return sweep.finish()
+    chunks = ChunkedHead(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
+    for chunk, logits in chunks:
+        chunks.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+    return chunks.finish()

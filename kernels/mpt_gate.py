@@ -6,14 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import library
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
-from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
-from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.mpt_gate.cpu import sequence_sums_cpu
-from marsrl.kernels.mpt_gate.cuda import sequence_sums_cuda
-from marsrl.kernels.mpt_gate.reference import sequence_sums_reference
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def mpt_gate(
@@ -50,36 +44,9 @@ def mpt_gate(
     check("mpt_gate", "mask", mask, (num_tokens,), (torch.bool,), entropy.device)
     num_sequences = check_cu_seqlens("mpt_gate", cu_seqlens, num_tokens, entropy.device)
     check("mpt_gate", "positive", positive, (num_sequences,), (torch.bool,), entropy.device)
-    sums = _OP(entropy.detach(), mask, cu_seqlens)  # [2, S] float64: entropy, tokens
+    sums = sequence_sums(entropy.detach(), mask, cu_seqlens)  # [2, S]: entropy, tokens
     if scope == "batch":
         sums = sums.sum(dim=1, keepdim=True)
     if process_group is not None:
         dist.all_reduce(sums, group=process_group)
     return positive & (sums[0] < entropy_threshold * sums[1])  # no token: no gate, and no division by 0
-
-
-def _why_not_cpu(entropy: Tensor, *_: object) -> str | None:
-    return None if entropy.device.type == "cpu" else f"entropy is on {entropy.device}, csrc/cpu reads host memory"
-
-
-def _in_triton(entropy: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from marsrl.kernels.mpt_gate.triton_impl import (
-        sequence_sums_triton,  # Triton is imported when a kernel of it first runs
-    )
-
-    return sequence_sums_triton(entropy, mask, cu_seqlens)
-
-
-_OP = Op(
-    "mpt_gate",
-    (
-        Implementation("cpu", sequence_sums_cpu, _why_not_cpu, library.why_no_cpu_library),
-        Implementation(
-            "triton", _in_triton, lambda entropy, *_: why_not_triton("entropy", entropy), machine_lacks_triton
-        ),
-        Implementation(
-            "cuda", sequence_sums_cuda, lambda entropy, *_: why_not_cuda("entropy", entropy), machine_lacks_cuda
-        ),
-        Implementation("reference", sequence_sums_reference),
-    ),
-)

@@ -1,0 +1,37 @@
+"""sequence_sums: of packed sequences the values of the trained tokens added up; for mpt_gate and sequence-level ratios."""
+
+from torch import Tensor
+
+from marsrl.kernels import library
+from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.sequence_sums.cpu import sequence_sums_cpu
+from marsrl.kernels.sequence_sums.reference import sequence_sums_reference
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+
+
+def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """[2, S] float64: of each sequence the sum of values [T] over its tokens of mask [T], and how many these are.
+
+    values: any float, not read where the mask is off; mask None: all tokens. cu_seqlens [S+1] int. Checked by the caller.
+    """
+    return _OP(values, mask, cu_seqlens)
+
+
+def _why_not_cpu(values: Tensor, *_: object) -> str | None:
+    return None if values.device.type == "cpu" else f"values is on {values.device}, csrc/cpu reads host memory"
+
+
+def _in_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton  # Triton is imported when it first runs
+
+    return sequence_sums_triton(values, mask, cu_seqlens)
+
+
+_OP = Op(
+    "sequence_sums",
+    (
+        Implementation("cpu", sequence_sums_cpu, _why_not_cpu, library.why_no_cpu_library),
+        Implementation("triton", _in_triton, lambda values, *_: why_not_triton("values", values), machine_lacks_triton),
+        Implementation("reference", sequence_sums_reference),
+    ),
+)

@@ -1,0 +1,23 @@
+"""Sums over the tokens of packed sequences through csrc/cpu/segments.cpp."""
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.library import address, cpu_library
+
+
+def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """[2, S] as the reference defines it."""
+    wide = values if values.dtype == torch.float64 else values.float()
+    wide, boundaries = wide.contiguous(), cu_seqlens.long().contiguous()
+    kept = None if mask is None else mask.contiguous()
+    sums = torch.empty(2, boundaries.numel() - 1, dtype=torch.float64, device="cpu")
+    cpu_library().marsrl_sequence_sums(
+        wide.data_ptr(),
+        wide.dtype == torch.float64,
+        address(kept),
+        boundaries.data_ptr(),
+        sums.shape[1],
+        sums.data_ptr(),
+    )
+    return sums
