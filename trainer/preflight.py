@@ -111,7 +111,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         if policy.reference != "none" and config.loss.kl == "none":
             warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     _check_sync_backend(config)
-    plan = batch_plan(config, orchestration.most_samples(), world_size)
+    plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host, tuple(warnings))
 

@@ -115,11 +115,13 @@ WAYS = {
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu a100-80g --response 8192 --json plan.json": PRINTS,
     "marsrl plan --config configs/single_gpu.yaml --gpus 1 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/drmas_math.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/qwen3_30b_a3b.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "
     f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
+    f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_math.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,

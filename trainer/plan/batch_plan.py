@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.trainer.config import RunConfig
 
 
@@ -50,8 +50,19 @@ class BatchPlan:
         ]
 
 
-def batch_plan(config: RunConfig, most_samples: Mapping[str, int], world_size: int) -> BatchPlan:
-    """The plan of one step. most_samples: of a rollout instance, by agent (Orchestration.most_samples), or {}.
+def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
+    """By agent; and whether the team says that there are no more. Else: one call of each agent in an episode."""
+    team = find_orchestration(config.orchestration)
+    options = read_options(config.orchestration, config.orchestration_options)
+    of_instance = team(
+        config.agents, "math", options, config.rollout
+    ).most_samples()  # the words of prompts do not matter
+    known = of_instance or dict.fromkeys(config.agents, config.rollout.group_size)
+    return {agent: config.rollout.prompts_per_step * most for agent, most in known.items()}, bool(of_instance)
+
+
+def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
+    """The plan of one step.
 
     Raises:
         ValueError: the layout does not divide the number of ranks.
@@ -64,15 +75,14 @@ def batch_plan(config: RunConfig, most_samples: Mapping[str, int], world_size: i
             f"layout: tensor x pipeline x context = {layout.tensor} x {layout.pipeline} x {layout.context} = {cut} does not "
             f"divide the {world_size} rank(s) that torchrun started"
         )
-    of_instance = most_samples or dict.fromkeys(config.agents, rollout.group_size)
-    samples = {agent: rollout.prompts_per_step * most for agent, most in of_instance.items()}
+    samples, is_bound = samples_of_a_step(config)
     tokens = sum(samples.values()) * rollout.max_response_tokens
     data_parallel = world_size // cut
     per_rank = -(-tokens // data_parallel)
     return BatchPlan(
         problems=rollout.prompts_per_step,
         samples=samples,
-        is_bound=bool(most_samples),
+        is_bound=is_bound,
         max_completion_tokens=tokens,
         tokens_per_stage=rollout.tokens_per_stage,
         ranks=world_size,

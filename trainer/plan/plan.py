@@ -10,7 +10,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import nearest, resolve, why_not
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.batch_plan import longest_sequence
+from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
 from marsrl.trainer.plan.engines import (
     EngineMemory,
     EngineSetup,
@@ -178,10 +178,9 @@ def _policy(
 
 def _work(config: RunConfig, name: str, response: float) -> Work:
     """One step's training of a policy, by completions of so many tokens on average."""
-    rollout = config.rollout
     of_policy = [each for each in config.agents if config.agents[each].policy == name]
-    first = rollout.prompts_per_step * rollout.group_size
-    samples = first * sum(1 if each == next(iter(config.agents)) else rollout.picks for each in of_policy)
+    of_agent, _ = samples_of_a_step(config)
+    samples = sum(of_agent[each] for each in of_policy)
     prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
     return Work(samples, samples * (prompt + response), samples * response)
 
