@@ -44,7 +44,7 @@ ROOMS = {
     "rollout/tasks": {"rollout/agents", "rollout/rewards"},
     "rollout/weights": set(),
     "trainer/data": {"trainer/runs"},
-    "trainer/evaluate": {"trainer/report", "trainer/runs"},
+    "trainer/evaluate": {"trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
     "trainer/plan": {"trainer/learner", "trainer/models"},

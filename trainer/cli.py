@@ -14,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _doctor(commands.add_parser)
     _init(commands.add_parser)
+    _try(commands.add_parser)
     _evaluate(commands.add_parser)
     _report(commands.add_parser)
     _export(commands.add_parser)
@@ -78,6 +79,38 @@ def _init(add: AddParser) -> None:
 
         init_model(words.shape, words.tokenizer, Path(words.out), seed=words.seed, dtype=words.dtype)
         print(words.out)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _try(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "try",
+        "Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed.",
+        "marsrl try orchestration=debate rollout.group_size=2",
+    )
+    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
+    parser.add_argument("--answers", metavar="FILE", help="YAML, agent: [text, ...]: what it says, call by call")
+    parser.add_argument("--question", default="", help="default: a problem of the task")
+    parser.add_argument("--reference", default="", help="the right answer to --question")
+    parser.add_argument("--prompts", action="store_true", help="also show what each agent read")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+
+    def run(words: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse
+        from marsrl.trainer.read_config import read_config
+
+        config, origin = read_config(words.config, words.settings)
+        answers = read_answers(Path(words.answers), list(config.agents)) if words.answers else {}
+        with origin.places_in_errors():
+            problem, credited = rehearse(config, answers, question=words.question, reference=words.reference)
+        print(f"# settings: {origin}")
+        width = None if sys.stdout.isatty() else 160
+        Console(highlight=False, width=width).print(drawn(problem, credited, with_prompts=words.prompts))
         return 0
 
     parser.set_defaults(run=run)

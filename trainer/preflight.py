@@ -71,8 +71,8 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         _check_something_trains(config)
         _check_wandb(config)
     _check_machine(config, host)
-    train, num_skipped = _problems(config, config.data.train)
-    held_out, num_skipped_eval = _problems(config, config.data.eval)
+    train, num_skipped = read_data(config, config.data.train)
+    held_out, num_skipped_eval = read_data(config, config.data.eval)
     warnings = [*find_repeats(train).sentences("data.train"), *find_repeats(held_out).sentences("data.eval")]
     num_held_out = 0
     if not trains and not train:
@@ -276,7 +276,7 @@ def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], 
     return [p for p in problems if p.question not in chosen], [p for p in problems if p.question in chosen]
 
 
-def _problems(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], int]:
+def read_data(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], int]:
     """The problems of a data file and the number of lines left out; nothing without a file."""
     if path is None:
         return (), 0

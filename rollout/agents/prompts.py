@@ -18,13 +18,14 @@ class PromptSet:
     """Templates of every role and the grammar of its answers.
 
     turns: chat turns whose contents hold {problem}, {solution}, {report}. read_answer / read_verdict take visible
-    text and return None where nothing can be read.
+    text and return None where nothing can be read; example holds ANSWER and VERDICT in words that they read.
     """
 
     name: str
     turns: Mapping[Role, tuple[Message, ...]]
     read_answer: Callable[[str], str | None]
     read_verdict: Callable[[str], bool | None]
+    example: str
 
     def fill(self, role: Role, *, problem: str, solution: str = "", report: str = "") -> tuple[Message, ...]:
         """The chat for one call. One pass: a "{report}" that stands in the problem's own text stays as it is."""
@@ -103,6 +104,7 @@ MATH = PromptSet(
     },
     read_answer=boxed_answer,
     read_verdict=strict_verdict,
+    example="\\boxed{ANSWER}\nVerdict: VERDICT",
 )
 
 # The arithmetic task. Every word is one token of its vocabulary of 64; the chat template adds the control words.
@@ -124,6 +126,7 @@ CHAIN = PromptSet(
     },
     read_answer=chain_answer,
     read_verdict=chain_verdict,
+    example="Answer: ANSWER Verdict: VERDICT",
 )
 
 _SETS = {prompts.name: prompts for prompts in (MATH, CHAIN)}

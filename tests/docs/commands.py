@@ -102,6 +102,8 @@ WAYS = {
     "python trainer/main.py --dry-run task=math ...": PRINTS,
     "python trainer/main.py --dry-run rollout.group_size=16": PRINTS,
     "marsrl doctor": PRINTS,
+    "marsrl try --config own_team.yaml rollout.group_size=2": PRINTS,
+    "marsrl try orchestration=debate rollout.group_size=2": PRINTS,
     "marsrl init --shape tiny --tokenizer bytes /tmp/tiny": PRINTS,
     "marsrl evaluate task=math policies.main.model=/path/to/Qwen3-0.6B data.eval=problems.jsonl": OUR_MODEL,
     "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl": OUR_MODEL,

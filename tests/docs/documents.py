@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a program, and how its words are written
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
-HELP = ("trainer/main.py", *(f"marsrl {name}" for name in ("doctor", "init", "evaluate", "report", "export", "plan")))
+HELP = (
+    "trainer/main.py",
+    *(f"marsrl {name}" for name in ("doctor", "init", "try", "evaluate", "report", "export", "plan")),
+)
 
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")

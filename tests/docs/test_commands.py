@@ -53,6 +53,8 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
     match words[:2]:
         case ["marsrl", "doctor"]:
             assert "linear_policy_loss" in shown and "megatron-core" in shown and not left
+        case ["marsrl", "try"]:
+            assert "episode 000001.1" in shown and "advantage" in shown and not left - {"__pycache__"}
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
         case ["marsrl", "plan"]:

@@ -283,7 +283,7 @@ def test_a_dry_run_prints_the_resolved_config_and_the_arithmetic_and_leaves_noth
     done = start("--dry-run", "rollout.group_size=4", f"run.dir={tmp_path}/runs", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "group_size: 4" in done.stdout
-    assert "8 problems a step x 4 samples = 32 samples of the first agent" in done.stdout
+    assert "8 problems a step x 4 samples = 32 samples of solver" in done.stdout
     assert "at most 288 samples a step" in done.stdout
     assert os.listdir(tmp_path) == []
 

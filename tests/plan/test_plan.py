@@ -24,7 +24,14 @@ MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
 SETUP = Training(MOE, Layout(4, 8, 1, 1, 1), 32, "bfloat16", "full", 65536, 8, 2048)
 WORK = Work(1024, 1024 * 20_000.0, 1024 * 18_000.0)
-PLANNED_ON = {"qwen3_30b_a3b": 64, "qwen3_30b_a3b_8xh100": 8, "qwen3_8b": 8, "single_gpu": 1, "cpu_default": 2}
+PLANNED_ON = {
+    "qwen3_30b_a3b": 64,
+    "qwen3_30b_a3b_8xh100": 8,
+    "qwen3_8b": 8,
+    "drmas_math": 8,
+    "single_gpu": 1,
+    "cpu_default": 2,
+}
 NEEDS_A_MODEL = {"math_default"}
 
 

@@ -1,0 +1,157 @@
+"""`marsrl try`: one problem played by a team with made-up answers, through the scheduler, the rewards and the credit of training.
+
+No model: a script answers, right or wrong by a coin, or what a table says. It shows whom a team asks, what they read, and what
+their words are worth, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from rich.text import Text
+from rich.tree import Tree
+
+from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import MOST_TOKENS
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.types import Problem, Sample
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.data.credit import Credited, credit
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.preflight import read_data
+
+Answers = Mapping[str, Sequence[str]]
+"""Of an agent, what it says: in the first call, in the second, and so on, and then from the first on again."""
+
+
+def read_answers(path: Path, agents: Sequence[str]) -> Answers:
+    """A YAML file `agent: [text, ...]`.
+
+    Raises:
+        ValueError: it is none, or names an agent that the team does not have.
+    """
+    try:
+        table = yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    is_table = isinstance(table, dict) and all(
+        isinstance(said, list) and said and all(isinstance(text, str) for text in said) for said in table.values()
+    )
+    if not is_table:
+        raise ValueError(f"{path}: expected a table of agents, `solver: ['first answer', 'second']`, in quotes")
+    for name in table:
+        if name not in agents:
+            raise ValueError(f"{path}: the team has no agent {name!r}; it has {', '.join(agents)}")
+    return dict(table)
+
+
+def rehearse(
+    config: RunConfig, answers: Answers, *, question: str = "", reference: str = ""
+) -> tuple[Problem, Credited]:
+    """This question, or else a problem of the task, played to the end of its rollout instance, with its credit.
+
+    Raises:
+        ValueError: the task has no problems of its own.
+    """
+    given = Problem("given", question, reference or None, config.task)
+    train = [given] if question else read_data(config, config.data.train)[0]
+    task = build_task(config.task, config.task_options, train, train)
+    with contextlib.closing(task), tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(Path(folder))
+        renderer = ChatRenderer(folder)
+        problem = given if question else task.problems(config.run.seed).next_problem()
+        words = {name: prompt_set(agent.prompt or task.prompts).example for name, agent in config.agents.items()}
+        engine = ScriptedEngine(
+            _script(problem, answers, words, config.run.seed),
+            encode=lambda text: renderer.completion_ids(text).tolist(),
+        )
+        bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
+        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": "trajectory", **bounds})
+        own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
+        team = Team(
+            {name: agent.model_copy(update=own) for name, agent in config.agents.items()},
+            build_orchestration(
+                config.orchestration, config.agents, task.prompts, config.orchestration_options, rollout
+            ),
+            {"main": renderer},
+            {"main": EnginePool(LocalReplicas([engine]))},
+            WatchedJudge(task.judge),
+            max_turns=rollout.max_turns,
+        )
+        scheduler = Scheduler(rollout, team, _One(problem), seed=config.run.seed, trains_whole=config.trains_whole)
+        groups = scheduler.next_batch({"main": 0}).groups
+    return problem, credit(groups, config.credit, config.agents)
+
+
+def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -> Tree:
+    """The tree of what was said: a branch an episode, below each sample those that were asked about it."""
+    reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
+    tree = Tree(Text(f"{problem.question}{reference}"))
+    samples = {s.uid: s for group in credited.groups for s in group.samples}
+    nodes: dict[str, Tree] = {}
+    for uid in sorted(samples, key=lambda uid: (uid.count("/"), uid)):
+        sample = samples[uid]
+        episode = uid.partition("/")[0]
+        above = nodes.get(sample.parent_uid or episode)
+        if above is None:
+            above = nodes[episode] = tree.add(Text(f"episode {episode}"))
+        nodes[uid] = above.add(_line(sample, credited.advantages.get(uid)))
+        if with_prompts:
+            nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+    return tree
+
+
+def _line(sample: Sample, advantage: float | None) -> Text:
+    reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
+    trained = "" if advantage is None else f", advantage {advantage:+.2f}"
+    note = f" ({sample.reward.note})" if sample.reward.note else ""
+    name = sample.uid.rpartition("/")[2]
+    return Text.assemble((name, "bold"), f"  {' '.join(sample.text.split())[:200]!r}  reward {reward}{note}{trained}")
+
+
+def _script(problem: Problem, answers: Answers, words: Mapping[str, str], seed: int) -> Callable[[DecodeRequest], str]:
+    calls: Counter[str] = Counter()
+
+    def says(request: DecodeRequest) -> str:
+        agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]
+        calls[agent] += 1
+        if agent in answers:
+            return answers[agent][(calls[agent] - 1) % len(answers[agent])]
+        coin = random.Random(derive_seed(seed, "try", request.uid))
+        right = problem.answer or "1"
+        answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
+        return words[agent].replace("ANSWER", answer).replace("VERDICT", coin.choice(["correct", "wrong"]))
+
+    return says
+
+
+class _One:
+    """The problem, again and again."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def next_problem(self) -> Problem:
+        return self._problem
+
+    def state(self) -> CursorState:
+        return CursorState(0, 0)
+
+    def load(self, state: CursorState) -> None:
+        """There is nothing to go back to."""
