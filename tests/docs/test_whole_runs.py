@@ -48,4 +48,5 @@ def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     assert desk.start(commands[0]).wait(600) == 0, desk.console()[-6000:]
     lines = desk.console().splitlines()
     result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
-    assert 0 < result["solver"]["mean"] < 1 and result["solver"]["n"] > 0
+    solver = result["agents"]["solver"]
+    assert 0 < solver["mean"] < 1 and solver["n"] > 0
