@@ -96,11 +96,13 @@ class Episode:
         """Those that are new, which are entered; ValueError where one of an id known differs from what was asked."""
         new = []
         for ask in asks:
-            known = self.asks.setdefault(ask.id, ask)
-            if known is ask:
+            if ask.id not in self.asks:
+                self.asks[ask.id] = ask
                 new.append(ask)
-            elif known != ask:
-                raise ValueError(f"{ask.id} was {known}, and is {ask} now: `follow` may depend on the answers alone")
+            elif self.asks[ask.id] != ask:
+                raise ValueError(
+                    f"{ask.id} was {self.asks[ask.id]}, and is {ask} now: `follow` may depend on the answers alone"
+                )
         return new
 
     def close(self, ask: Ask, samples: Sequence[Sample]) -> None:

@@ -258,13 +258,10 @@ class Ledger:
         del instance.episodes[episode.id]
         if instance.episodes:
             return
-        groups: dict[str, list[Sample]] = {}
+        groups: dict[tuple[str, str], list[Sample]] = {}  # of one agent each, whatever a team's asks share a name with
         for sample in instance.held:
-            groups.setdefault(sample.group_id, []).append(sample)
-        for name, samples in sorted(groups.items()):
-            agents = {sample.agent for sample in samples}
-            if len(agents) > 1:
-                raise ValueError(f"group {name} has samples of {', '.join(sorted(agents))}; a group is of one agent")
+            groups.setdefault((sample.group_id, sample.agent), []).append(sample)
+        for (name, agent), samples in sorted(groups.items()):
             in_order = tuple(sorted(samples, key=lambda sample: sample.uid))
-            self.state.closed.append(Group(name, episode.rollout_id, agents.pop(), in_order))
+            self.state.closed.append(Group(name, episode.rollout_id, agent, in_order))
         del self.state.instances[episode.rollout_id]

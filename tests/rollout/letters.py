@@ -11,7 +11,7 @@ import numpy as np
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.data import DataCursor
@@ -59,13 +59,14 @@ def letter_team(
     script: Callable[[DecodeRequest], list[int]] = script,
     tokens_per_step: int | None = 9,
     judge: Callable[[Sequence[tuple[Problem, str]]], list[Reward]] = judge,
+    orchestration: str = "verifier_corrector",
 ) -> tuple[Team, list[ScriptedEngine]]:
     """The team, and the engines behind it."""
-    agents = {name: AgentConfig() for name in AGENTS}
+    agents = {name: AgentConfig() for name in agent_names(orchestration)}
     engines = [ScriptedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)]
     pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
-    orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
-    return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
+    team = build_orchestration(orchestration, agents, "math", None, config)
+    return Team(agents, team, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
 
 
 def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:

@@ -135,6 +135,33 @@ def test_a_restored_scheduler_goes_on_with_every_problem_once(name: str) -> None
     assert max(problems.values()) == 1 and books.num_instances <= 40
 
 
+@pytest.mark.parametrize("team", ["solver_verifier", "debate"])
+def test_episodes_that_go_on_alone_are_trained_whole_and_once_across_a_restore(team: str) -> None:
+    config = letter_config(segments=2, prompts_per_step=3)
+    play = Play(config, orchestration=team)
+    trained = play.train(4)
+    state = decode(RolloutState, encode(play.scheduler.snapshot()))
+    play.train(2)  # lost: the process is killed here
+    again = Play(config, version=4, state=state, orchestration=team)
+    trained += again.train(8)
+    samples = [sample for batch in trained for group in batch for sample in group.samples]
+    assert len({sample.uid for sample in samples}) == len(samples)
+    steps: dict[str, set[int]] = {}
+    episodes: dict[str, set[str]] = {}
+    for step, batch in enumerate(trained):
+        for sample in (sample for group in batch for sample in group.samples):
+            steps.setdefault(sample.rollout_id, set()).add(step)
+            episodes.setdefault(sample.rollout_id, set()).add(sample.uid.partition("/")[0])
+            assert sample.text == "".join(chr(token) for token in completion(sample.uid)[:-1])[: len(sample.text)]
+    assert all(len(each) == 1 for each in steps.values())  # all of an instance in one step
+    assert all(episodes[name] == {f"{name}.{i}" for i in range(3)} for name in episodes)
+    books = again.scheduler.state
+    waiting = {group.rollout_id for batch in books.ready for group in batch.groups} | set(books.instances)
+    waiting |= {group.rollout_id for group in books.closed}
+    drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
+    assert not waiting & set(steps) and waiting | set(steps) == drawn and len(steps) > 6
+
+
 @pytest.mark.parametrize("overlap", [1, 2, 3])
 def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
     play = Play(letter_config(overlap=overlap))

@@ -290,6 +290,22 @@ def test_episodes_of_single_samples_go_on_alone_and_are_compared_over_the_instan
     assert [s.reward.value for s in books.state.closed[1].samples] == [1.0, 0.0]
 
 
+def test_what_agents_share_is_a_group_of_each_and_an_ask_said_twice_is_one() -> None:
+    books = turns(group_size=1)
+    books.team.orchestration.follow = lambda episode: [  # type: ignore[method-assign]
+        one := episode.ask("solver", group="all"),
+        one,
+        episode.ask("verifier1", group="all"),
+    ]
+    asks = opened(books)
+    assert [each.ask.id for each in asks] == ["000001.0/solver", "000001.0/verifier1"]
+    for each in asks:
+        decode(books, each, 0, "\\boxed{7}")
+        books.close_ask(each)
+    found = [(group.group_id, group.agent, len(group.samples)) for group in books.state.closed]
+    assert found == [("000001/all", "solver", 1), ("000001/all", "verifier1", 1)]
+
+
 def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     books = turns(prompts_per_step=2)
     asks = books.draw()
