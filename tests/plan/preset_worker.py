@@ -142,11 +142,14 @@ def megatron_configs(config: Any) -> dict[str, Any]:
 def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     from marsrl.rollout.engines.vllm.engine import engine_arguments
     from marsrl.rollout.pool.build import _specs
     from marsrl.trainer.plan.batch_plan import longest_sequence
 
+    # What vLLM has found out about a model class it writes into ~/.cache, and imports kernels for it that are not here.
+    _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))
     longest = longest_sequence(config, "main")
