@@ -164,4 +164,6 @@ class BackgroundScheduler:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"the rollout's thread has failed: {self._error!r}") from self._error
+            error = self._error
+            said = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"the rollout's thread has failed: {said}") from error
