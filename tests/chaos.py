@@ -57,7 +57,9 @@ STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET})|interrupted before the run began
 
 
 def kill_trainer(run: Trial) -> str:
-    run.rng.choice(run.trainers()).kill()
+    while not (ranks := run.trainers()):  # torchrun itself has just begun
+        time.sleep(0.1)
+    run.rng.choice(ranks).kill()
     return run.ended(END_S, r"^$|interrupted|run failed|rank \d stops")
 
 
