@@ -6,7 +6,7 @@ import re
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 # Bounds of counts and sizes: far above what anybody has, far below what a typo of a few zeros asks for.
 MOST = 1_000_000
@@ -21,6 +21,11 @@ class Settings(BaseModel):
     """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def problems_of(error: ValidationError, prefix: str = "") -> str:
+    """What is wrong with options, key by key, in one line."""
+    return "; ".join(f"{prefix}{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 class AgentConfig(Settings):

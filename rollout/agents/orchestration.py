@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from marsrl.rollout.agents.parsers import THINK_OPEN, compat_report, compat_verdict, visible
+from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
@@ -183,7 +184,7 @@ class Orchestration:
         # compat reads a verdict into anything; a text that strictly has none is a format failure there too.
         if sample.verdict is None or (self._is_compat(sample.agent) and visible(sample.text) is None):
             return Reward(0.0, 0.0, note="no verdict")
-        agrees = float(sample.verdict == (truth.correct >= 1))
+        agrees = float(sample.verdict == is_right(solution))
         return Reward(agrees, agrees, {"verdict": agrees})
 
     def _is_compat(self, agent: str) -> bool:

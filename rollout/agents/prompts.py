@@ -108,21 +108,19 @@ MATH = PromptSet(
 )
 
 # The arithmetic task. Every word is one token of its vocabulary of 64; the chat template adds the control words.
+_CHAIN_AGAIN = (
+    Message("user", "{problem}"),
+    Message("assistant", "{solution}"),
+    Message("user", "{report} fix"),
+)
+
 CHAIN = PromptSet(
     name="chain",
     turns={
         Role.SOLVER: (Message("user", "{problem}"),),
         Role.VERIFIER: (Message("system", "grade"), Message("user", "{problem} \n {solution}")),
-        Role.CORRECTOR: (
-            Message("user", "{problem}"),
-            Message("assistant", "{solution}"),
-            Message("user", "{report} fix"),
-        ),
-        Role.DEBATER: (
-            Message("user", "{problem}"),
-            Message("assistant", "{solution}"),
-            Message("user", "{report} fix"),
-        ),
+        Role.CORRECTOR: _CHAIN_AGAIN,
+        Role.DEBATER: _CHAIN_AGAIN,
     },
     read_answer=chain_answer,
     read_verdict=chain_verdict,

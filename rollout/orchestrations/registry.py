@@ -12,7 +12,7 @@ from types import ModuleType
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.solver_verifier import SolverVerifier
@@ -47,8 +47,7 @@ def read_options(orchestration: str, options: OptionValues) -> Settings:
         return kind.Options.model_validate(dict(options))
     except ValidationError as error:
         known = ", ".join(kind.Options.model_fields) or "none"
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"orchestration_options of {kind.name}: {problems} (it has {known})") from error
+        raise ValueError(f"orchestration_options of {kind.name}: {problems_of(error)} (it has {known})") from error
 
 
 def build_orchestration(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
+from marsrl.rollout.config import problems_of
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.rollout.tasks.math import MathTask
@@ -29,8 +30,7 @@ def build_task(
             return ArithmeticTask(ArithmeticOptions.model_validate(dict(options)))
         math_options = MathOptions.model_validate(dict(options))
     except ValidationError as error:
-        problems = "; ".join(f"task_options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"task {name}: {problems}") from error
+        raise ValueError(f"task {name}: {problems_of(error, 'task_options.')}") from error
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
     return MathTask(train, held_out, math_options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.config import RunConfig
 
 
@@ -52,11 +52,10 @@ class BatchPlan:
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
     """By agent; and whether the team says that there are no more. Else: one call of each agent in an episode."""
-    team = find_orchestration(config.orchestration)
-    options = read_options(config.orchestration, config.orchestration_options)
-    of_instance = team(
-        config.agents, "math", options, config.rollout
-    ).most_samples()  # the words of prompts do not matter
+    team = build_orchestration(  # the words of prompts do not matter
+        config.orchestration, config.agents, "math", config.orchestration_options, config.rollout
+    )
+    of_instance = team.most_samples()
     known = of_instance or dict.fromkeys(config.agents, config.rollout.group_size)
     return {agent: config.rollout.prompts_per_step * most for agent, most in known.items()}, bool(of_instance)
 
