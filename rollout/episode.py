@@ -122,10 +122,11 @@ def played(
 ) -> None:
     """Play episodes to their ends, all at once, one call of each of them after the other.
 
+    follow: the asks of an episode that are new, entered there (Team.follow).
     answer: (asks of all episodes that go on, number of the round) -> the samples of each, judged.
     """
     number = 0
-    while asked := [(episode, ask) for episode in episodes for ask in episode.enter(follow(episode))]:
+    while asked := [(episode, ask) for episode in episodes for ask in follow(episode)]:
         for (episode, ask), samples in zip(asked, answer(asked, number), strict=True):
             episode.close(ask, samples)
         number += 1
