@@ -14,6 +14,7 @@ MOST_RANKS = 65_536  # processes, threads, GPUs
 MOST_TOKENS = 1 << 24  # of one sequence
 MOST_MIB = 1 << 24  # 16 TiB
 LONGEST_S = 30 * 86_400.0
+LONGEST_STOP = 64  # characters of a stop text
 SILENCE_S = 40.0  # default of run.silence_s
 
 
@@ -43,6 +44,11 @@ class AgentConfig(Settings):
         le=MOST_TOKENS,
         description="of this agent's completions; default and at most: rollout.max_response_tokens",
     )
+    stop: list[str] = Field(
+        default_factory=list,
+        max_length=4,
+        description="texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours",
+    )
     template_options: dict[str, bool | str] = Field(
         default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
     )
@@ -65,6 +71,13 @@ class AgentConfig(Settings):
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
     )
+
+    @field_validator("stop")
+    @classmethod
+    def _can_be_found(cls, value: list[str]) -> list[str]:
+        if any(not text or len(text) > LONGEST_STOP for text in value):
+            raise ValueError(f"stop is {value}; expected texts of 1 to {LONGEST_STOP} characters")
+        return value
 
 
 class VllmOptions(Settings):

@@ -1,19 +1,20 @@
 """An episode: a problem as a team plays it, told by what was asked and answered so far.
 
-It has no other state: who is asked next follows from it alone (Orchestration.follow). So an episode goes on after kill -9,
-in segments and in a replay from the answers that are kept anyway, the order in which they come cannot matter, and a team
-is tested with a table of answers.
+It has no other state: who is asked next, and which tools are called, follows from it alone (Orchestration.follow). So an
+episode goes on after kill -9, in segments and in a replay from the answers that are kept anyway, the order in which they
+come cannot matter, and a team is tested with a table of answers.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.types import Ask, Finish, Problem, Sample
+from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "probe"]
 """Why it is played. evaluate: to the answer that counts, one sample an ask. probe: to collect inputs, as in training."""
@@ -25,8 +26,9 @@ class Episode:
 
     id: of an episode, `000017`, or `000017.3` where a rollout instance has several; rollout_id: of the instance.
     seed: of the run. asks: by id, in order. answers: the samples of each ask that is over, by index, without their tokens;
-    () where its prompt was too long or nothing of it has finished. error: why nothing more is asked, where the team's own
-    code failed.
+    () where its prompt was too long or nothing of it has finished. calls: of tools, by id; outputs: of those that are over.
+    waiting: samples by uid, as far as they got, that paused for an answer or an output. error: why nothing more is asked,
+    where the team's own code failed.
     """
 
     id: str
@@ -36,6 +38,9 @@ class Episode:
     purpose: Purpose = "train"
     asks: dict[str, Ask] = field(default_factory=dict)
     answers: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
+    calls: dict[str, ToolCall] = field(default_factory=dict)
+    outputs: dict[str, ToolOutput] = field(default_factory=dict)
+    waiting: dict[str, Sample] = field(default_factory=dict)
     error: str = ""
 
     # For an orchestration's `follow`.
@@ -62,6 +67,19 @@ class Episode:
             of = f"{self.rollout_id}/{group}"
         return Ask(name, agent, tuple(sample.uid for sample in inputs), num_samples, of)
 
+    def call(self, tool: str, by: Sample, index: int = 0, **arguments: object) -> ToolCall:
+        """The call of a tool for this sample, which has ended or waits.
+
+        Args:
+            index: tells apart calls of one tool that a sample waits for at once.
+            arguments: plain JSON values, as the tool reads them.
+        """
+        return ToolCall(f"{by.uid}/{by.turn}/{tool}#{index}", tool, json.dumps(arguments, sort_keys=True))
+
+    def output(self, call: ToolCall) -> ToolOutput | None:
+        """What the tool said; None as long as it has not."""
+        return self.outputs.get(call.id)
+
     def is_over(self, ask: Ask) -> bool:
         """Has all of it been answered, or given up?"""
         return ask.id in self.answers
@@ -75,9 +93,11 @@ class Episode:
         return next((sample for sample in self.samples(ask) if sample.finish is not Finish.ERROR), None)
 
     def sample(self, uid: str) -> Sample:
-        """The sample of this uid; KeyError where it is none of the episode's."""
+        """The sample of this uid, which has ended or waits; KeyError where it is none of the episode's."""
+        if uid in self.waiting:
+            return self.waiting[uid]
         ask_id, _, index = uid.rpartition(":")
-        for sample in self.answers[ask_id]:
+        for sample in self.answers.get(ask_id, ()):
             if sample.uid == uid:
                 return sample
         raise KeyError(f"episode {self.id} has no sample {uid} (index {index} of {ask_id})")
@@ -92,44 +112,60 @@ class Episode:
 
     # For whoever plays it.
 
-    def enter(self, asks: Iterable[Ask]) -> list[Ask]:
+    def enter(self, asked: Iterable[Ask | ToolCall]) -> tuple[list[Ask], list[ToolCall]]:
         """Those that are new, which are entered; ValueError where one of an id known differs from what was asked."""
-        new = []
-        for ask in asks:
-            if ask.id not in self.asks:
-                self.asks[ask.id] = ask
-                new.append(ask)
-            elif self.asks[ask.id] != ask:
-                raise ValueError(
-                    f"{ask.id} was {self.asks[ask.id]}, and is {ask} now: `follow` may depend on the answers alone"
-                )
-        return new
+        asks, calls = [], []
+        for each in asked:
+            known: Ask | ToolCall | None = self.asks.get(each.id) or self.calls.get(each.id)
+            if known is None and isinstance(each, Ask):
+                self.asks[each.id] = each
+                asks.append(each)
+            elif known is None and isinstance(each, ToolCall):
+                self.calls[each.id] = each
+                calls.append(each)
+            elif known != each:
+                raise ValueError(f"{each.id} was {known}, and is {each} now: `follow` may depend on the answers alone")
+        return asks, calls
 
     def close(self, ask: Ask, samples: Sequence[Sample]) -> None:
         """The ask is over, with these samples."""
         self.answers[ask.id] = tuple(sample.without_tokens() for sample in sorted(samples, key=_index))
+        for uid in [uid for uid in self.waiting if uid.rpartition(":")[0] == ask.id]:  # stragglers
+            del self.waiting[uid]
+
+    def wait(self, sample: Sample) -> None:
+        """The sample has paused; its text so far is kept."""
+        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text)
 
     @property
-    def num_open(self) -> int:
-        """Asks that are not over."""
-        return len(self.asks) - len(self.answers)
+    def open_calls(self) -> list[ToolCall]:
+        """Calls of tools that have no output yet."""
+        return [call for call in self.calls.values() if call.id not in self.outputs]
 
+    @property
+    def is_at_its_end(self) -> bool:
+        """Is nothing open: no ask, no call?"""
+        return len(self.asks) == len(self.answers) and len(self.calls) == len(self.outputs)
 
-def played(
-    episodes: Sequence[Episode],
-    follow: Callable[[Episode], Sequence[Ask]],
-    answer: Callable[[list[tuple[Episode, Ask]], int], Sequence[Sequence[Sample]]],
-) -> None:
-    """Play episodes to their ends, all at once, one call of each of them after the other.
+    def before(self, ask: Ask) -> Episode:
+        """A copy as it was when the ask was open, without what came of it."""
+        copy = self.copy()
+        for each in (copy.asks, copy.answers, copy.calls, copy.outputs):
+            for name in [name for name in each if name == ask.id or name.startswith(f"{ask.id}:")]:
+                del each[name]
+        copy.enter([ask])
+        return copy
 
-    follow: the asks of an episode that are new, entered there (Team.follow).
-    answer: (asks of all episodes that go on, number of the round) -> the samples of each, judged.
-    """
-    number = 0
-    while asked := [(episode, ask) for episode in episodes for ask in follow(episode)]:
-        for (episode, ask), samples in zip(asked, answer(asked, number), strict=True):
-            episode.close(ask, samples)
-        number += 1
+    def copy(self) -> Episode:
+        """A copy that stays as it is while the original goes on; what it holds never changes."""
+        return replace(
+            self,
+            asks=dict(self.asks),
+            answers=dict(self.answers),
+            calls=dict(self.calls),
+            outputs=dict(self.outputs),
+            waiting=dict(self.waiting),
+        )
 
 
 def _index(sample: Sample) -> int:

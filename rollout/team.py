@@ -5,24 +5,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, Progress, Sampling
+from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.partial_rollouts import Partial
-from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample
+from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample, ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
 """The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
+
+
+class Tools(Protocol):
+    """What runs calls of tools. An output for every call, of an error too: a call that fails is the model's to read."""
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]: ...
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Metrics since the last call."""
+        ...
 
 
 class WatchedJudge:
@@ -46,7 +57,7 @@ class Team:
 
     renderers and pools are by policy name; an agent's policy is agents[name].policy.
     records_experts: policies whose engines record, for training, which experts each token went through.
-    max_turns: calls of agents in one episode.
+    max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
 
     Where the orchestration's own code fails, which may be a user's, its episode or sample ends there as an error, and the
     others go on (rollout.max_error_share).
@@ -59,24 +70,38 @@ class Team:
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
+    tools: Tools | None = None
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
 
-    def follow(self, episode: Episode) -> list[Ask]:
-        """The asks of an episode that are new, which are entered there."""
+    def follow(self, episode: Episode) -> tuple[list[Ask], list[ToolCall]]:
+        """The asks and the calls of tools of an episode that are new, which are entered there."""
         if episode.error:
-            return []
+            return [], []
         try:
-            asks = list(self.orchestration.follow(episode))
-            for ask in asks:
-                self._check(episode, ask)
-            if len(asks) > self.max_turns:
-                raise ValueError(f"{len(asks)} calls of agents, at most rollout.max_turns = {self.max_turns}")
-            return episode.enter(asks)
+            asked = list(self.orchestration.follow(episode))
+            for each in asked:
+                self._check(episode, each)
+            num_turns = len({each.id for each in asked}.union(episode.asks, episode.calls))
+            if num_turns > self.max_turns:
+                raise ValueError(f"{num_turns} calls of agents and tools, at most rollout.max_turns = {self.max_turns}")
+            return episode.enter(asked)
         except Exception as error:
             self._fail(episode, "follow", error)
-            return []
+            return [], []
+
+    def continuation(self, episode: Episode, sample: Sample) -> IntArray | None:
+        """[N] int32: what a waiting sample goes on with; None as long as it is not there."""
+        try:
+            said = self.orchestration.continuation(episode, sample)
+        except Exception as error:
+            self._fail(episode, "continuation", error)
+            return None
+        if said is None:
+            return None
+        renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
+        return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
 
     def prompt(self, episode: Episode, ask: Ask) -> tuple[IntArray, str] | None:
         """The prompt's tokens and text; None where it is longer than the agent's max_input_tokens, or there is none."""
@@ -106,13 +131,18 @@ class Team:
                 self._fail(episode, "outcomes", error)
         return {}
 
-    def _check(self, episode: Episode, ask: Ask) -> None:
-        if not isinstance(ask, Ask):
-            raise TypeError(f"expected asks (episode.ask(...)), found {type(ask).__name__}")
-        if ask.agent not in self.agents:
-            raise ValueError(f"{ask.id}: no agent is called {ask.agent!r}; there are {', '.join(self.agents)}")
-        if ask.episode_id != episode.id or ask.num_samples < 1:
-            raise ValueError(f"{ask.id}: expected at least one sample of episode {episode.id}, found {ask.num_samples}")
+    def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
+        if not isinstance(each, Ask | ToolCall):
+            raise TypeError(f"expected episode.ask(...) and episode.call(...), found {type(each).__name__}")
+        if each.episode_id != episode.id:
+            raise ValueError(f"{each.id}: expected a call in episode {episode.id}")
+        if isinstance(each, ToolCall):
+            if each.tool not in self.orchestration.tools or self.tools is None:
+                raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
+        elif each.agent not in self.agents:
+            raise ValueError(f"{each.id}: no agent is called {each.agent!r}; there are {', '.join(self.agents)}")
+        elif each.num_samples < 1:
+            raise ValueError(f"{each.id}: expected at least one sample, found {each.num_samples}")
 
     def _fail(self, episode: Episode, method: str, error: Exception) -> None:
         episode.error = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
@@ -121,7 +151,8 @@ class Team:
     def sampling(self, agent: str) -> Sampling:
         """How the agent samples in training."""
         config = self.agents[agent]
-        return Sampling(config.temperature, config.top_p, config.top_k, self.renderer(agent).stop_ids)
+        stops = self.renderer(agent).stop_ids
+        return Sampling(config.temperature, config.top_p, config.top_k, stops, tuple(config.stop))
 
     def sample(
         self,
@@ -133,7 +164,8 @@ class Team:
         finish: Finish,
         error: str = "",
     ) -> Sample:
-        """A finished completion as a parsed Sample, not judged yet; an error where the orchestration's parser raises."""
+        """A completion that has ended or paused as a parsed Sample, not judged yet; an error where the orchestration's
+        parser raises."""
         sample = Sample(
             uid=f"{ask.id}:{index}",
             rollout_id=episode.rollout_id,
@@ -143,7 +175,7 @@ class Team:
             parent_uid=ask.parent_uid,
             prompt_ids=prompt[0],
             token_ids=partial.token_ids,
-            is_sampled=np.ones(len(partial.token_ids), bool),
+            is_sampled=partial.is_sampled,
             rollout_logprobs=partial.logprobs,
             segments=partial.segments,
             finish=finish,
@@ -151,9 +183,12 @@ class Team:
             prompt_text=prompt[1],
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
+            turn=partial.turn,
         )
         try:
-            return self.orchestration.parse(sample)
+            parsed = self.orchestration.parse(sample)
+            # only what the model paused by itself can wait
+            return replace(parsed, finish=finish) if finish is not Finish.STOP else parsed
         except Exception as raised:
             return self._failed(sample, "parse", raised)
 
@@ -185,49 +220,3 @@ class Team:
         note = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
         _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=error)
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
-
-    def answer(
-        self,
-        asks: Sequence[tuple[Episode, Ask]],
-        versions: Mapping[str, int],
-        *,
-        max_tokens: int,
-        seed: int,
-        sampling: Sampling | None = None,
-        progress: Progress | None = None,
-    ) -> list[Sample]:
-        """One whole, judged completion to each ask, in order. Used where no group is wanted: evaluation.
-
-        `sampling` overrides the agents' own (its stop tokens do not). A prompt that is too long gets an empty
-        completion that counts as overlong.
-        """
-        prompts = [self.prompt(episode, ask) for episode, ask in asks]
-        no_room = (np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
-        samples = [
-            self.sample(episode, ask, 0, prompt or no_room, Partial(), Finish.LENGTH)
-            for (episode, ask), prompt in zip(asks, prompts, strict=True)
-        ]
-        for policy, pool in self.pools.items():
-            chosen = [
-                (i, episode, ask, prompt)
-                for i, ((episode, ask), prompt) in enumerate(zip(asks, prompts, strict=True))
-                if prompt is not None and self.agents[ask.agent].policy == policy
-            ]
-            requests = [
-                DecodeRequest(
-                    uid=f"{ask.id}:0",
-                    token_ids=prompt[0],
-                    max_new_tokens=min(max_tokens, self.agents[ask.agent].max_response_tokens or max_tokens),
-                    sampling=replace(sampling or own, stop_token_ids=own.stop_token_ids),
-                    seed=derive_seed(seed, "answer", ask.id),
-                    affinity=ask.id,
-                )
-                for _, _, ask, prompt in chosen
-                for own in [self.sampling(ask.agent)]
-            ]
-            results = pool.generate(requests, version=versions[policy], on_progress=progress) if requests else []
-            for (i, episode, ask, prompt), result in zip(chosen, results, strict=True):
-                partial = Partial()
-                partial.extend(result.token_ids, result.logprobs, result.version)
-                samples[i] = self.sample(episode, ask, 0, prompt, partial, result.finish, result.error)
-        return self.judged([(episode, ask, sample) for (episode, ask), sample in zip(asks, samples, strict=True)])

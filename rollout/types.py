@@ -33,6 +33,7 @@ class Finish(StrEnum):
     STOP = "stop"  # the model ended it (end token)
     LENGTH = "length"  # it reached the global maximum length
     UNFINISHED = "unfinished"  # its segment budget is used up; it goes on in a later stage
+    WAITING = "waiting"  # the model paused for what a tool or another agent says; it goes on with that behind it
     ERROR = "error"  # the engine gave it up; its reward is missing
 
 
@@ -111,11 +112,39 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, for a sample that has ended or waits for it.
+
+        ToolCall("000017.0/solver:0/0/search#0", "search", '{"query": "capital of France"}')
+
+    id: unique in a run: the sample's uid, its turn, the tool, the place among the calls of that turn.
+    arguments: a JSON object, as a model wrote it or a team made it; not trusted.
+    """
+
+    id: str
+    tool: str
+    arguments: str
+
+    @property
+    def episode_id(self) -> str:
+        return self.id.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutput:
+    """What a tool said: text that a model can read, of an error too."""
+
+    text: str
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One completion by one agent: the unit that is trained.
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
-    sampled) cover the completion only, end token included. is_sampled [N] is False where a tool wrote the token.
+    sampled) cover the completion only, end token included. is_sampled [N] is False where the policy did not choose the
+    token: a tool or another agent wrote it, while the sample waited (turn: how often it has gone on so).
     segments partition [0, N) by the policy version that decoded them. shown: what other agents see of it, "" where it never
     said anything. verdict: True = "correct"; answer: a final answer; None = not parsable, or not what the agent is asked for.
     outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
@@ -142,6 +171,7 @@ class Sample:
     reward: Reward = Reward(MISSING, MISSING, note="not judged")
     outcome: float = MISSING
     routed_experts: ExpertArray | None = None
+    turn: int = 0
 
     @property
     def oldest_version(self) -> int:

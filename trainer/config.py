@@ -400,6 +400,11 @@ class RunConfig(Settings):
                 raise ValueError(
                     f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(self.policies)})"
                 )
+            if agent.stop and self.policies[agent.policy].openai:
+                raise ValueError(
+                    f"agents.{name}.stop is set, and policies.{agent.policy}.openai answers: its completions come without the "
+                    "text that ended them; give the agent a policy with an engine of ours, or leave stop out"
+                )
             if name in trained and self.policies[agent.policy].frozen:
                 raise ValueError(
                     f"agents.{name} is trained, but its policy {agent.policy} is frozen"

@@ -142,7 +142,7 @@ def _check_wandb(config: RunConfig) -> None:
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
     """Whom the team asks first; ConfigError where its own code fails, or asks nobody."""
     try:
-        asks = orchestration.follow(episode)
+        asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
     except Exception as error:
         raise ConfigError(
             f"orchestration {orchestration.name}: follow of an episode in which nothing was asked raises "

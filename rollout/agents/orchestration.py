@@ -24,7 +24,7 @@ from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample
+from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
 
 
 class Orchestration:
@@ -47,6 +47,8 @@ class Orchestration:
     name: ClassVar[str] = ""
     agents: ClassVar[tuple[AgentSpec, ...]] = ()
     is_one_episode: ClassVar[bool] = False
+    tools: ClassVar[tuple[str, ...]] = ()
+    """What `follow` may call (episode.call), by the names that `tools` of the config has."""
     probed: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
@@ -79,8 +81,8 @@ class Orchestration:
 
     # What a team says.
 
-    def follow(self, episode: Episode) -> Sequence[Ask]:
-        """Everything that may be asked of this episode as it stands; what was asked before may be among it.
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        """Everything that may be asked, and called, in this episode as it stands; what was before may be among it.
 
         The episode has ended when all of it has been answered.
         """
@@ -91,8 +93,19 @@ class Orchestration:
         solution, report = (*(sample.shown for sample in episode.inputs(ask)), "", "")[:2]
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report)
 
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        """What a sample goes on with that `parse` gave Finish.WAITING: text behind its own words, or, where it has ended its
+        turn, the messages that follow it. None as long as what it waits for (asks and calls of `follow`) is not there.
+
+        sample: its text so far, and its turn, which counts how often it has gone on.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.continuation: sample {sample.uid} waits; say what for")
+
     def parse(self, sample: Sample) -> Sample:
-        """The sample with what others see of it, and its answer or verdict. A cut-off completion has neither."""
+        """The sample with what others see of it, and its answer or verdict. A cut-off completion has neither.
+
+        finish WAITING where it stopped for what a tool or another agent is to say.
+        """
         prompts = self._prompts[self.spec(sample.agent).name]
         if self._is_compat(sample.agent):
             text = compat_report(sample.text)
@@ -111,7 +124,7 @@ class Orchestration:
         An answer: the task's judgement of it (judged; None where the sample has none). A verdict: does it agree with the
         first input's own correctness? Overlong and unparsable completions get 0; what cannot be known is missing, never 0.
         """
-        if sample.finish is Finish.UNFINISHED:
+        if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
             raise ValueError(f"reward: sample {sample.uid} is not finished; decode its remaining segments first")
         if sample.finish is Finish.ERROR:
             return Reward(MISSING, MISSING, note="the engine gave the sample up")
@@ -128,7 +141,8 @@ class Orchestration:
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended: by default the last one, as `follow` has them, with an
         answer."""
-        samples = [sample for ask in self.follow(episode) for sample in episode.samples(ask)]
+        asks = [each for each in self.follow(episode) if isinstance(each, Ask)]
+        samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
     def outcomes(self, episode: Episode) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,35 @@ class ChatRenderer:
 
         template_options: of the chat template (Qwen3: enable_thinking).
         """
-        turns = [
-            {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
-            for index, message in enumerate(messages)
-        ]
+        template = self._template([message.role for message in messages], template_options)
+        return self._filled(template, messages)
+
+    def next_turn(self, messages: Sequence[Message], **template_options: bool | str) -> IntArray:
+        """[N] int32: what stands between a completion that ended its turn and the next one: these messages.
+
+        The end token is the completion's own, and not repeated.
+        """
+        before = (Message("user", ""), Message("assistant", ""))
+        template = self._template([message.role for message in (*before, *messages)], template_options)
+        _, _, after = template.partition(_PLACEHOLDER.format(index=1))
+        ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
+        return self._filled(after.removeprefix(next(filter(after.startswith, ends), "")), (*before, *messages))[0]
+
+    def _template(self, roles: Sequence[str], options: Mapping[str, bool | str]) -> str:
+        """The chat template's own words around a placeholder for each message."""
+        turns = [{"role": role, "content": _PLACEHOLDER.format(index=index)} for index, role in enumerate(roles)]
         template: str = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **template_options
+            turns, tokenize=False, add_generation_prompt=True, **options
         )
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
-        if used != list(range(len(messages))):
+        if used != list(range(len(roles))):
             raise ValueError(
-                f"the chat template does not show every message once and in order "
-                f"(it shows {used} of {len(messages)}); "
+                f"the chat template does not show every message once and in order (it shows {used} of {len(roles)}); "
                 "this renderer needs that: use a template that keeps system, user and assistant turns"
             )
+        return template
+
+    def _filled(self, template: str, messages: Sequence[Message]) -> tuple[IntArray, str]:
         pieces: list[int | str | None] = []
         shown: list[str] = []
         for position, part in enumerate(_PLACEHOLDER_PATTERN.split(template)):

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole, as trained agents need."""
+    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole, as trained agents need.
+
+    stop: texts that end a completion, which keeps them, with whatever else the last token holds.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     @property
     def truncates(self) -> bool:

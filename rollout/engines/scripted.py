@@ -18,6 +18,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -43,6 +44,7 @@ class ScriptedEngine:
     at its end unless it has one; `fail(request)` may name a reason for which a request ends in ERROR. Log-probs are a
     fixed function of token and position. `score` gives those of the probe (default: the same function).
 
+    decode: finds texts of Sampling.stop; without it they are not looked for.
     tokens_per_step: of every request under way, at one `collect`; None: all that is left.
     """
 
@@ -51,6 +53,7 @@ class ScriptedEngine:
         script: Script,
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
+        decode: Callable[[IntArray], str] | None = None,
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
         score: Callable[[IntArray], FloatArray] | None = None,
         version: int = 0,
@@ -60,6 +63,7 @@ class ScriptedEngine:
         self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
         self._is_aborting = False
         self._script, self._encode, self._fail, self._score, self._version = script, encode, fail, score, version
+        self._stops = StopTexts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
         self._asleep: set[MemoryPart] = set()  # it has no memory; whoever calls it should not know
@@ -112,11 +116,11 @@ class ScriptedEngine:
             return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
         prompt_length, whole = self._answers.get(request.uid, (len(request.token_ids), []))
         done = len(request.token_ids) - prompt_length
-        if not whole or request.token_ids[prompt_length:].tolist() != whole[:done]:
+        if not whole or done < 0 or request.token_ids[prompt_length:].tolist() != whole[:done]:
             prompt_length, whole, done = len(request.token_ids), self._whole(request), 0
         self._answers[request.uid] = (prompt_length, whole)
         ids = np.asarray(whole[done : done + request.max_new_tokens], np.int32)
-        is_whole = done + len(ids) == len(whole) and len(ids) > 0 and int(ids[-1]) in request.sampling.stop_token_ids
+        is_whole = done + len(ids) == len(whole) and len(ids) > 0 and self._ends(whole, request)
         logprobs = scripted_logprobs(ids, len(request.token_ids))
         finish = Finish.STOP if is_whole else Finish.LENGTH
         return DecodeResult(request.uid, ids, logprobs, finish, self._version, num_cached_tokens=max(done - 1, 0))
@@ -128,11 +132,18 @@ class ScriptedEngine:
                 raise ValueError("ScriptedEngine: the script gave text; pass encode=, or give token ids")
             answer = self._encode(answer)
         whole = [int(token) for token in answer]
-        stops = request.sampling.stop_token_ids
-        for i, token in enumerate(whole):
-            if token in stops:
+        for i in range(len(whole)):
+            if self._ends(whole[: i + 1], request):
                 return whole[: i + 1]
+        stops = request.sampling.stop_token_ids
         return [*whole, stops[0]] if stops else whole
+
+    def _ends(self, drawn: list[int], request: DecodeRequest) -> bool:
+        """Is its last token the end, or does it complete a text that is?"""
+        sampling, none = request.sampling, np.zeros(0, np.int32)
+        return drawn[-1] in sampling.stop_token_ids or (
+            self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
+        )
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
         self._need("weights", "kv_cache")

@@ -2,13 +2,14 @@
 
     a result comes back
       | not finished                      -> its next segment is submitted
+      | waits     -> tools and other agents are called; with what they say behind it, its next segment is submitted
       | finished  -> judged -> ask complete? -> closed -> what the team asks next is opened and submitted
 
     ask()   the trainer wants one more batch       stage s of new problems begins when stage s-1 has ended and
     take()  a batch, where one is ready            s <= batches asked for + rollout.overlap
 
 Stage s ends, and all groups closed since the last one become batch s, when every sample that was unfinished at its
-beginning has come back once (its segment is decoded), or rollout.finish_share of them have finished; with `pipeline:
+beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished; with `pipeline:
 trajectory`, when nothing is open. Samples, picks and segments that follow do not wait for it. So the decoder is at
 most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
 rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
@@ -124,8 +125,9 @@ class EventScheduler(Ledger):
         self.state = state.scheduler
         self.source.load(state.source)
         self._num_asked = self.state.num_taken
-        keys = [_Key(ask_id, index) for ask_id, opened in self.state.open.items() for index in opened.partial]
-        self._due = dict.fromkeys(keys)
+        self.resume_waiting()
+        keys = self._unfinished()
+        self._due = {key: None for key in keys if not self.is_waiting(self.state.open[key.ask_id], key.place)}
         self._await(keys)
 
     # The decoder's side.
@@ -156,7 +158,7 @@ class EventScheduler(Ledger):
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Results that the engines have, waiting timeout_s at most for the first. The books are not touched."""
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
-        if self._judging:
+        if self._judging or self.is_calling:
             timeout_s = min(timeout_s, _JUDGING_S)
         return [result for pool in pools for result in pool.collect(timeout_s / len(pools))]
 
@@ -179,15 +181,31 @@ class EventScheduler(Ledger):
             else:
                 self._decoded.pop(key, None)
                 sample = self.sample(opened, key.place, partial, finish, result.error)
-                unjudged.append((key, self.episode(opened.ask), opened.ask, sample))
+                if sample.finish is Finish.WAITING:
+                    self._open(self.suspend(opened, key.place, partial, sample))
+                else:
+                    unjudged.append((key, self.episode(opened.ask), opened.ask, sample))
+        self._judge([*unjudged, *self._go_on()])
+        self._take_judged(wait=False)
+        self._end_stage_if_due()
+
+    def _go_on(self) -> list[tuple[_Key, Episode, Ask, Sample]]:
+        """Have what waits go on where it can; what ends instead, not judged yet."""
+        self._open(self.take_outputs())
+        resumed, ended = self.take_resumed()
+        self._due.update(dict.fromkeys(_Key(opened.ask.id, index) for opened, index in resumed))
+        return [
+            (_Key(opened.ask.id, index), self.episode(opened.ask), opened.ask, sample)
+            for opened, index, sample in ended
+        ]
+
+    def _judge(self, unjudged: Sequence[tuple[_Key, Episode, Ask, Sample]]) -> None:
         if unjudged:
             keys, finished = [each[0] for each in unjudged], [each[1:] for each in unjudged]
             if self._judges is not None:
                 self._judging[self._judges.submit(self.team.judged, finished)] = keys
             else:
                 self._finish(keys, self.team.judged(finished))
-        self._take_judged(wait=False)
-        self._end_stage_if_due()
 
     def _take_judged(self, *, wait: bool) -> None:
         for judging in [future for future in self._judging if wait or future.done()]:
@@ -235,8 +253,11 @@ class EventScheduler(Ledger):
         num_carried = self._num_carried()
         if num_carried <= self.config.max_unfinished:
             self._open(self.draw(num_carried))
-        self._await([_Key(ask_id, index) for ask_id, opened in state.open.items() for index in opened.partial])
+        self._await(self._unfinished())
         self._end_stage_if_due()
+
+    def _unfinished(self) -> list[_Key]:
+        return [_Key(ask_id, index) for ask_id, opened in self.state.open.items() for index in opened.partial]
 
     def _num_carried(self) -> int:
         """Samples that have tokens and need more."""
@@ -259,7 +280,7 @@ class EventScheduler(Ledger):
 
     def _is_stage_over(self) -> bool:
         if self.config.pipeline == "trajectory":
-            return not self.state.open
+            return not (self.state.open or self.is_calling)
         if self.config.finish_share < 1 and self._num_finished >= self.config.finish_share * self._num_awaited:
             return True
         return not self._awaited

@@ -1,7 +1,9 @@
 """What has been asked, what is being decoded and what is complete: the books that every scheduler keeps.
 
     asks -> open ones, of partial samples -> results -> finished samples -> judged -> closed -> groups for the trainer
-      ^------------------------------------- Orchestration.follow --------------------------'
+      ^                   ^                     '-> waiting for calls of tools, other asks <-.     |
+      |                   '----------------- Orchestration.continuation --------------------'     |
+      '------------------------------------- Orchestration.follow --------------------------------'
 
 No engine, no clock and no order of its own in here: a scheduler says when each of these happens.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,11 +20,11 @@ import numpy as np
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
+from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Group, Sample
+from marsrl.rollout.types import Ask, Finish, Group, Sample, ToolCall, ToolOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,7 @@ class SchedulerState:
                 for key, each in self.open.items()
             },
             instances={
-                key: Instance(
-                    {name: replace(e, asks=dict(e.asks), answers=dict(e.answers)) for name, e in each.episodes.items()},
-                    list(each.held),
-                )
+                key: Instance({name: episode.copy() for name, episode in each.episodes.items()}, list(each.held))
                 for key, each in self.instances.items()
             },
             num_instances=self.num_instances,
@@ -106,6 +106,8 @@ class Ledger:
         self.trains_whole = trains_whole
         self.state = SchedulerState()
         self.counts = Counter()
+        self._calling: dict[Future[ToolOutput], ToolCall] = {}
+        self._stirred: dict[str, Episode] = {}  # by id, in which samples wait, and something has happened
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
 
     @property
@@ -123,6 +125,13 @@ class Ledger:
         if self.on_stage is not None:
             self.on_stage()
 
+    def resume_waiting(self) -> None:
+        """After a restore: calls of tools that have no output are made again, and samples that wait are looked at."""
+        for instance in self.state.instances.values():
+            for episode in instance.episodes.values():
+                self._call(episode.open_calls)
+                self._stir(episode)
+
     def policy_of(self, agent: str) -> str:
         return self.team.agents[agent].policy
 
@@ -137,6 +146,8 @@ class Ledger:
             self.counts["rollout/engine_restarts"] += faults.engine_restarts
             self.counts["rollout/resubmitted"] += faults.resubmitted
             self.counts["rollout/failed_requests"] += faults.failed
+        if self.team.tools is not None:
+            self.counts.update(self.team.tools.take_counts())
 
     def episode(self, ask: Ask) -> Episode:
         """The episode of an ask that is not over."""
@@ -155,8 +166,7 @@ class Ledger:
             episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
             self.state.instances[rollout_id] = Instance(episodes)
             for episode in list(episodes.values()):
-                asks += self.team.follow(episode)
-                self._end_if_over(episode)
+                asks += self._follow(episode)
         return asks
 
     def open_asks(self, asks: Sequence[Ask], versions: Mapping[str, int]) -> list[OpenAsk]:
@@ -212,9 +222,89 @@ class Ledger:
         return partial, Finish.LENGTH if is_full else Finish.UNFINISHED
 
     def sample(self, opened: OpenAsk, index: int, partial: Partial, finish: Finish, error: str) -> Sample:
-        """A finished sample, not judged yet."""
+        """A sample that has finished or waits, not judged yet."""
         prompt = opened.prompt_ids, opened.prompt_text
         return self.team.sample(self.episode(opened.ask), opened.ask, index, prompt, partial, finish, error)
+
+    def suspend(self, opened: OpenAsk, index: int, partial: Partial, sample: Sample) -> list[Ask]:
+        """The sample waits (take_resumed); the asks that follow."""
+        opened.partial[index] = partial
+        episode = self.episode(opened.ask)
+        episode.wait(sample)
+        return self._follow(episode)
+
+    def is_waiting(self, opened: OpenAsk, index: int) -> bool:
+        return f"{opened.ask.id}:{index}" in self.episode(opened.ask).waiting
+
+    @property
+    def is_calling(self) -> bool:
+        """Are tools at work?"""
+        return bool(self._calling)
+
+    @property
+    def is_stirred(self) -> bool:
+        """May take_resumed find something?"""
+        return bool(self._stirred)
+
+    def take_outputs(self, timeout_s: float | None = 0) -> list[Ask]:
+        """Enter what tools have said, waiting at most timeout_s for the first (None: for all); the asks that follow."""
+        if not self._calling:
+            return []
+        until = ALL_COMPLETED if timeout_s is None else FIRST_COMPLETED
+        done = wait(self._calling, timeout_s, until).done
+        asks = []
+        for future in [future for future in self._calling if future in done]:  # in the order of the calls
+            call = self._calling.pop(future)
+            instance = self.state.instances.get(call.episode_id.partition(".")[0])
+            episode = instance.episodes.get(call.episode_id) if instance is not None else None
+            if episode is not None:  # else it has ended without
+                episode.outputs[call.id] = future.result()
+                asks += self._follow(episode)
+        return asks
+
+    def take_resumed(self) -> tuple[list[tuple[OpenAsk, int]], list[tuple[OpenAsk, int, Sample]]]:
+        """(waiting samples that go on, what they waited for behind them; those that end here, not judged yet)."""
+        resumed, ended = [], []
+        stirred, self._stirred = self._stirred, {}
+        for episode in stirred.values():
+            said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
+            is_stuck = not any(tokens is not None for tokens in said.values()) and self._is_stuck(episode)
+            for uid, tokens in said.items():
+                if tokens is None and not (episode.error or is_stuck):
+                    continue
+                name, _, place = uid.rpartition(":")
+                opened, index = self.state.open[name], int(place)
+                partial = opened.partial[index]
+                del episode.waiting[uid]
+                if tokens is None:
+                    error = episode.error or NOTHING_OPEN
+                    ended.append((opened, index, self.sample(opened, index, partial, Finish.ERROR, error)))
+                elif len(partial.token_ids) + len(tokens) >= self.most_tokens(opened.ask.agent):
+                    ended.append((opened, index, self.sample(opened, index, partial, Finish.LENGTH, "")))
+                else:
+                    self.counts["rollout/foreign_tokens"] += len(tokens)
+                    partial.go_on_with(tokens)
+                    resumed.append((opened, index))
+        return resumed, ended
+
+    def _is_stuck(self, episode: Episode) -> bool:
+        """Is nothing open in it but samples that wait?"""
+        open_asks = [ask for name, ask in episode.asks.items() if name not in episode.answers]
+        return not episode.open_calls and all(
+            ask.id in self.state.open
+            and all(f"{ask.id}:{index}" in episode.waiting for index in self.state.open[ask.id].partial)
+            and self.state.open[ask.id].partial
+            for ask in open_asks
+        )
+
+    def _stir(self, episode: Episode) -> None:
+        if episode.waiting:
+            self._stirred[episode.id] = episode
+
+    def _call(self, calls: Sequence[ToolCall]) -> None:
+        for call in calls:
+            assert self.team.tools is not None  # Team.follow lets no call through else
+            self._calling[self.team.tools.submit(call)] = call
 
     def is_overdue(self, opened: OpenAsk, versions: Mapping[str, int]) -> bool:
         """Does the ask go on without its stragglers?"""
@@ -240,13 +330,19 @@ class Ledger:
     def _over(self, ask: Ask, samples: tuple[Sample, ...]) -> list[Ask]:
         episode = self.episode(ask)
         episode.close(ask, samples)
-        asks = self.team.follow(episode)
+        return self._follow(episode)
+
+    def _follow(self, episode: Episode) -> list[Ask]:
+        """The asks that are new; calls of tools are made, and an episode without anything open has ended."""
+        asks, calls = self.team.follow(episode)
+        self._call(calls)
+        self._stir(episode)
         self._end_if_over(episode)
         return asks
 
     def _end_if_over(self, episode: Episode) -> None:
-        """An episode without an open ask has ended; with the last one of its instance, what was held is trained."""
-        if episode.num_open:
+        """An episode without an open ask or call has ended; with the last one of its instance, what was held is trained."""
+        if not episode.is_at_its_end:
             return
         instance = self.state.instances[episode.rollout_id]
         if self.trains_whole:

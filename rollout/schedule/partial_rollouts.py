@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.types import Ask, FloatArray, IntArray, Sample, Segment
+from marsrl.rollout.types import Ask, BoolArray, FloatArray, IntArray, Sample, Segment
+
+NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
+"""Why a waiting sample ends as an error that nothing more can come for."""
 
 
 @dataclass(slots=True)
 class Partial:
     """A completion so far. Token ids, never text, go on in the next stage; each segment keeps its policy version.
 
+    turn: how often the sample has waited and gone on, with tokens behind it that it did not choose (is_sampled off).
     routed_experts: of prompt and completion, but for the last token; each as the version chose that decoded with it.
     """
 
     token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # [N]
     logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] nats
+    is_sampled: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [N]
     segments: tuple[Segment, ...] = ()
+    turn: int = 0
     routed_experts: ExpertArray | None = None
 
     def extend(
@@ -33,9 +39,20 @@ class Partial:
             self.segments = (*self.segments, Segment(start, start + len(token_ids), version))
             self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
             self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
+            self.is_sampled = np.concatenate([self.is_sampled, np.ones(len(token_ids), np.bool_)])
             if routed_experts is not None:
                 known = [] if self.routed_experts is None else [self.routed_experts]
                 self.routed_experts = np.concatenate([*known, routed_experts])
+
+    def go_on_with(self, token_ids: IntArray) -> None:
+        """Append what somebody else wrote: no log-probs, and part of the segment that it follows."""
+        num_tokens = len(token_ids)
+        if self.segments:
+            self.segments = (*self.segments[:-1], replace(self.segments[-1], end=self.segments[-1].end + num_tokens))
+        self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(num_tokens, np.float32)])
+        self.is_sampled = np.concatenate([self.is_sampled, np.zeros(num_tokens, np.bool_)])
+        self.turn += 1
 
 
 @dataclass(slots=True)

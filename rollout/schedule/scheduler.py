@@ -8,6 +8,8 @@
                                                           v
                                                      picks, asked in stage k+1
 
+A sample that waits for a tool or for another agent goes on within the stage, and so does its episode.
+
 This is MarsRL's agentic pipeline (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so
 up to five agents of different problems are in flight in one stage. `pipeline: trajectory` plays stages until every
 problem of the step has ended: the baseline. With rollout.overlap, event_scheduler.py plays instead.
@@ -63,6 +65,7 @@ class Scheduler(Ledger):
     def restore(self, state: RolloutState) -> None:
         self.state = state.scheduler
         self.source.load(state.source)
+        self.resume_waiting()
 
     def close(self) -> None:
         """Nothing of ours is left running."""
@@ -74,35 +77,55 @@ class Scheduler(Ledger):
         if new_problems and self.num_unfinished <= self.config.max_unfinished:
             asks += self.draw(self.num_unfinished)
         self.open_asks(asks, versions)
-        finished = self._decode(versions, progress)
+        work = [(opened, index) for opened in self._in_order() for index in opened.partial]
+        while True:
+            work = [(opened, index) for opened, index in work if not self.is_waiting(opened, index)]
+            self._judge(self._decode(work, versions, progress))
+            self._close_whole(versions)
+            self.state.pending += self.take_outputs(timeout_s=None)
+            work, ended = self.take_resumed()
+            self._judge(ended)
+            work += [(opened, index) for opened in self._open_for_waiting(versions) for index in opened.partial]
+            if not (work or ended or self.is_calling or self.is_stirred):
+                break
         self.note_faults()
-        self._judge(finished)
-        for _, each in sorted(self.state.open.items()):
-            if each.is_complete or self.is_overdue(each, versions):
-                self.state.pending += self.close_ask(each)
         groups, self.state.closed = self.state.closed, []
         return Batch(tuple(groups), self.counts)
 
-    def _decode(self, versions: Mapping[str, int], progress: Progress | None) -> list[tuple[OpenAsk, int, Sample]]:
-        """One ordered submission to the engines; returns what finished, the rest stays partial."""
+    def _in_order(self) -> list[OpenAsk]:
+        return [opened for _, opened in sorted(self.state.open.items())]
+
+    def _close_whole(self, versions: Mapping[str, int]) -> None:
+        for each in self._in_order():
+            if each.is_complete or self.is_overdue(each, versions):
+                self.state.pending += self.close_ask(each)
+
+    def _open_for_waiting(self, versions: Mapping[str, int]) -> list[OpenAsk]:
+        """Open, of what is pending, the asks of episodes in which a sample waits."""
+        now = [ask for ask in self.state.pending if self.episode(ask).waiting]
+        self.state.pending = [ask for ask in self.state.pending if not self.episode(ask).waiting]
+        return self.open_asks(now, versions)
+
+    def _decode(
+        self, work: Sequence[tuple[OpenAsk, int]], versions: Mapping[str, int], progress: Progress | None
+    ) -> list[tuple[OpenAsk, int, Sample]]:
+        """One ordered submission to the engines; returns what finished, the rest stays partial or waits."""
         finished = []
         for policy, pool in self.team.pools.items():
-            work = [
-                (opened, index)
-                for _, opened in sorted(self.state.open.items())
-                if self.policy_of(opened.ask.agent) == policy
-                for index in opened.partial
-            ]
-            requests = [self.request(opened, index) for opened, index in work]
+            own = [(opened, index) for opened, index in work if self.policy_of(opened.ask.agent) == policy]
+            requests = [self.request(opened, index) for opened, index in own]
             behind = _behind(self.counts["rollout/tokens"], progress)
             results = self._play(pool, requests, versions[policy], behind) if requests else []
-            for (opened, index), result in zip(work, results, strict=True):
+            for (opened, index), result in zip(own, results, strict=True):
                 partial, finish = self.extended(opened, index, result)
                 if finish is Finish.UNFINISHED:
                     opened.partial[index] = partial
+                    continue
+                sample = self.sample(opened, index, partial, finish, result.error)
+                if sample.finish is Finish.WAITING:
+                    self.state.pending += self.suspend(opened, index, partial, sample)
                 else:
-                    del opened.partial[index]
-                    finished.append((opened, index, self.sample(opened, index, partial, finish, result.error)))
+                    finished.append((opened, index, sample))
         return finished
 
     def _play(
@@ -135,6 +158,7 @@ class Scheduler(Ledger):
     def _judge(self, finished: Sequence[tuple[OpenAsk, int, Sample]]) -> None:
         judged = self.team.judged([(self.episode(each.ask), each.ask, sample) for each, _, sample in finished])
         for (opened, index, _), sample in zip(finished, judged, strict=True):
+            del opened.partial[index]
             opened.finished[index] = sample
 
 

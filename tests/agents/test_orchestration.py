@@ -231,10 +231,10 @@ def answered(team: Orchestration, *rounds: list[Sample], episode: Episode | None
     """(the episode, what is asked next) after each round's samples answered the asks, all on the first of them."""
     episode = episode or Episode("r", "r", PROBLEM)
     for samples in rounds:
-        asks = episode.enter(team.follow(episode))
+        asks = episode.enter(team.follow(episode))[0]
         for ask, own in zip(asks, [samples, *[[]] * len(asks)], strict=False):
             episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(own)])
-    return episode, episode.enter(team.follow(episode))
+    return episode, episode.enter(team.follow(episode))[0]
 
 
 def inputs(asks: list[Ask]) -> list[str]:
@@ -343,8 +343,8 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
         for ask in asks:
             samples = [replace(s, uid=f"{ask.id}:{i}", agent=agent) for i, s in enumerate(right + wrong)]
             episode.close(ask, samples)
-        asks = episode.enter(team.follow(episode))
-    assert asks == [] and episode.num_open == 0
+        asks = episode.enter(team.follow(episode))[0]
+    assert asks == [] and episode.is_at_its_end
 
 
 def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last() -> None:
@@ -355,16 +355,16 @@ def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last()
         episode, asks = answered(TEAM, solved)
         reports = list(zip(asks, ([found, found], [false_alarm]), strict=True))[::order]
         for ask, samples in reports:
-            assert episode.enter(TEAM.follow(episode)) == []
+            assert episode.enter(TEAM.follow(episode))[0] == []
             episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(samples)])
-        corrections = episode.enter(TEAM.follow(episode))  # adaptive: the errors that were really there
+        corrections = episode.enter(TEAM.follow(episode))[0]  # adaptive: the errors that were really there
         assert inputs(corrections) == ["verifier1:0", "verifier1:1"]
         assert {ask.inputs[0] for ask in corrections} == {asks[0].inputs[0]}
 
 
 def test_a_problem_that_nobody_flagged_ends_the_episode() -> None:
     episode, asks = answered(TEAM, [sample("s", **RIGHT)], [sample("v", verdict=True, correct=1.0)])
-    assert asks == [] and episode.num_open == 0
+    assert asks == [] and episode.is_at_its_end
     assert answered(TEAM, [])[1] == []  # nothing came, or the prompt was too long
 
 
@@ -410,7 +410,7 @@ def play(
     team = five(agents, **rules)
     episode = Episode("e", "e", PROBLEM, 0, "evaluate")
     for number, (agent, text, finish) in enumerate(script):
-        asks = episode.enter(team.follow(episode))
+        asks = episode.enter(team.follow(episode))[0]
         assert [ask.agent for ask in asks] == [agent], f"call {number}: {team.loop(episode).reason}"
         (ask,) = asks
         assert ask.num_samples == 1
@@ -418,7 +418,7 @@ def play(
         episode.close(ask, [team.parse(said)])
     loop = team.loop(episode)
     assert (team.outcome(episode) is loop.final) and (loop.final is None) == (loop.reason == "")
-    assert (episode.enter(team.follow(episode)) == []) == (loop.reason != "")
+    assert (episode.enter(team.follow(episode))[0] == []) == (loop.reason != "")
     return loop
 
 

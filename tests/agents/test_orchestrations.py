@@ -24,11 +24,11 @@ Say = Callable[[Ask], str | None]
 def play(team: Orchestration, say: Say) -> Episode:
     """One episode to its end: what each ask is told; None: nothing came. An answer is right where it is 1."""
     episode = Episode("000001.0", "000001", PROBLEM)
-    while asks := episode.enter(team.follow(episode)):
+    while asks := episode.enter(team.follow(episode))[0]:
         for ask in reversed(asks):  # the order in which answers come does not matter
             text = say(ask)
             episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
-    assert episode.num_open == 0
+    assert episode.is_at_its_end
     assert not team.most_samples() or len(episode.asks) <= sum(team.most_samples().values())
     return episode
 

@@ -1,13 +1,17 @@
 """Engines that take requests while they decode, and give them up: local 2 s, vLLM 12 s (it is started)."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine_cases import prompt, request
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.types import Finish
 
 
@@ -104,3 +108,34 @@ def test_weights_do_not_change_under_requests(checkpoint, tmp_path):
     engine.collect(0.0)
     with pytest.raises(RuntimeError, match="abort and collect them first"):
         engine.update_weights(WeightUpdate(str(tmp_path / "none"), 1))
+
+
+def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine, monkeypatch):
+    """Also where an earlier segment holds its first half; requests beside it, of other texts or none, go on."""
+    monkeypatch.setattr(engine, "_stops", StopTexts(lambda ids: "".join(f"{token:03d}" for token in ids.tolist())))
+    asks = asks_of(3, length=40)
+    whole = engine.generate(asks, version=0)
+    ids = whole[0].token_ids.tolist()
+    end = next(i for i in range(8, 30) if (ids[i - 1], ids[i]) not in zip(ids[: i - 1], ids[1:i], strict=True))
+    text = f"{ids[end - 1]:03d}{ids[end]:03d}"[1:]  # from the middle of a token on
+    before = engine.num_decoded()
+    stopping = [replace(ask, sampling=replace(ask.sampling, stop=(text, "never"))) for ask in asks[:1]]
+    stopped, *others = engine.generate([*stopping, *asks[1:]], version=0)
+    assert stopped.finish is Finish.STOP and stopped.token_ids.tolist() == ids[: end + 1]
+    np.testing.assert_allclose(stopped.logprobs, whole[0].logprobs[: end + 1], atol=1e-4)
+    assert_same({other.uid: other for other in others}, whole[1:])
+    assert engine.num_decoded() - before == end + 1 + sum(len(other.token_ids) for other in others)
+    first = replace(stopping[0], max_new_tokens=end)
+    assert engine.generate([first], version=0)[0].finish is Finish.LENGTH
+    tokens = np.concatenate([asks[0].token_ids, whole[0].token_ids[:end]])
+    (rest,) = engine.generate([replace(stopping[0], token_ids=tokens, max_new_tokens=20)], version=0)
+    assert rest.finish is Finish.STOP and rest.token_ids.tolist() == [ids[end]]
+
+
+def test_a_text_that_was_there_before_ends_nothing(tmp_path):
+    write_arithmetic_tokenizer(tmp_path)
+    stops, renderer = StopTexts.of_model(tmp_path), ChatRenderer(tmp_path)
+    known, drawn = (renderer.encode_trusted(text) for text in ("grade fix", "fix Answer: 3"))
+    assert [stops.is_ended(known, drawn[: i + 1].tolist(), ("Answer:", "fix")) for i in range(3)] == [True, True, False]
+    assert not stops.is_ended(known, [], ("fix",)) and not stops.is_ended(known, drawn.tolist(), ())
+    assert not stops.is_ended(known, drawn.tolist(), ("fix",))

@@ -225,7 +225,7 @@ def test_picks_are_made_once_when_every_group_of_the_agent_is_closed() -> None:
     copied = decode_state(SchedulerState, encode(books.state))
     episode = copied.instances["000001"].episodes["000001"]
     assert [ask for ask in books.team.orchestration.follow(episode) if ask.agent == "corrector1"] == corrections
-    assert books.team.follow(episode) == []  # all of it was asked before
+    assert books.team.follow(episode) == ([], [])  # all of it was asked before
 
 
 def test_whole_instances_are_trained_at_once_with_their_outcomes() -> None:

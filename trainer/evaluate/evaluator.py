@@ -8,12 +8,13 @@ system    episodes that end in the answer that counts (Orchestration.follow and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
-from marsrl.rollout.episode import Episode, played
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.schedule.at_once import AtOnce
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
@@ -62,7 +63,7 @@ class Evaluator:
         problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "probe") for n, p in zip(names, problems, strict=True)]
-        played(episodes, self.team.follow, lambda asks, _: self._answer(asks, versions, "probe", progress))
+        self._play(episodes, lambda _: "probe", versions, progress)
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
         self.probe = Probe(inputs, {episode.id: episode for episode in episodes if episode.id in used})
@@ -88,7 +89,7 @@ class Evaluator:
             for i, problem in enumerate(self.task.held_out(self.config.num_problems, EVALUATION_SET))
             for draw in range(self.config.repeat)
         ]
-        played(episodes, self.team.follow, lambda asks, n: self._answer(asks, versions, f"call {n}", progress))
+        self._play(episodes, lambda number: f"call {number}", versions, progress)
         agents = {}
         for spec in self.team.orchestration.agents:
             calls = [
@@ -110,31 +111,33 @@ class Evaluator:
                 agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
         return Evaluation(agents=agents, system=_accuracy([self.team.outcome(episode) for episode in episodes]))
 
-    def _answer(
+    def _play(
         self,
-        asks: Sequence[tuple[Episode, Ask]],
+        episodes: Sequence[Episode],
+        name: Callable[[int], str],
         versions: Mapping[str, int],
-        name: str,
         progress: Progress | None,
-    ) -> list[tuple[Sample]]:
-        """`name` is part of the seeds: asking the same thing under another name draws anew."""
-        samples = self.team.answer(
-            asks,
-            versions,
-            max_tokens=self.max_tokens,
-            seed=derive_seed(self.seed, "evaluate", name),
-            sampling=Sampling(self.config.temperature, self.config.top_p, self.config.top_k),
-            progress=None if progress is None else lambda tokens: progress(self.num_decoded + tokens),
-        )
-        self.num_decoded += sum(len(sample.token_ids) for sample in samples)
-        return [(sample,) for sample in samples]
+    ) -> None:
+        player = self._player(versions, progress)
+        player.play(episodes, lambda number: self._seed(name(number)))
+        self.num_decoded = player.num_decoded
+
+    def _player(self, versions: Mapping[str, int], progress: Progress | None) -> AtOnce:
+        sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
+        return AtOnce(self.team, versions, self.max_tokens, sampling, progress, self.num_decoded)
+
+    def _seed(self, name: str) -> int:
+        """Asking the same thing under another name draws anew."""
+        return derive_seed(self.seed, "evaluate", name)
 
     def _asked(
         self, fixed: Sequence[tuple[str, Ask]], versions: Mapping[str, int], name: str, progress: Progress | None
     ) -> list[tuple[Episode, Ask, Sample]]:
-        asks = [(self.probe.episodes[episode], ask) for episode, ask in fixed]
-        answers = self._answer(asks, versions, name, progress)
-        return [(*asked, sample) for asked, (sample,) in zip(asks, answers, strict=True)]
+        asks = [(self.probe.episodes[episode].before(ask), ask) for episode, ask in fixed]
+        player = self._player(versions, progress)
+        samples = player.answer(asks, self._seed(name))
+        self.num_decoded = player.num_decoded
+        return [(*asked, sample) for asked, sample in zip(asks, samples, strict=True)]
 
     def _balanced(
         self, agent: str, fixed: FixedInputs, versions: Mapping[str, int], progress: Progress | None

@@ -80,6 +80,7 @@ def rehearse(
         engine = ScriptedEngine(
             _script(problem, answers, words, config.run.seed),
             encode=lambda text: renderer.completion_ids(text).tolist(),
+            decode=renderer.decode,
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
         rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": "trajectory", **bounds})

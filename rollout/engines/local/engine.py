@@ -36,6 +36,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.sampler import draw
+from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
@@ -68,6 +69,7 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         self._device = torch.device(device)
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
+        self._stops = StopTexts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version, self._deadline_s = version, deadline_s
@@ -227,7 +229,10 @@ class LocalEngine:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             self._num_decoded += 1
-            if token in row.request.sampling.stop_token_ids:
+            sampling = row.request.sampling
+            if token in sampling.stop_token_ids or self._stops.is_ended(
+                row.request.token_ids, row.tokens, sampling.stop
+            ):
                 row.finish = Finish.STOP
             elif len(row.tokens) >= min(row.request.max_new_tokens, self._max_model_len - len(row.request.token_ids)):
                 row.finish = Finish.LENGTH

@@ -32,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.refusals import sharded_engine
+from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -111,6 +112,7 @@ class VllmEngine:
         self._version = version
         self._deadline_s = deadline_s
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
+        self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
         self._keys = itertools.count()
         self._is_aborting = False
@@ -176,7 +178,7 @@ class VllmEngine:
                 return results + self._give_up()
             if results or not self._under_way:
                 return results
-            results = self._finished(self._step())
+            results = self._finished(self._step()) + self._stopped()
             if results or time.monotonic() >= end:
                 return results
 
@@ -343,6 +345,29 @@ class VllmEngine:
                 num_cached_tokens=output.num_cached_tokens or 0,
             )
             for request, output, completion, drawn in zip(requests, outputs, completions, logprobs, strict=True)
+        ]
+
+    def _stopped(self) -> list[DecodeResult]:
+        """Those whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
+        watched = [key for key, request in self._under_way.items() if request.sampling.stop]
+        if not watched:
+            return []
+        tokens = self._tokens_under_way()
+        keys = [
+            key
+            for key in watched
+            for request in [self._under_way[key]]
+            if self._stops.is_ended(request.token_ids, tokens[key], request.sampling.stop)
+        ]
+        if not keys:
+            return []
+        drawn = [np.asarray(tokens[key], np.int32) for key in keys]
+        self._core.abort_request(keys)
+        logprobs = self._take_logprobs(keys, [len(each) for each in drawn])
+        self._num_ended += sum(map(len, drawn))
+        return [
+            DecodeResult(self._under_way.pop(key).uid, ids, values, Finish.STOP, self._version)
+            for key, ids, values in zip(keys, drawn, logprobs, strict=True)
         ]
 
     def _give_up(self) -> list[DecodeResult]:

@@ -1,0 +1,47 @@
+"""Finds the texts that end a completion (Sampling.stop) in its tokens.
+
+Engines that run in our process share it, so a text ends a completion in the same place whatever decodes, and also where
+one segment holds its first half and the next one the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.types import IntArray
+
+
+class StopTexts:
+    """decode: token ids to text; the tokenizer of model_dir is read when it is first needed."""
+
+    def __init__(self, decode: Callable[[IntArray], str]) -> None:
+        self._decode = decode
+
+    @classmethod
+    def of_model(cls, model_dir: str | Path) -> StopTexts:
+        renderers: list[ChatRenderer] = []
+
+        def decode(ids: IntArray) -> str:
+            if not renderers:
+                renderers.append(ChatRenderer(model_dir))
+            return renderers[0].decode(ids)
+
+        return cls(decode)
+
+    def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
+        """Does the last token drawn complete one of the texts?
+
+        known: what the request began with. A token stands for at least a byte, so the texts' length bounds how far to look.
+        """
+        if not stop or not drawn:
+            return False
+        most = max(len(text.encode()) for text in stop)
+        tail = list(drawn[-most:])
+        if len(tail) < most:
+            tail = [*known[len(known) - (most - len(tail)) :].tolist(), *tail]
+        whole, before = (self._decode(np.asarray(ids, np.int32)) for ids in (tail, tail[:-1]))
+        return any(whole.count(text) > before.count(text) for text in stop)

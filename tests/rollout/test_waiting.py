@@ -1,0 +1,309 @@
+"""Samples that wait: for a tool, for another agent, for the next turn. The same completions whoever plays them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from letters import END, LetterRenderer, judge, letter_config, letter_problems
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.schedule.at_once import AtOnce
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
+
+VERSIONS = {"main": 0}
+
+
+class Seeker(Orchestration):
+    """The Solver looks things up (`<look>x</look>`), asks a helper (`<ask>x</ask>`) or takes another turn (`more`)."""
+
+    name = "seeker"
+    agents = (AgentSpec("solver"), AgentSpec("helper"))
+    tools = ("look",)
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asks: list[Ask | ToolCall] = [episode.ask("solver", num_samples=1)]
+        for sample in episode.waiting.values():
+            if wanted := self.wanted(sample, "look"):
+                asks.append(episode.call("look", sample, word=wanted))
+            if self.wanted(sample, "ask"):
+                asks.append(episode.ask("helper", sample, turn=sample.turn))
+        return asks
+
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        if sample.text.endswith("more"):
+            return [Message("user", "go on")]
+        if wanted := self.wanted(sample, "look"):
+            output = episode.output(episode.call("look", sample, word=wanted))
+            return None if output is None else f"[{output.text}]"
+        said = episode.said(episode.ask("helper", sample, turn=sample.turn))
+        return None if said is None else f"({said.shown})"
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        shown = "".join(self.wanted(sample, "ask") for sample in episode.inputs(ask))
+        return (Message("user", shown or episode.problem.question),)
+
+    def parse(self, sample: Sample) -> Sample:
+        if sample.finish is Finish.STOP and sample.text.endswith(("</look>", "</ask>", "more")):
+            return replace(sample, finish=Finish.WAITING)
+        boxed = re.search(r"=(\w)", sample.text)
+        return replace(sample, shown=sample.text, answer=boxed[1] if boxed and sample.finish is Finish.STOP else None)
+
+    @staticmethod
+    def wanted(sample: Sample, tag: str) -> str:
+        found = re.search(f"<{tag}>([^<]*)</{tag}>$", sample.text)
+        return found[1] if found else ""
+
+
+class Looker:
+    """A tool that says its word twice. called: by the calls' ids."""
+
+    def __init__(self) -> None:
+        self.called: Counter[str] = Counter()
+        self.threads = ThreadPoolExecutor(4)
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        self.called[call.id] += 1
+        return self.threads.submit(lambda: ToolOutput(call.arguments.split('"')[3] * 2))
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {}
+
+
+EVEN = ("a<look>ab</look>", "c more", "e=7")
+ODD = ("b<ask>cd</ask>", "d<look>q</look>", "f=8")
+ENDED = {  # each of these episodes, whole
+    0: "a<look>ab</look>[abab]c more|go on\ne=7",
+    1: "b<ask>cd</ask>(help!!!)d<look>q</look>[qq]f=8",
+}
+
+
+def script(request: DecodeRequest) -> list[int]:
+    """What comes next of a completion, told by what is there of it."""
+    known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
+    if "/helper" in request.uid:
+        return [*map(ord, "help!!!"[len(known) :]), END]
+    number = int(request.uid.partition("/")[0].rpartition(".")[2])
+    said = (EVEN, ODD)[number % 2][sum(known.count(mark) for mark in "])\n")]
+    begun = known[max(known.rfind(mark) for mark in "])\n") + 1 :]
+    assert said.startswith(begun)
+    ends = [] if said.endswith(("</look>", "</ask>")) else [END]
+    return [*map(ord, said[len(begun) :]), *ends]
+
+
+class Renderer(LetterRenderer):
+    """Letters as they are, so that what is there of a completion can be read."""
+
+    def render(self, messages: Sequence[Message], **options: bool | str) -> tuple[np.ndarray, str]:
+        text = "".join(message.content for message in messages)
+        return np.asarray([*map(ord, text), 255], np.int32), text
+
+    def completion_ids(self, text: str) -> np.ndarray:
+        return np.asarray([*map(ord, text)], np.int32)
+
+    def next_turn(self, messages: Sequence[Message], **options: bool | str) -> np.ndarray:
+        return self.completion_ids("".join(f"|{message.content}" for message in messages) + "\n")
+
+
+def team_of(config: RolloutConfig, tools: Looker | None, kind: type[Orchestration] = Seeker) -> Team:
+    agents = {"solver": AgentConfig(stop=["</look>", "</ask>"]), "helper": AgentConfig()}
+    engine = ScriptedEngine(script, decode=LetterRenderer().decode, tokens_per_step=3)
+    pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=config.deadline_s)
+    orchestration = kind(agents, "math", None, config)
+    return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, judge, tools=tools)  # type: ignore[dict-item, arg-type]
+
+
+def config_of(**options: object) -> RolloutConfig:
+    base = {"overlap": 0, "group_size": 2, "prompts_per_step": 2, "max_response_tokens": 200}
+    return letter_config(**base | options)
+
+
+def played(config: RolloutConfig, tools: Looker, steps: int = 3) -> dict[str, Sample]:
+    """By uid, all samples of so many batches."""
+    team, source = team_of(config, tools), letter_problems(8)
+    samples = []
+    if not config.overlap:
+        scheduler = Scheduler(config, team, source, seed=3)
+        for _ in range(steps):
+            samples += [s for group in scheduler.next_batch(VERSIONS).groups for s in group.samples]
+    else:
+        events = EventScheduler(config, team, source, seed=3)
+        events.resume(VERSIONS)
+        for _ in range(steps):
+            events.ask()
+            while (batch := events.take()) is None:
+                events.advance(0.01)
+            samples += [s for group in batch.groups for s in group.samples]
+    return {sample.uid: sample for sample in samples}
+
+
+def number_of(sample: Sample) -> int:
+    return int(sample.uid.partition("/")[0].rpartition(".")[2])
+
+
+def is_right(sample: Sample) -> bool:
+    """Is it what it says in every case, with what is not its own marked?"""
+    if sample.agent == "helper":
+        return sample.text == "help!!!" and bool(sample.is_sampled.all())
+    foreign = "".join(chr(t) for t, own in zip(sample.token_ids, sample.is_sampled, strict=True) if not own)
+    same = sample.text == ENDED[number_of(sample)] and foreign == ("[abab]|go on\n", "(help!!!)[qq]")[number_of(sample)]
+    n = len(sample.token_ids)
+    sizes = {len(sample.is_sampled), len(sample.rollout_logprobs), sample.segments[-1].end}
+    starts = [0, *(segment.end for segment in sample.segments)]
+    return (
+        same
+        and sizes == {n}
+        and sample.turn == 2
+        and [segment.start for segment in sample.segments] == starts[:-1]
+        and bool((sample.rollout_logprobs[~sample.is_sampled] == 0).all())
+        and bool((sample.rollout_logprobs[sample.is_sampled] < 0).all())
+        and sample.reward.value == 1 - number_of(sample)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline": "trajectory"},
+        {"pipeline": "agentic"},
+        {"segments": 40},  # 5 tokens a stage: marks are cut in two
+        {"overlap": 1},
+        {"overlap": 2, "pipeline": "trajectory"},
+        {"overlap": 1, "segments": 40},
+    ],
+    ids=str,
+)
+def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say(options: dict[str, object]) -> None:
+    tools = Looker()
+    config = config_of(**options)
+    samples = played(config, tools, steps=3 if config.segments == 1 else 16)
+    assert len(samples) >= 6 and {sample.agent for sample in samples.values()} == {"solver", "helper"}
+    assert all(is_right(sample) for sample in samples.values()), [s.text for s in samples.values() if not is_right(s)]
+    assert {f"{uid.partition('/')[0]}/solver:0" for uid in samples} <= {
+        name.split("/look")[0][:-2] for name in tools.called
+    }
+    assert set(tools.called.values()) == {1}
+
+
+@pytest.mark.parametrize("options", [{"segments": 40}, {"overlap": 1}, {"overlap": 1, "segments": 40}], ids=str)
+def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options: dict[str, object]) -> None:
+    config, source, lives = config_of(prompts_per_step=1, **options), letter_problems(8), random.Random(0)
+    known = RolloutState(SchedulerState(), source.state())
+    trained: Counter[str] = Counter()
+    num_kept = num_open = 0
+    for _ in range(60):
+        tools, source = Looker(), letter_problems(8)
+        kind = EventScheduler if config.overlap else Scheduler
+        scheduler = kind(config, team_of(config, tools), source, seed=3)
+        scheduler.restore(decode(RolloutState, encode(known)))
+        episodes = [e for each in scheduler.state.instances.values() for e in each.episodes.values()]
+        is_open = {call.id for episode in episodes for call in episode.open_calls}
+        kept = {name for episode in episodes for name in episode.outputs}
+        if isinstance(scheduler, Scheduler):
+            batch = scheduler.next_batch(VERSIONS)
+        else:
+            scheduler.resume(VERSIONS)
+            scheduler.ask()
+            for _ in range(lives.randrange(1, 12)):
+                scheduler.advance(0.01)  # a step of the engine: three tokens
+            batch = scheduler.take()
+        for group in batch.groups if batch is not None else ():
+            trained.update(sample.uid for sample in group.samples)
+            assert all(is_right(sample) for sample in group.samples)
+        known = decode(RolloutState, encode(scheduler.snapshot()))
+        assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
+        num_kept, num_open = num_kept + len(kept), num_open + len(is_open)
+    assert len(trained) >= 12 and set(trained.values()) == {1}
+    assert num_kept and (num_open or not config.overlap)  # it was cut in the midst of both
+
+
+def test_evaluation_plays_them_too() -> None:
+    config, tools = config_of(), Looker()
+    player = AtOnce(team_of(config, tools), VERSIONS, 200, Sampling())
+    problem = Problem("p", "what", "7", "math")
+    episodes = [Episode(f"e.{i}", "e", problem, purpose="evaluate") for i in range(4)]
+    player.play(episodes, lambda number: number)
+    ended = [episode.said(episode.ask("solver")) for episode in episodes]
+    assert [said is not None and said.answer for said in ended] == ["7", "8", "7", "8"]
+    assert all(episode.is_at_its_end and not episode.waiting for episode in episodes)
+    assert tools.called.total() == 4 and player.num_decoded == sum(len("".join(w)) for w in (EVEN, ODD)) * 2 + 2 * 7 + 8
+    fixed = episodes[0].before(episodes[0].ask("solver"))
+    assert not fixed.answers and not fixed.outputs and len(episodes[0].outputs) == 1
+    (again,) = player.answer([(fixed, episodes[0].ask("solver"))], 0)
+    assert again.text == ENDED[0] and tools.called.total() == 5
+
+
+class Stuck(Seeker):
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        return [episode.ask("solver")]
+
+
+class Raising(Seeker):
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        raise KeyError("nothing here")
+
+
+class Toolless(Seeker):
+    tools = ()
+
+
+class Long(Seeker):
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        return "x" * 200
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "finish", "reason"),
+    [
+        (Stuck, Finish.ERROR, "nothing was asked for"),
+        (Raising, Finish.ERROR, "continuation: KeyError: 'nothing here'"),
+        (Toolless, Finish.ERROR, "tools does not name 'look'"),
+        (Long, Finish.LENGTH, "overlong"),
+    ],
+)
+def test_what_cannot_go_on_ends_and_says_why(kind: type[Seeker], finish: Finish, reason: str, overlap: int) -> None:
+    config = config_of(overlap=overlap, pipeline="trajectory")
+    team = replace(team_of(config, Looker(), kind), max_turns=20)
+    if overlap:
+        events = EventScheduler(config, team, letter_problems(8), seed=3)
+        events.resume(VERSIONS)
+        events.ask()
+        while (batch := events.take()) is None:
+            events.advance(0.01)
+    else:
+        batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    solvers = [s for group in batch.groups for s in group.samples if s.uid.endswith(".0/solver:0")]
+    assert len(solvers) == 2 and all(s.finish is finish and reason in s.reward.note for s in solvers)
+    assert all(sample.text.startswith("a<look>ab</look>") and sample.turn == 0 for sample in solvers)
+    player = AtOnce(team, VERSIONS, 200, Sampling())
+    episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
+    (sample,) = player.answer([(episode, ask) for ask in team.follow(episode)[0]], 0)
+    assert sample.finish is finish and reason in sample.reward.note and not episode.waiting
+
+
+def test_a_team_of_many_turns_is_stopped() -> None:
+    config = config_of(pipeline="trajectory")
+    team = replace(team_of(config, Looker()), max_turns=2)
+    batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    odd = [s for group in batch.groups for s in group.samples if s.uid.endswith(".1/solver:0")]
+    assert len(odd) == 2 and all("3 calls of agents and tools, at most" in s.reward.note for s in odd)
+    assert batch.metrics["rollout/failed_episodes"] == 2
