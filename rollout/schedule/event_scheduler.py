@@ -9,10 +9,11 @@
     take()  a batch, where one is ready            s <= batches asked for + rollout.overlap
 
 Stage s ends, and all groups closed since the last one become batch s, when every sample that was unfinished at its
-beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished; with `pipeline:
-trajectory`, when nothing is open. Samples, picks and segments that follow do not wait for it. So the decoder is at
-most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
-rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
+beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished;
+with `pipeline: trajectory`, when nothing is open. Samples, picks and segments that follow do not wait for it. So the
+decoder is at most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most
+rollout.overlap + rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong
+to the next).
 
 No thread and no clock in here: whoever drives it calls advance() (background.py, or a simulation).
 """
