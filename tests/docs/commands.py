@@ -118,6 +118,9 @@ WAYS = {
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu a100-80g --response 8192 --json plan.json": PRINTS,
     "marsrl plan --config configs/single_gpu.yaml --gpus 1 --gpu h100-80g": PRINTS,
     "marsrl plan --config configs/drmas_math.yaml --gpus 8 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/ulorl.yaml --gpus 64 --gpu h100-80g": PRINTS,
+    "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
+    f"--config configs/ulorl.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/qwen3_30b_a3b.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "

@@ -29,6 +29,7 @@ PLANNED_ON = {
     "qwen3_30b_a3b_8xh100": 8,
     "qwen3_8b": 8,
     "drmas_math": 8,
+    "ulorl": 64,
     "single_gpu": 1,
     "cpu_default": 2,
 }
