@@ -239,6 +239,13 @@ class TrainerConfig(Settings):
         le=MOST,
         description="consecutive steps with samples of which none has a gradient before the run stops",
     )
+    agent_grad_norm_every: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="steps between measurements of the gradient norm of each agent's share, a forward and backward pass an "
+        "agent; 0 = none",
+    )
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
 
 
