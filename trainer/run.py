@@ -72,7 +72,7 @@ class Run:
         learners: Mapping[str, Learner],
         channels: Mapping[str, WeightChannel],
         driver: Driver | None,
-        started: WarmStart | None,
+        started: Mapping[str, WarmStart],
     ) -> None:
         self.config = config
         self.directory = directory
@@ -80,7 +80,7 @@ class Run:
         self.learners = learners
         self.channels = channels  # from each learner to its policy's engines
         self.driver = driver
-        self.started = started
+        self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
@@ -376,7 +376,7 @@ class Run:
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
         driver.before = self._evaluate(driver, "evaluation before")
-        if self.started is not None and (missed := missed_gates(driver.before, self.config.warm_start)):
+        if self.started and (missed := missed_gates(driver.before, self.config.warm_start)):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))

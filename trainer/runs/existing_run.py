@@ -117,7 +117,7 @@ def _both(key: str, before: object, now: object) -> str:
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
     """How the models differ in shape; empty where they do not, or where the first is not there any more."""
     if before.model == now.model:
-        return ""
+        return "" if before.shape == now.shape else f"it has the shape {before.shape}, given is {now.shape}"
     if before.model is None or now.model is None:
         return f"it has {before.model or 'the warm-started one'}, given is {now.model or 'none'}"
     try:
