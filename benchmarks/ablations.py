@@ -128,27 +128,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ablation", choices=["drmas"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path, help="write every number to this file, after each training")
+    parser.add_argument(
+        "--json", type=Path, help="write every number to this file; trainings that it has are not done again"
+    )
     parser.add_argument("--dir", type=Path, help="where the runs go (default: a temporary directory)")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
     words = parser.parse_intermixed_args()
     map_marsrl()
     from marsrl.benchmarks.record import surroundings
 
-    records: list[dict[str, Any]] = []
+    is_there = words.json is not None and words.json.exists()
+    records: list[dict[str, Any]] = json.loads(words.json.read_text()) if is_there else []
+    done = {(each["seed"], each["policies"], each["normalise"]): each["settings"] for each in records}
+    if any(settings != words.settings for settings in done.values()):
+        parser.error(f"--json {words.json} holds trainings with other settings; name another file")
     with tempfile.TemporaryDirectory() as temporary:
         for seed in words.seeds:
             for policies, of_policies in POLICIES.items():
                 for normalise in NORMALISE:
+                    if (seed, policies, normalise) in done:
+                        continue
                     name = f"{policies}-{normalise}-seed{seed}"
                     cell = [f"preset={PRESET}", f"run.seed={seed}", f"credit.normalise={normalise}", *of_policies]
                     found = train(name, words.dir or Path(temporary), [*cell, *words.settings])
-                    records.append({"policies": policies, "normalise": normalise, "seed": seed, "found": found})
+                    record = {"policies": policies, "normalise": normalise, "seed": seed, "found": found}
+                    record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
+                    records.append(record)
                     print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)
                     if words.json:
-                        around = dataclasses.asdict(surroundings("cpu"))
-                        whole = {"surroundings": around, "settings": words.settings, "trainings": records}
-                        words.json.write_text(json.dumps(whole, indent=1) + "\n")
+                        words.json.write_text(json.dumps(records, indent=1) + "\n")
     print(table(records))
     print(f"ratio: {headline(records):.3f}")
     return 0
