@@ -1,6 +1,7 @@
-"""The default run on several seeds: does RL make better agents? All seeds are reported, none is chosen.
+"""The default run, or that of another preset, on several seeds: does RL make better agents? All seeds are reported.
 
     python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
+    python benchmarks/learning.py preset=cpu_solver_verifier [key.sub=value ...]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
 for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
@@ -63,8 +64,9 @@ def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> 
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
-    if "verifier1" in after.rows:  # else the Solver is the system
-        wanted["verifier1 +.05"] = gain("verifier1") >= 0.05
+    verifier = next((name for name in after.rows if name.startswith("verifier")), None)
+    if verifier is not None:  # else the Solver is the system
+        wanted[f"{verifier} +.05"] = gain(verifier) >= 0.05
         wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**wanted, "system +.10": gain("system") >= 0.10}
 

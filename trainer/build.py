@@ -39,7 +39,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
-from marsrl.trainer.warm_start import WarmStart, warm_start
+from marsrl.trainer.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
@@ -63,13 +63,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
-        started: WarmStart | None = None
+        started: dict[str, WarmStart] = {}
         if any(policy.model is None for policy in config.policies.values()):
             first = as_it_began(directory, config)
             task = checked.task if first is config else build_task(first.task, first.task_options)
-            started = warm_start(first, task, console)
-        made = str(started.model_dir) if started is not None else ""
-        models = {name: policy.model or made for name, policy in config.policies.items()}
+            started = warm_starts(first, task, console)
+        models = {name: policy.model or str(started[name].model_dir) for name, policy in config.policies.items()}
         trained = config.trained_policies
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}

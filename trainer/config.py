@@ -114,6 +114,9 @@ class OptimizerConfig(Settings):
 
 class PolicyConfig(Settings):
     model: str | None = Field(None, description="HF directory (Qwen2.5, Qwen3, Qwen3-MoE); null: the warm-started one")
+    shape: Literal["tiny", "cpu_default"] | None = Field(
+        None, description="size of the warm-started one, as `marsrl init` names it; default: cpu_default"
+    )
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -238,6 +241,13 @@ class TrainerConfig(Settings):
         gt=0,
         le=MOST,
         description="consecutive steps with samples of which none has a gradient before the run stops",
+    )
+    agent_grad_norm_every: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="steps between measurements of the gradient norm of each agent's share, a forward and backward pass an "
+        "agent; 0 = none",
     )
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
 
@@ -489,6 +499,11 @@ NO_OFFLOAD_ON_CPU = (
 
 
 def _check_policy(key: str, policy: PolicyConfig) -> None:
+    if policy.shape is not None and policy.model is not None:
+        raise ValueError(
+            f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one "
+            "of them to null"
+        )
     if policy.optimizer.offload and policy.dtype == "float32":
         raise ValueError(
             f"{key}.optimizer.offload keeps float32 weights and moments in CPU memory beside bfloat16 weights on the GPU, and "

@@ -37,7 +37,7 @@ def train(run: Run) -> None:
                     )
                 updates = scatter(batches, run.shard_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
-                stats = train_step(learner, updates)
+                stats = train_step(learner, updates, by_agent=run.measures_agents)
                 run.note_step(policy, stats, batches)
             if stats.is_updated:
                 with run.timed("publish"):

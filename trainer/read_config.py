@@ -148,13 +148,24 @@ def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[L
     merged["agents"] = {agent: settings for agent, settings in agents.items() if agent not in others - own}
 
 
+def _is_shipped(layer: Layer) -> bool:
+    return layer.file is not None and layer.file.parent == CONFIGS
+
+
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
-    """Take the policies out that no layer of the user names and no agent has. What is malformed is left to the models."""
+    """Take the policies out that no layer of the user names, a shipped preset being none, and no agent has.
+
+    What is malformed is left to the models.
+    """
     policies, agents = merged.get("policies"), merged.get("agents")
     if isinstance(policies, dict) and isinstance(agents, dict):
         used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
         used |= set() if _names_every_agent(merged) else {"main"}
-        own = {name for name in policies if any(f"policies.{name}" in layer.places for layer in given)}
+        own = {
+            name
+            for name in policies
+            if any(f"policies.{name}" in layer.places for layer in given if not _is_shipped(layer))
+        }
         merged["policies"] = {name: policy for name, policy in policies.items() if name in used | own}
 
 

@@ -16,7 +16,7 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.data.credit import Credited, variance_inflation
+from marsrl.trainer.data.credit import Credited, drmas_metrics
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch
@@ -24,8 +24,9 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
-from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import step_metrics
@@ -52,6 +53,7 @@ class Driver:
     scheduler: Scheduler | BackgroundScheduler
     evaluator: Evaluator
     metrics: MetricsLog | None = None
+    spikes: GradSpikes = field(default_factory=GradSpikes)
     before: Evaluation | None = None
     after: Evaluation | None = None
     num_syncs: int = 0
@@ -70,7 +72,7 @@ class Run:
         learners: Mapping[str, Learner],
         channels: Mapping[str, WeightChannel],
         driver: Driver | None,
-        started: WarmStart | None,
+        started: Mapping[str, WarmStart],
     ) -> None:
         self.config = config
         self.directory = directory
@@ -78,7 +80,7 @@ class Run:
         self.learners = learners
         self.channels = channels  # from each learner to its policy's engines
         self.driver = driver
-        self.started = started
+        self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.step = 0
@@ -116,6 +118,12 @@ class Run:
         loss = self.config.loss
         return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
 
+    @property
+    def measures_agents(self) -> bool:
+        """Is each agent's share of the gradient measured in this step?"""
+        every = self.config.trainer.agent_grad_norm_every
+        return bool(every) and self.step % every == 0
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """timing_s/{name} of this step, and a span of this rank's lane in trace.json."""
@@ -147,6 +155,7 @@ class Run:
             self.driver.metrics = MetricsLog(
                 self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
             )
+            self.driver.spikes = GradSpikes(row.values for row in read_metrics(self.directory.metrics))
             if restored is not None:
                 self.driver.scheduler.restore(restored.rollout)
         for policy in self.learners:
@@ -189,7 +198,7 @@ class Run:
         assert self.driver is not None
         self.driver.credited.update(credited.advantages)
         if self.config.has_whole_instances:  # else a step has parts of them, mostly of one agent
-            self.driver.row.update(variance_inflation(credited.groups))
+            self.driver.row.update(drmas_metrics(credited.groups))
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
@@ -316,6 +325,7 @@ class Run:
             "perf/tokens_per_s": decoded / total,
         }
         assert driver.metrics is not None
+        driver.row.update(driver.spikes.found(driver.row))
         driver.metrics.log(step, {**batch.metrics, **summary, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):
@@ -366,7 +376,7 @@ class Run:
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
         driver.before = self._evaluate(driver, "evaluation before")
-        if self.started is not None and (missed := missed_gates(driver.before, self.config.warm_start)):
+        if self.started and (missed := missed_gates(driver.before, self.config.warm_start)):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))

@@ -51,7 +51,7 @@ from marsrl.trainer.runs.collective import barrier, rank
 
 RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
 WRITERS = (Role.SOLVER, Role.VERIFIER, Role.CORRECTOR, None)  # the learner's "agents": roles, and the drills
-SHAPE = "cpu_default"
+SHAPE = "cpu_default"  # where policies.<name>.shape names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,15 @@ def cache_directory() -> Path:
     return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
 
 
-def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
-    """The warm-started policy of this recipe and seed, from the cache or made now. Collective over all ranks.
+def warm_starts(config: RunConfig, task: Task, console: RunConsole) -> dict[str, WarmStart]:
+    """Of every policy without a model, by its name; policies of one shape start from the same weights. Collective."""
+    shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.model is None}
+    made = {shape: warm_start(config, task, console, shape) for shape in dict.fromkeys(shapes.values())}
+    return {name: made[shape] for name, shape in shapes.items()}
+
+
+def warm_start(config: RunConfig, task: Task, console: RunConsole, shape: str = SHAPE) -> WarmStart:
+    """The warm-started policy of this recipe, shape and seed, from the cache or made now. Collective over all ranks.
 
     Raises:
         ValueError: the task has no tutors (only the built-in arithmetic task has).
@@ -78,16 +85,16 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
         raise ValueError(
             f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model"
         )
-    recipe = recipe_of(config, task)
+    recipe = recipe_of(config, task, shape)
     final = cache_directory() / name_of(recipe)
     is_cached = (final / "recipe.json").is_file()
     barrier()  # every rank has looked before one of them writes
     if is_cached:
-        console.message(f"warm start: cached, {final}")
+        console.message(f"warm start: cached, {final}" + (f" ({shape})" if shape != SHAPE else ""))
         return WarmStart(final, True, 0.0)
     start = time.monotonic()
     part = final.with_name(f"{final.name}.{os.getpid()}.part")
-    _make(config, task.options, part, console)
+    _make(config, task.options, part, console, shape)
     if rank() == 0:
         (part / "recipe.json").write_text(json.dumps(recipe, indent=1))
         _move_into_place(part, final)
@@ -95,11 +102,11 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole) -> WarmStart:
     return WarmStart(final, False, time.monotonic() - start)
 
 
-def recipe_of(config: RunConfig, task: ArithmeticTask) -> dict[str, Any]:
+def recipe_of(config: RunConfig, task: ArithmeticTask, shape: str = SHAPE) -> dict[str, Any]:
     """All that the warm-started policy depends on."""
     return {
         "recipe": RECIPE,
-        "shape": SHAPE,
+        "shape": shape,
         "seed": config.run.seed,
         "settings": config.warm_start.model_dump(mode="json"),
         "task": task.options.model_dump(mode="json"),
@@ -121,11 +128,11 @@ def _move_into_place(part: Path, final: Path) -> None:
         shutil.rmtree(part)
 
 
-def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: RunConsole) -> None:
+def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: RunConsole, shape: str) -> None:
     settings = config.warm_start
     with tempfile.TemporaryDirectory(prefix="marsrl-init-") as folder:
         initial = Path(folder) / "model"
-        init_model(SHAPE, "arithmetic", initial, seed=config.run.seed, dtype="float32")
+        init_model(shape, "arithmetic", initial, seed=config.run.seed, dtype="float32")
         learner = Learner(
             PolicyConfig(
                 dtype="float32",

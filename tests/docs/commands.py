@@ -46,6 +46,11 @@ OTHER_TEAM = Way(
     "with --dry-run added",
     "to the end, smaller and scripted: tests/integration/test_scripted_team.py",
 )
+MINIATURE = Way(
+    "tests/integration/test_miniatures.py::test_a_miniature_trains_every_policy_that_it_has",
+    "to its end, three steps from a short warm start",
+    "the whole of it: measured by hand",
+)
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
 GPUS = Way(
     f"{HERE}::test_a_run_on_gpus_passes_its_checks",
@@ -97,6 +102,10 @@ WAYS = {
     "torchrun trainer/main.py orchestration=solver_verifier credit.normalise=agent": OTHER_TEAM,
     "torchrun trainer/main.py orchestration=debate orchestration_options.rounds=2": OTHER_TEAM,
     "torchrun trainer/main.py --config own_team.yaml": OTHER_TEAM,
+    "torchrun trainer/main.py preset=cpu_solver_verifier": MINIATURE,
+    "torchrun trainer/main.py preset=cpu_solver_verifier agents.verifier.policy=solver": MINIATURE,
+    "torchrun trainer/main.py preset=cpu_solver_verifier policies.solver.shape=cpu_default": MINIATURE,
+    "torchrun trainer/main.py preset=cpu_solver_verifier orchestration=solver": MINIATURE,
     "python -m marsrl.trainer.main": MODULE,
     "torchrun -m marsrl.trainer.main": MODULE,
     "python trainer/main.py --dry-run task=math ...": PRINTS,
@@ -130,6 +139,8 @@ WAYS = {
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,
+    "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
+    "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,
     "python benchmarks/run.py linear_policy_loss --all": RUN_PY,

@@ -28,8 +28,9 @@ class Runner:
 
     def command(self, name: str, *words: str, ranks: int = 1) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        task = () if "task=math" in words else ARITHMETIC
-        team = () if "orchestration=solver" in words else (TEAM,)
+        has_preset = any(word.startswith("preset=") for word in words)
+        task = () if has_preset or "task=math" in words else ARITHMETIC
+        team = () if has_preset or "orchestration=solver" in words else (TEAM,)
         return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *task, *team, *SMALL, *words]
 
     def start(self, name: str, *words: str, ranks: int = 1) -> subprocess.Popen[str]:

@@ -81,9 +81,10 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     untouched = {name: tensor.clone() for name, tensor in learner.export()}
     stats = []
     for _ in range(2):
-        s = learner.step(mine, normaliser=num_trained(samples))
+        s = learner.step(mine, normaliser=num_trained(samples), by_agent=True)
         stats.append(
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
+            + [norm or 0.0 for norm in s.agent_grad_norms]
         )
     found = zip(learner.score(mine), learner.score(mine, rounded_as=torch.bfloat16), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]

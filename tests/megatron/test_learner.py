@@ -176,6 +176,51 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     assert largest_difference(gradients(policy), runs[0][1]) < 3e-6
 
 
+@pytest.mark.parametrize(
+    ("average", "mpt"),
+    [(Average(), MptConfig(scope="batch", entropy=4.0, probability=0.02)), (Average("sequence", "agent"), None)],
+)
+def test_the_shares_of_the_agents_add_up_to_the_gradient_of_the_step(
+    average: Average, mpt: MptConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a KL-free loss, masked tokens and denominators of the whole step; and the step itself is untouched by them."""
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    update = averaged(sequences(9), average)
+    batches = micro_batches(list(update.sequences), 1 if mpt else 3)
+    plain, measured = (learner(folder, mpt=mpt, router_aux_loss=0.0 if mpt else 0.05) for _ in range(2))
+    shares: list[dict[str, Tensor]] = []
+    original = measured._forward_backward
+
+    def kept(*words: Any) -> Any:
+        found = original(*words)
+        shares.append(gradients(measured))
+        return found
+
+    monkeypatch.setattr(measured, "_forward_backward", kept)
+    without = plain.step(batches, normaliser=update.normaliser)
+    stats = measured.step(batches, normaliser=update.normaliser, by_agent=True)
+    *of_agents, whole = shares
+    assert without.agent_grad_norms == () and len(of_agents) == 2
+    if mpt:  # else the step has the router's balancing loss, which is no agent's
+        assert sum(stats.agent_sums["masked_tokens"]) > 0
+        assert largest_difference({n: of_agents[0][n] + of_agents[1][n] for n in whole}, whole) < 2e-7
+    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in of_agents]
+    assert stats.agent_grad_norms == pytest.approx(norms, rel=1e-6) and min(norms) > 0.01
+    assert (stats.loss, stats.grad_norm, stats.agent_sums) == (without.loss, without.grad_norm, without.agent_sums)
+    assert largest_difference(weights(measured), weights(plain)) == 0.0
+    alone = [dataclasses.replace(s, advantage=0.0) if s.agent == 1 else s for s in update.sequences]
+    if mpt is None:
+        other = learner(folder).step(micro_batches(alone, 1), normaliser=update.normaliser)
+        assert stats.agent_grad_norms[0] == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
+    samples = [s for s in sequences(6) if s.agent == 1]
+    policy = learner(save_model("qwen3", tmp_path / "m"))
+    stats = policy.step(micro_batches(samples, 1), normaliser=num_trained(samples), by_agent=True)
+    assert stats.agent_grad_norms == (None, pytest.approx(stats.grad_norm, rel=1e-6))
+
+
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     folder = save_model("qwen3_moe", tmp_path / "m")
     samples = sequences(4)

@@ -88,7 +88,7 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
             router_replay=settings.trainer.router_replay,
             reference_dir=models[name],
         )
-    run = Run(settings, RunDirectory(folder), RunConsole(1), learners, {}, None, None)
+    run = Run(settings, RunDirectory(folder), RunConsole(1), learners, {}, None, {})
     for step in range(1, 4):
         credited = credit(stage(step).groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
         for name, learner in run.learners.items():

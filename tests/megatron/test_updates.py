@@ -20,7 +20,9 @@ from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.updates import train_step
+from marsrl.trainer.learner.step_stats import empty_step
+from marsrl.trainer.learner.updates import summed, train_step
+from marsrl.trainer.report.step_metrics import step_metrics
 
 CLIP = 0.05
 
@@ -152,3 +154,15 @@ def test_without_a_kl_term_no_reference_is_held(tmp_path: Path) -> None:
     assert learner(folder, reference_dir=tmp_path / "is not read")._reference is None
     with pytest.raises(ValueError, match="objective.kl is k3 and reference_dir is None"):
         learner(folder, kl="k3")
+
+
+def test_the_share_of_an_agent_is_the_mean_over_the_updates_and_0_where_it_has_no_token() -> None:
+    shares = [(1.0, None, None), (3.0, 4.0, None)]
+    steps = [replace(empty_step(3, 0.1), is_empty=False, agent_grad_norms=each) for each in shares]
+    found = summed([*steps, empty_step(3, 0.1)])  # an update that computed nothing is none
+    assert found.agent_grad_norms == (2.0, 2.0, None)
+    metrics = step_metrics(found, ["a", "b", "c"])
+    assert (metrics["actor/a/grad_norm"], metrics["actor/b/grad_norm"]) == (2.0, 2.0)
+    assert "actor/c/grad_norm" not in metrics
+    unmeasured = summed([replace(each, agent_grad_norms=()) for each in steps])
+    assert unmeasured.agent_grad_norms == () and "actor/a/grad_norm" not in step_metrics(unmeasured, ["a", "b", "c"])

@@ -32,6 +32,7 @@ PLANNED_ON = {
     "ulorl": 64,
     "single_gpu": 1,
     "cpu_default": 2,
+    "cpu_solver_verifier": 2,
 }
 NEEDS_A_MODEL = {"math_default"}
 
@@ -42,7 +43,8 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     plan = make_plan(config, PLANNED_ON[preset], "h100-80g")
     assert plan.fits, plan.notes
     assert plan.step_s is not None and plan.step_s > 0
-    (policy,) = plan.policies
+    assert [policy.name for policy in plan.policies] == list(config.policies)
+    policy = plan.policies[0]
     assert policy.configured is not None and policy.configured.why_not
     assert policy.longest_sequence <= config.trainer.max_tokens_per_micro_batch
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115

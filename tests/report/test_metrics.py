@@ -9,6 +9,7 @@ import pytest
 from made_up_run import make_group, make_sample
 
 from marsrl.rollout.types import MISSING, Reward
+from marsrl.trainer.report.grad_spikes import WINDOW, GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.report.metrics import NON_FINITE, MetricsLog, read_metrics
 from marsrl.trainer.report.summary import wilson_interval
@@ -116,3 +117,55 @@ def test_wilson_agrees_with_published_values() -> None:
     for successes, n, low, high in table:
         assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
     assert wilson_interval(0, 0) == (0, 1) and wilson_interval(7, 7)[1] == 1
+
+
+def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() -> None:
+    def said(verdict: bool | None, agrees: float | None) -> object:
+        parts = {} if agrees is None else {"verdict": agrees, "format": -0.1}
+        value = 0.0 if agrees is None else agrees
+        name = f"p0#0/verifier1:{len(samples)}"
+        return make_sample(name, "verifier1", verdict=verdict, reward=Reward(value, value, parts))
+
+    samples: list[object] = []
+    for verdict, agrees in [(False, 1.0), (True, 0.0), (False, 1.0)]:  # of three wrong solutions two were found
+        samples.append(said(verdict, agrees))
+    for verdict, agrees in [
+        (True, 1.0),
+        (False, 0.0),
+        (None, None),
+        (False, None),
+    ]:  # right ones; one says nothing; one is unknown
+        samples.append(said(verdict, agrees))
+    found = summarise([make_group(*samples)], version=0)  # type: ignore[arg-type]
+    assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
+    right = summarise([make_group(samples[3], samples[4])], version=0)  # type: ignore[arg-type]
+    assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
+
+
+def spikes_of(norms: list[float], spikes: GradSpikes | None = None, name: str = "actor/grad_norm") -> list[float]:
+    spikes = spikes or GradSpikes()
+    return [spikes.found({name: norm, "actor/loss": 9.0})[name.replace("norm", "spikes")] for norm in norms]
+
+
+def test_a_gradient_norm_above_five_running_medians_is_a_spike() -> None:
+    assert spikes_of([1, 1, 1, 1, 1, 5.0, 5.1]) == [0, 0, 0, 0, 0, 0, 1]
+    assert spikes_of([1, 1, 1, 1, 100]) == [0] * 5  # of four, a median says little
+    assert spikes_of([1, 0, 0, 0, 0, 0, 0, 2]) == [0] * 8  # steps that trained nothing are in no median
+    assert spikes_of([1] * 5 + [math.nan, math.inf, 1]) == [0] * 5 + [1, 1, 0]
+    # the median is of the last fifty: what was large then is usual now
+    assert spikes_of([1] * WINDOW + [4] * WINDOW + [20, 21])[-2:] == [0, 1] and WINDOW == 50
+    assert spikes_of([1] * WINDOW + [4] * 20 + [6])[-1] == 1
+
+
+def test_spikes_of_agents_and_policies_are_counted_apart_and_a_run_goes_on_with_its_medians(run: RunDirectory) -> None:
+    name = "small/actor/solver/grad_norm"
+    unbroken = spikes_of([1, 2, 1, 2, 1, math.nan, 11, 9, 3], name=name)
+    assert unbroken == [0, 0, 0, 0, 0, 1, 1, 1, 0]
+    spikes = GradSpikes()
+    with MetricsLog(run, tensorboard=False) as log:
+        for step, norm in enumerate([1, 2, 1, 2, 1, math.nan, 11, 1e9]):
+            row = {name: norm, "small/actor/grad_norm": 1e9 * norm}
+            log.log(step, row | spikes.found(row))
+    with MetricsLog(run, tensorboard=False, resume_step=6):  # the step after it was lost
+        again = GradSpikes(row.values for row in read_metrics(run.metrics))
+    assert spikes_of([9, 3], again, name) == unbroken[-2:]

@@ -12,7 +12,8 @@ import pytest
 import zstandard
 from made_up_run import make_group, make_run, make_sample, make_summary
 
-from marsrl.trainer.report.report import write_report
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.report import PLANS, write_report
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trees import trajectories_around
@@ -79,6 +80,21 @@ def test_a_page_shows_every_part(tmp_path: Path) -> None:
     for shown in parts:
         assert shown in text, shown
     assert "No samples" not in text and 'class="note"' in text  # one gradient norm is not finite: said
+
+
+def test_gradient_norms_of_agents_and_policies_are_on_one_chart(tmp_path: Path) -> None:
+    (norms,) = [plan for plan in PLANS if plan.title == "Gradient norm"]
+    names = ("actor/grad_norm", "actor/solver/grad_norm", "small/actor/grad_norm", "small/actor/solver/grad_norm")
+    assert [norms.label(name) for name in names] == ["grad_norm", "solver", "small", "small/solver"]
+    assert [norms.label(name) for name in ("actor/loss", "actor/grad_spikes", "small/other/grad_norm")] == [None] * 3
+    (rewards,) = [plan for plan in PLANS if plan.title == "Reward"]
+    assert rewards.label("reward/solver/mean") == "solver" and rewards.label("small/reward/solver/mean") is None
+    run = RunDirectory.create(tmp_path, "a", "p")
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {name: 1.0 + i for i, name in enumerate(names)} | {"small/actor/grad_spikes": 1.0})
+    page = write_report(run.path).read_text("utf-8")
+    assert all(f"<title>{label}, step 1: {i + 1}</title>" in page for i, label in enumerate(map(norms.label, names)))
+    assert "<title>small, step 1: 1</title>" in page
 
 
 def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
         policies={"a": PolicyConfig(), "b": PolicyConfig()},
         agents={name: agent.model_copy(update={"policy": "a"}) for name, agent in agents.items()},
     )
-    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), {}, None, None)  # type: ignore[arg-type]
+    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), {}, None, {})  # type: ignore[arg-type]
     batches = (MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),)
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, batches)

@@ -124,6 +124,20 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
     assert run.write_config(again.model_dump(mode="json"), made_of=str(origin)) == saved
 
 
+@pytest.mark.parametrize("by_word", [True, False])
+def test_of_a_shipped_presets_policies_those_that_no_agent_has_are_left_out(by_word: bool) -> None:
+    """Also where --config names it: one policy for both is then a word."""
+    name = "cpu_solver_verifier"
+
+    def policies(*words: str) -> list[str]:
+        file, preset = (None, [f"preset={name}"]) if by_word else (CONFIGS / f"{name}.yaml", [])
+        return list(read_config(file, [*preset, *words])[0].policies)
+
+    assert policies() == ["solver", "verifier"]
+    assert policies("agents.verifier.policy=solver") == policies("orchestration=solver") == ["solver"]
+    assert policies("agents.verifier.policy=solver", "policies.verifier.shape=tiny") == ["solver", "verifier"]
+
+
 def test_the_example_of_frozen_policies_is_accepted_as_it_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

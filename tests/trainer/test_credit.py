@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.data.credit import credit, outcome_rewards, variance_inflation
+from marsrl.trainer.data.credit import credit, drmas_metrics, outcome_rewards
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
@@ -237,6 +237,10 @@ def test_a_sequence_is_its_sample() -> None:
     assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 
 
+def variance_inflation(groups: list[Group]) -> dict[str, float]:
+    return {name: value for name, value in drmas_metrics(groups).items() if name.endswith("variance_inflation")}
+
+
 def inflation(**factors: float) -> dict[str, float]:
     return {f"drmas/{agent}/variance_inflation": value for agent, value in factors.items()}
 
@@ -262,6 +266,17 @@ def test_rewards_without_spread_have_no_variance_to_inflate() -> None:
     assert variance_inflation([group("0/solver", [1, 1]), group("0/v", [1], "verifier1")]) == {}
     assert variance_inflation([group("0/solver", [math.nan])]) == {}
     assert variance_inflation([group("0/solver", [1, 0])]) == {"drmas/solver/variance_inflation": 1.0}
+
+
+def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its_calls() -> None:
+    groups = [group("0/solver", [1, 1, 0, 0]), group("0/v", [1, 1], "verifier1")]  # a prompt without a flat agent alone
+    groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
+    found = drmas_metrics(groups)
+    # flat ones count: 4 calls with mean and deviation 1/2, 2 calls with 0; pooled, the Solver's deviation would be .471
+    assert found["drmas/solver/mu"] == pytest.approx(4 * 0.5 / 6) and found["drmas/solver/sigma"] == pytest.approx(
+        4 * 0.5 / 6
+    )
+    assert found["drmas/verifier1/mu"] == pytest.approx(2 / 3) and found["drmas/verifier1/sigma"] == 0
 
 
 def test_nothing_to_credit_is_an_empty_batch() -> None:

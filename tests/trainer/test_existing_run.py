@@ -61,6 +61,7 @@ OTHER = "policies.other={model: /models/other, frozen: true}"
     [
         (["policies.main.dtype=bfloat16"], "policies.main.dtype (it has float32, given is bfloat16)"),
         (["policies.main.model=/models/a"], "policies.main.model (it has the warm-started one, given is /models/a)"),
+        (["policies.main.shape=tiny"], "policies.main.model (it has the shape cpu_default, given is tiny)"),
         ([OTHER], "policies (it has main, given is main, other)"),
         (["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
     ],

@@ -8,18 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.trainer.config import WarmStartConfig
+from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
+from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.warm_start import WRITERS, School, teach
+from marsrl.trainer.warm_start import WRITERS, School, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, DRILL = range(len(WRITERS))
 SETTINGS = WarmStartConfig(
@@ -96,3 +98,40 @@ def test_roles_that_do_not_learn_are_told_and_end_at_their_limits(taught: Callab
 def test_a_solver_that_is_quick_still_gets_its_short_problems(taught: Callable[..., Any]) -> None:
     learner, _ = taught(lambda step, role: 0.01)
     assert learner.lrs == pytest.approx([1.0] * (6 + 1) + FALLING)
+
+
+def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(config: object, options: object, out: Path, console: object, shape: str) -> None:
+        made.append(shape)
+        out.mkdir(parents=True)
+        (out / "shape").write_text(shape)
+
+    monkeypatch.setattr("marsrl.trainer.warm_start._make", make)
+    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))
+    shapes = {"a": "tiny", "b": None, "c": "cpu_default", "d": "tiny"}
+    policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"e": {"model": "/models/e"}}
+    config = RunConfig.model_validate({"policies": policies, "agents": {"solver": {"policy": "a"}, **others("b")}})
+    task = ArithmeticTask(ArithmeticOptions())
+    found = warm_starts(config, task, RunConsole(stream=io.StringIO()))
+    assert {name: (each.model_dir / "shape").read_text() for name, each in found.items()} == {
+        "a": "tiny", "b": "cpu_default", "c": "cpu_default", "d": "tiny"
+    }  # fmt: skip
+    assert made == ["tiny", "cpu_default"] and not any(each.is_cached for each in found.values())
+    assert all(each.is_cached for each in warm_starts(config, task, RunConsole(stream=io.StringIO())).values())
+    alone = RunConfig.model_validate({})
+    assert recipe_of(alone, task) == recipe_of(config, task)  # what was cached before there were shapes still counts
+
+
+def others(policy: str) -> dict[str, dict[str, str]]:
+    return {name: {"policy": policy} for name in ("verifier1", "corrector1", "verifier2", "corrector2")}
+
+
+def test_every_shape_that_a_policy_may_have_can_be_made() -> None:
+    (choice, _) = get_args(PolicyConfig.model_fields["shape"].annotation)
+    assert set(get_args(choice)) <= SHAPES.keys()
+    with pytest.raises(ValueError, match=r"policies.a.shape is tiny, the size of a warm-started policy, .*/models/a"):
+        RunConfig.model_validate({"policies": {"main": {}, "a": {"shape": "tiny", "model": "/models/a"}}})

@@ -138,31 +138,36 @@ def _indices(names: Iterable[str]) -> list[int]:
     return [seen.setdefault(name, len(seen)) for name in names]
 
 
-def variance_inflation(groups: Iterable[Group]) -> dict[str, float]:
-    """drmas/{agent}/variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (Dr. MAS, arXiv:2602.08847).
+def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """drmas/{agent}/mu, sigma and variance_inflation: how far the agents' rewards lie apart (Dr. MAS, arXiv:2602.08847).
 
-    What the second moment of agent k's gradient would gain under one baseline for all agents; 1 = nothing. mu_k and
-    sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents for it;
-    the factors of the instances are averaged, each weighing as many as the agent's calls there. An instance whose rewards
-    are all equal has no gradient under either baseline and is left out. Each instance must be whole: of one agent's calls
-    alone the factor is 1 whatever the others would have got.
+    mu_k and sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents
+    for it. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (lemma 4.2), what the second moment of agent k's
+    gradient would gain under one baseline for all agents; 1 = nothing. All three are averaged over the instances, each
+    weighing as many as the agent's calls there. An instance whose rewards are all equal has no gradient under either
+    baseline and is left out of variance_inflation. Each instance must be whole: of one agent's calls alone the factor is 1
+    whatever the others would have got.
     """
     instances: dict[str, dict[str, list[float]]] = {}
     for group in groups:
         rewards = [sample.reward.value for sample in group.samples if not sample.reward.is_missing]
         instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(rewards)
-    factors: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, list[tuple[int, float]]] = {}  # (calls, value) of each instance
     for calls in instances.values():
         everything = torch.tensor([r for rewards in calls.values() for r in rewards], dtype=torch.float64)
-        if len(set(everything.tolist())) < 2:
-            continue
-        mean, variance = everything.mean(), everything.var(correction=0)
+        has_spread = len(set(everything.tolist())) > 1
         for agent, rewards in calls.items():
-            if rewards:
-                own = torch.tensor(rewards, dtype=torch.float64)
-                factor = (own.var(correction=0) + (own.mean() - mean) ** 2) / variance
-                factors.setdefault(agent, []).append((len(rewards), factor.item()))
+            if not rewards:
+                continue
+            own = torch.tensor(rewards, dtype=torch.float64)
+            mean, variance = own.mean(), own.var(correction=0)
+            values = {"mu": mean, "sigma": variance.sqrt()}
+            if has_spread:
+                inflated = variance + (mean - everything.mean()) ** 2
+                values["variance_inflation"] = inflated / everything.var(correction=0)
+            for name, value in values.items():
+                found.setdefault(f"drmas/{agent}/{name}", []).append((len(rewards), value.item()))
     return {
-        f"drmas/{agent}/variance_inflation": math.fsum(n * factor for n, factor in found) / sum(n for n, _ in found)
-        for agent, found in sorted(factors.items())
+        name: math.fsum(n * value for n, value in each) / sum(n for n, _ in each)
+        for name, each in sorted(found.items())
     }

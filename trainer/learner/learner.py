@@ -164,12 +164,14 @@ class Learner:
         lr: float | None = None,
         old: Sequence[OldPolicy] | None = None,
         is_last: bool = True,
+        by_agent: bool = False,
     ) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
 
         lr: of this step, in place of the policy's schedule.
         old: what old_policy() gave for the same micro-batches before the first of several updates (updates.py); None: now.
         is_last: False where other updates of the same step follow, which share its learning rate.
+        by_agent: measure the norm of each agent's share of the gradient too; the step stays the same, bit for bit.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
 
@@ -190,6 +192,7 @@ class Learner:
         batches = [each.batch for each in cuts]
         if old is None:
             old = self._old(batches, is_first=True)
+        shares = self._agent_grad_norms(batches, old, normaliser) if by_agent else ()
         self._set_aux_scale(num_tokens)
         self._optimizer.zero_grad()
         results, replay = self._forward_backward(batches, old, normaliser)
@@ -204,7 +207,7 @@ class Learner:
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
         logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
-        return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay)
+        return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay, agent_grad_norms=shares)
 
     def old_policy(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
         """What several updates of one step take as given, under the present weights: once, before the first of them.
@@ -413,6 +416,30 @@ class Learner:
             results = self._schedule(forward_step, data, forward_only=False)
         return results, replayed.counts()
 
+    def _agent_grad_norms(
+        self, batches: Sequence[PackedBatch], old: Sequence[OldPolicy], normaliser: float
+    ) -> tuple[float | None, ...]:
+        """One norm an agent, over all ranks: a forward and backward pass each, the weights of the others' samples 0.
+
+        Masks, gates and denominators are those of the step, so the shares add up to its gradient. The router's balancing
+        loss is no agent's and in no share. The gradients left behind are the last agent's.
+        """
+        counts = torch.zeros(self._num_agents, dtype=torch.int64, device=self._device)
+        for batch in batches:
+            agent_of = batch.agent_of.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
+            counts += agent_of[batch.trained_rows].bincount(minlength=self._num_agents)
+        dist.all_reduce(counts)
+        self._config.moe_aux_loss_coeff = 0.0  # _set_aux_scale gives it back
+        norms: list[float | None] = []
+        for agent, count in enumerate(counts.tolist()):
+            if count == 0:
+                norms.append(None)
+                continue
+            self._optimizer.zero_grad()
+            self._forward_backward([_only_of(agent, batch) for batch in batches], old, normaliser)
+            norms.append(self._optimizer.grad_norm())
+        return tuple(norms)
+
     def _loss_inputs(self, batch: PackedBatch, old: OldPolicy, normaliser: float) -> LossInputs:
         return LossInputs(
             objective=self._objective,
@@ -474,6 +501,12 @@ class Learner:
             "model": model,
             "optimizer": self._optimizer.sharded_state_dict(model, metadata, is_loading=is_loading),
         }
+
+
+def _only_of(agent: int, batch: PackedBatch) -> PackedBatch:
+    """The batch with every term of other agents' tokens 0."""
+    weights = torch.ones_like(batch.advantages) if batch.weights is None else batch.weights
+    return dataclasses.replace(batch, weights=weights * (batch.agent_of == agent))
 
 
 def _lacks_experts(batch: PackedBatch) -> bool:

@@ -36,6 +36,8 @@ class StepStats:
     logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
     num_updates: optimizer updates that changed the weights.
     replay: how the forced experts compare with the router's own choice; None where none were forced.
+    agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
+        where they were not measured.
     """
 
     loss: float
@@ -52,6 +54,7 @@ class StepStats:
     logprobs: tuple[Tensor, ...]
     num_updates: int = 0
     replay: ReplayCounts | None = None
+    agent_grad_norms: tuple[float | None, ...] = ()
 
 
 class StepSums:
@@ -104,6 +107,7 @@ class ReducedSums:
         is_skipped: bool = False,
         is_empty: bool = False,
         replay: ReplayCounts | None = None,
+        agent_grad_norms: tuple[float | None, ...] = (),
     ) -> StepStats:
         loss, gated, compared, difference, k3 = self.values[:_NUM_FIRST]
         rest, width = self.values[_NUM_FIRST:], self.num_agents
@@ -123,6 +127,7 @@ class ReducedSums:
             logprobs=tuple(logprobs),
             num_updates=int(is_updated),
             replay=replay,
+            agent_grad_norms=agent_grad_norms,
         )
 
 

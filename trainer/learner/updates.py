@@ -19,16 +19,21 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 
 
-def train_step(learner: Learner, updates: Sequence[Update]) -> StepStats:
-    """Do all updates of a step; collective. See `summed` for what the statistics of several say."""
+def train_step(learner: Learner, updates: Sequence[Update], *, by_agent: bool = False) -> StepStats:
+    """Do all updates of a step; collective. See `summed` for what the statistics of several say.
+
+    by_agent: measure each agent's share of the gradient (trainer.agent_grad_norm_every).
+    """
     if len(updates) == 1:
         (only,) = updates
-        return learner.step(only.micro_batches, normaliser=only.normaliser)
+        return learner.step(only.micro_batches, normaliser=only.normaliser, by_agent=by_agent)
     old = [learner.old_policy(update.micro_batches, is_first=i == 0) for i, update in enumerate(updates)]
     last = len(updates) - 1
     return summed(
         [
-            learner.step(update.micro_batches, normaliser=update.normaliser, old=each, is_last=i == last)
+            learner.step(
+                update.micro_batches, normaliser=update.normaliser, old=each, is_last=i == last, by_agent=by_agent
+            )
             for i, (update, each) in enumerate(zip(updates, old, strict=True))
         ]
     )
@@ -37,7 +42,8 @@ def train_step(learner: Learner, updates: Sequence[Update]) -> StepStats:
 def summed(stats: Sequence[StepStats]) -> StepStats:
     """The statistics of a step's updates as one.
 
-    loss, grad_norm: means over the updates that computed something. Counts and sums: added. is_updated, is_skipped: any
+    loss, grad_norm, agent_grad_norms: means over the updates that computed something; the share of an agent that an update
+    has no token of is 0 there. Counts and sums: added. is_updated, is_skipped: any
     update changed the weights, was not finite. The comparison with the rollout is of the first update alone: the weights
     of later ones have moved on.
     """
@@ -60,4 +66,8 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
         logprobs=tuple(logprobs for each in computed for logprobs in each.logprobs),
         num_updates=sum(each.num_updates for each in computed),
         replay=reduce(add, replays) if replays else None,
+        agent_grad_norms=tuple(
+            None if set(norms) == {None} else math.fsum(norm or 0.0 for norm in norms) / len(norms)
+            for norms in zip(*(each.agent_grad_norms for each in computed), strict=True)
+        ),
     )

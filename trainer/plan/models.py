@@ -53,13 +53,13 @@ KNOWN = {
 }
 
 
-def warm_start_shape() -> ModelShape:
-    """Of the model that a run without one starts from."""
+def warm_start_shape(shape: str | None = None) -> ModelShape:
+    """Of the model that a policy without one starts from; shape: policies.<name>.shape."""
     from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.warm_start import SHAPE
 
-    made = SHAPES[SHAPE]
+    made = SHAPES[shape or SHAPE]
     return replace(
         _MOE_30B,
         num_layers=made.num_layers,

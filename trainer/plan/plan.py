@@ -144,7 +144,7 @@ def _policy(
     gpu: hw.Gpu,
     mean_response: float | None,
 ) -> tuple[PolicyPlan, list[str]]:
-    shape = find_shape(policy.model) if policy.model else warm_start_shape()
+    shape = find_shape(policy.model) if policy.model else warm_start_shape(policy.shape)
     config = within_positions(config, name, shape.max_positions)
     longest = longest_sequence(config, name)
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)

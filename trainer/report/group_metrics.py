@@ -41,6 +41,8 @@ def summarise(
         advantage/{agent}/fraction_zero
         response_length/{agent}/mean, max, clip_ratio   tokens; share that hit the global maximum
         verdicts/{agent}/fraction_wrong, missing        of readable verdicts; share of samples without one
+        verdicts/{agent}/recall_wrong                   of readable verdicts about wrong solutions, the share that says "wrong"
+                                                        (detection recall, arXiv:2511.11373, Figure 5)
         rollout/groups, samples, tokens, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
     """
     groups = list(groups)
@@ -122,6 +124,11 @@ def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)}
     if verdicts:
         metrics[f"verdicts/{agent}/fraction_wrong"] = _mean([not verdict for verdict in verdicts])
+    # A verdict agrees with the solution or not (Orchestration.reward), which tells what the solution was.
+    judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
+    of_wrong = [agrees for verdict, agrees in judged if verdict == (agrees == 0)]
+    if of_wrong:
+        metrics[f"verdicts/{agent}/recall_wrong"] = _mean(of_wrong)
     return metrics
 
 

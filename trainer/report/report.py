@@ -29,13 +29,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChartPlan:
-    """A chart: its title, its unit, and the metrics on it, as prefix + anything + suffix."""
+    """A chart: its title, its unit, and the metrics on it, as prefix + anything + suffix.
+
+    of_policies: where a run has several policies, their names stand before the prefix.
+    """
 
     title: str
     unit: str
     prefix: str
     suffix: str = ""
     is_stacked: bool = False
+    of_policies: bool = False
+
+    def label(self, name: str) -> str | None:
+        """What the metric is called on the chart; None where it is not on it."""
+        policy, _, rest = (
+            name.partition("/") if self.of_policies and not name.startswith(self.prefix) else ("", "", name)
+        )
+        if name == "timing_s/total" or not (rest.startswith(self.prefix) and rest.endswith(self.suffix)):
+            return None
+        middle = rest[len(self.prefix) : len(rest) - len(self.suffix)].strip("/")
+        return "/".join(part for part in (policy, middle) if part) or name.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +64,13 @@ PLANS = (
     ChartPlan("Groups without advantage", "share of samples with advantage 0", "advantage/", "/fraction_zero"),
     ChartPlan("Verdicts", "share of 'wrong' among readable verdicts", "verdicts/", "/fraction_wrong"),
     ChartPlan("Response length", "mean, tokens", "response_length/", "/mean"),
-    ChartPlan("Entropy", "nats", "actor/entropy"),
-    ChartPlan("Gradient norm", "before clipping", "actor/grad_norm"),
-    ChartPlan("Masked well-mastered tokens", "share", "mpt/fraction_masked"),
-    ChartPlan("Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_"),
+    ChartPlan("Entropy", "nats", "actor/entropy", of_policies=True),
+    ChartPlan("Gradient norm", "before clipping; of an agent: of its share", "actor/", "grad_norm", of_policies=True),
+    ChartPlan("Gradient spikes", "1: above 5 running medians", "actor/", "grad_spikes", of_policies=True),
+    ChartPlan("Masked well-mastered tokens", "share", "mpt/fraction_masked", of_policies=True),
+    ChartPlan(
+        "Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_", of_policies=True
+    ),
     ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
     ChartPlan("Time per step", "seconds", "timing_s/", is_stacked=True),
 )
@@ -120,17 +137,11 @@ def _environment() -> Environment:
 
 
 def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:
-    names = dict.fromkeys(
-        name
-        for row in rows
-        for name in row.values
-        if name.startswith(plan.prefix) and name.endswith(plan.suffix) and name != "timing_s/total"
-    )
+    names = dict.fromkeys(name for row in rows for name in row.values)
     series = {
-        name.removeprefix(plan.prefix).removesuffix(plan.suffix) or name.rpartition("/")[2]: [
-            (row.step, row.values[name]) for row in rows if name in row.values
-        ]
+        label: [(row.step, row.values[name]) for row in rows if name in row.values]
         for name in names
+        if (label := plan.label(name)) is not None
     }
     series = {name: points for name, points in series.items() if any(value is not None for _, value in points)}
     if not series:

@@ -11,6 +11,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
     """actor/*, mpt/* and train_rollout/* of one update of one policy.
 
     Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
+    actor/{agent}/grad_norm is there on steps that measured it (trainer.agent_grad_norm_every).
     """
     sums = {name: dict(zip(agents, values, strict=True)) for name, values in stats.agent_sums.items()}
     tokens = sum(sums["tokens"].values())
@@ -43,4 +44,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
             metrics[f"actor/{agent}/entropy"] = sums["entropy"][agent] / count
             metrics[f"actor/{agent}/clip_fraction"] = sums["clipped_tokens"][agent] / count
             metrics[f"mpt/{agent}/fraction_masked"] = sums["masked_tokens"][agent] / count
+    for agent, norm in zip(agents, stats.agent_grad_norms, strict=bool(stats.agent_grad_norms)):
+        if norm is not None:
+            metrics[f"actor/{agent}/grad_norm"] = norm
     return metrics

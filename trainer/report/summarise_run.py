@@ -23,12 +23,17 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     info = driver.team.pools[next(iter(run.learners))].infos()[0]  # of frozen policies the summary says nothing
     tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
     started = None
-    if run.started is not None:
+    if run.started:
+        made = {each.model_dir: each for each in run.started.values()}.values()  # policies of one shape share it
         agents = driver.before.agents if driver.before else {}
         solver, verifier = (agents[name].mean if name in agents else None for name in _GATED)
         met = driver.before is not None and meets_gate(driver.before, config.warm_start)
         started = WarmStartRecord(
-            cached=run.started.is_cached, seconds=run.started.seconds, gate_met=met, solver=solver, verifier=verifier
+            cached=all(each.is_cached for each in made),
+            seconds=sum(each.seconds for each in made),
+            gate_met=met,
+            solver=solver,
+            verifier=verifier,
         )
     return Summary(
         name=run.directory.path.name,

@@ -117,16 +117,17 @@ def _both(key: str, before: object, now: object) -> str:
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
     """How the models differ in shape; empty where they do not, or where the first is not there any more."""
     if before.model == now.model:
-        return ""
+        first, other = (each.shape or "cpu_default" for each in (before, now))
+        return "" if first == other else f"it has the shape {first}, given is {other}"
     if before.model is None or now.model is None:
         return f"it has {before.model or 'the warm-started one'}, given is {now.model or 'none'}"
     try:
-        first = asdict(read_shape(before.model))
+        held = asdict(read_shape(before.model))
     except (ValueError, OSError):
         return ""
-    other = asdict(read_shape(now.model))
+    given = asdict(read_shape(now.model))
     return ", ".join(
-        f"{key}: it has {first[key]}, {now.model} has {other[key]}" for key in first if first[key] != other[key]
+        f"{key}: it has {held[key]}, {now.model} has {given[key]}" for key in held if held[key] != given[key]
     )
 
 

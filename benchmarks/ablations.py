@@ -1,0 +1,170 @@
+"""Trainings that differ in one choice, on the CPU: what does it change? All seeds are reported, none is chosen.
+
+    python benchmarks/ablations.py drmas [key.sub=value ...] [--seeds 0 1 2] [--json FILE] [--dir DIR]
+
+drmas: what a reward is compared with (credit.normalise: agent, global, and mean and deviation of one each), by one policy for
+both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml, whose
+agents' mean rewards differ on purpose. Each cell is a whole training of each seed; they share the seed's warm start.
+
+The table has, as mean over seeds with Student's 95% interval of that mean: accuracy of team and Solver after training, the
+largest gradient norm and the 99th percentile over the steps (several policies: the norm of all their gradients as one
+vector), and the spikes of a training (metric grad_spikes). A training that stops is told, and is in no mean.
+
+`ratio:` is the team's accuracy under `agent` over that under `global`, geometric mean over shared and separate policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from namespace import ROOT, map_marsrl
+
+PRESET = "cpu_solver_verifier"
+NORMALISE = ("agent", "global", "agent_mean", "agent_std")
+POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": ()}
+COLUMNS = ("system", "solver", "grad_norm_max", "grad_norm_p99", "grad_spikes")
+AGENTS = ("solver", "verifier")
+T_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}  # by number of seeds
+
+
+def train(name: str, folder: Path, settings: Sequence[str]) -> dict[str, float] | str:
+    """What one training has shown, or the last line of one that stopped."""
+    from marsrl.trainer.report.metrics import read_metrics
+    from marsrl.trainer.report.summary import load_summary
+
+    command = [sys.executable, str(ROOT / "trainer" / "main.py"), f"run.dir={folder}", f"run.name={name}", *settings]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        return done.stdout.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    rows = [row.values for row in read_metrics(folder / name / "metrics.jsonl")]
+    after = load_summary(folder / name / "summary.json").after
+    assert after is not None
+    found = {name: estimate.mean for name, estimate in after.rows.items() if estimate.mean is not None}
+    return {**{agent: found[agent] for agent in ("system", *AGENTS)}, **gradients(rows), **rewards(rows)}
+
+
+def gradients(rows: Sequence[Any]) -> dict[str, float]:
+    """Largest norm, 99th percentile and spikes of a training; policies have a gradient each."""
+    norms = [
+        math.hypot(*(value for name, value in row.items() if name.endswith("actor/grad_norm") and value is not None))
+        for row in rows
+    ]
+    spikes = sum(value or 0.0 for row in rows for name, value in row.items() if name.endswith("actor/grad_spikes"))
+    p99 = statistics.quantiles(norms, n=100, method="inclusive")[98]
+    return {"grad_norm_max": max(norms), "grad_norm_p99": p99, "grad_spikes": spikes}
+
+
+def rewards(rows: Sequence[Any]) -> dict[str, float]:
+    """Mean reward of each agent in the first and the last quarter of the steps, and its inflation over all of them."""
+    quarter = max(1, len(rows) // 4)
+    found = {}
+    for agent in AGENTS:
+        means = [row[f"reward/{agent}/mean"] for row in rows if row.get(f"reward/{agent}/mean") is not None]
+        factors = [row.get(f"drmas/{agent}/variance_inflation") for row in rows]
+        found[f"{agent}_reward_first"] = statistics.fmean(means[:quarter])
+        found[f"{agent}_reward_last"] = statistics.fmean(means[-quarter:])
+        found[f"{agent}_inflation"] = statistics.fmean(factor for factor in factors if factor is not None)
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half of its 95% interval); infinite for a single value."""
+    if len(values) < 2:
+        return statistics.fmean(values), math.inf
+    t = T_95.get(len(values), 1.96)
+    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown; a row a cell of the ablation."""
+    lines = [f"| policies | normalise | seeds | {' | '.join(COLUMNS)} |", "|---" * (3 + len(COLUMNS)) + "|"]
+    for policies in POLICIES:
+        for normalise in NORMALISE:
+            whole = of_cell(records, policies, normalise)
+            if whole:
+                shown = [interval([each[column] for each in whole]) for column in COLUMNS]
+                cells = " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in shown)
+                lines.append(f"| {policies} | {normalise} | {len(whole)} | {cells} |")
+    return "\n".join(lines)
+
+
+def of_cell(records: Sequence[dict[str, Any]], policies: str, normalise: str) -> list[dict[str, float]]:
+    """What the trainings of one cell that went to their end have shown, a seed each."""
+    mine = [each["found"] for each in records if (each["policies"], each["normalise"]) == (policies, normalise)]
+    return [found for found in mine if not isinstance(found, str)]
+
+
+def headline(records: Sequence[dict[str, Any]]) -> float:
+    """NaN where no cell of `agent` or of `global` went to its end."""
+    ratios = []
+    for policies in POLICIES:
+        ours, theirs = (of_cell(records, policies, normalise) for normalise in ("agent", "global"))
+        if ours and theirs:
+            ratios.append(interval([x["system"] for x in ours])[0] / interval([x["system"] for x in theirs])[0])
+    return statistics.geometric_mean(ratios) if ratios else math.nan
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ablation", choices=["drmas"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--json", type=Path, help="write every number to this file; trainings that it has are not done again"
+    )
+    parser.add_argument("--dir", type=Path, help="where the runs go (default: a temporary directory)")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+    words = parser.parse_intermixed_args()
+    map_marsrl()
+    from marsrl.benchmarks.record import surroundings
+
+    is_there = words.json is not None and words.json.exists()
+    records: list[dict[str, Any]] = json.loads(words.json.read_text()) if is_there else []
+    done = {(each["seed"], each["policies"], each["normalise"]): each["settings"] for each in records}
+    if any(settings != words.settings for settings in done.values()):
+        parser.error(f"--json {words.json} holds trainings with other settings; name another file")
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in words.seeds:
+            for policies, of_policies in POLICIES.items():
+                for normalise in NORMALISE:
+                    if (seed, policies, normalise) in done:
+                        continue
+                    name = f"{policies}-{normalise}-seed{seed}"
+                    cell = [f"preset={PRESET}", f"run.seed={seed}", f"credit.normalise={normalise}", *of_policies]
+                    found = train(name, words.dir or Path(temporary), [*cell, *words.settings])
+                    record = {"policies": policies, "normalise": normalise, "seed": seed, "found": found}
+                    record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
+                    records.append(record)
+                    print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)
+                    if words.json:
+                        words.json.write_text(json.dumps(records, indent=1) + "\n")
+    print(table(records))
+    print(f"ratio: {headline(records):.3f}")
+    return 0
+
+
+def _line(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Dr. MAS in miniature: the commands of configs/cpu_solver_verifier.yaml, a few steps of each. Does the reward rise?
+`python benchmarks/learning.py preset=cpu_solver_verifier` asks that."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
+from commands import run_by
+
+from marsrl.trainer.report.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+SMALLER = (
+    "warm_start.max_solver_steps=60",
+    "warm_start.short_steps=20",
+    "warm_start.max_team_steps=40",
+    "warm_start.decay_steps=20",
+    "trainer.agent_grad_norm_every=2",
+    "run.steps=3",
+)
+SIZES = {"tiny": 64, "cpu_default": 96}  # hidden
+
+
+@pytest.mark.parametrize("command", run_by("test_a_miniature_trains_every_policy_that_it_has"))
+def test_a_miniature_trains_every_policy_that_it_has(command: str, runner: object) -> None:
+    words = shlex.split(command)[2:]
+    directory: Path = runner.run("-".join(words).replace("=", "-"), *words, *SMALLER)  # type: ignore[attr-defined]
+    agents = ["solver"] if "orchestration=solver" in words else ["solver", "verifier"]
+    policies = ["solver"] if "orchestration=solver" in words or "agents.verifier.policy=solver" in words else agents
+    sizes = {"solver": "cpu_default" if "policies.solver.shape=cpu_default" in words else "tiny", "verifier": "tiny"}
+    rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
+    assert len(rows) == 3
+    for policy in policies:
+        prefix = f"{policy}/" if len(policies) > 1 else ""
+        assert sum(row[f"{prefix}actor/updates"] or 0 for row in rows) > 0
+        assert all(f"{prefix}actor/grad_spikes" in row for row in rows)
+        mine = agents if len(policies) == 1 else [policy]
+        assert [agent for agent in agents if f"{prefix}actor/{agent}/grad_norm" in rows[1]] == mine
+        assert not any(f"actor/{agent}/grad_norm" in name for agent in agents for name in rows[0])  # every second step
+        made = json.loads(
+            (directory / "checkpoints" / "step_3" / "policies" / policy / "hf" / "config.json").read_text()
+        )
+        assert made["hidden_size"] == SIZES[sizes[policy]]
+    for agent in agents:
+        assert {f"drmas/{agent}/mu", f"drmas/{agent}/sigma"} <= rows[0].keys()
+    assert ("verdicts/verifier/recall_wrong" in rows[0]) == (len(agents) == 2)
