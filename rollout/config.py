@@ -36,7 +36,12 @@ class AgentConfig(Settings):
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off)")
-    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="longer prompts are not asked and counted")
+    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one: long_prompts")
+    long_prompts: Literal["skip", "cut_middle", "cut_left"] = Field(
+        "skip",
+        description="a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in "
+        "the middle or on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)",
+    )
     max_response_tokens: int | None = Field(
         None,
         gt=0,

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,14 @@ _log = logging.getLogger(__name__)
 
 Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
 """The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
+
+
+class Prompt(NamedTuple):
+    """What an agent reads: ids [N] int32, and text for people. is_cut: it was too long, and something is left out."""
+
+    ids: IntArray
+    text: str
+    is_cut: bool = False
 
 
 class WatchedJudge:
@@ -78,15 +87,22 @@ class Team:
             self._fail(episode, "follow", error)
             return []
 
-    def prompt(self, episode: Episode, ask: Ask) -> tuple[IntArray, str] | None:
-        """The prompt's tokens and text; None where it is longer than the agent's max_input_tokens, or there is none."""
+    def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
+        """What the agent reads; None where it is longer than max_input_tokens and not cut (long_prompts), or there is none."""
         try:
             messages = self.orchestration.messages(episode, ask)
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
-        prompt_ids, text = self.renderer(ask.agent).render(messages, **self.agents[ask.agent].template_options)
-        return (prompt_ids, text) if len(prompt_ids) <= self.agents[ask.agent].max_input_tokens else None
+        renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
+        prompt_ids, text = renderer.render(messages, **settings.template_options)
+        if len(prompt_ids) <= settings.max_input_tokens:
+            return Prompt(prompt_ids, text)
+        if settings.long_prompts == "skip":
+            return None
+        side: Literal["middle", "left"] = "middle" if settings.long_prompts == "cut_middle" else "left"
+        cut = renderer.render_cut(messages, settings.max_input_tokens, side, **settings.template_options)
+        return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended."""
@@ -128,7 +144,7 @@ class Team:
         episode: Episode,
         ask: Ask,
         index: int,
-        prompt: tuple[IntArray, str],
+        prompt: Prompt,
         partial: Partial,
         finish: Finish,
         error: str = "",
@@ -141,14 +157,14 @@ class Team:
             agent=ask.agent,
             group_id=ask.group,
             parent_uid=ask.parent_uid,
-            prompt_ids=prompt[0],
+            prompt_ids=prompt.ids,
             token_ids=partial.token_ids,
             is_sampled=np.ones(len(partial.token_ids), bool),
             rollout_logprobs=partial.logprobs,
             segments=partial.segments,
             finish=finish,
             text=self.renderer(ask.agent).decode(partial.token_ids),
-            prompt_text=prompt[1],
+            prompt_text=prompt.text,
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
         )
@@ -202,7 +218,7 @@ class Team:
         completion that counts as overlong.
         """
         prompts = [self.prompt(episode, ask) for episode, ask in asks]
-        no_room = (np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
+        no_room = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
         samples = [
             self.sample(episode, ask, 0, prompt or no_room, Partial(), Finish.LENGTH)
             for (episode, ask), prompt in zip(asks, prompts, strict=True)
@@ -216,7 +232,7 @@ class Team:
             requests = [
                 DecodeRequest(
                     uid=f"{ask.id}:0",
-                    token_ids=prompt[0],
+                    token_ids=prompt.ids,
                     max_new_tokens=min(max_tokens, self.agents[ask.agent].max_response_tokens or max_tokens),
                     sampling=replace(sampling or own, stop_token_ids=own.stop_token_ids),
                     seed=derive_seed(seed, "answer", ask.id),

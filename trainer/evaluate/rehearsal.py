@@ -70,7 +70,7 @@ def rehearse(
         ValueError: the task has no problems of its own.
     """
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question else read_data(config, config.data.train)[0]
+    train = [given] if question else read_data(config)[0]
     task = build_task(config.task, config.task_options, train, train)
     with contextlib.closing(task), tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(Path(folder))
