@@ -66,7 +66,9 @@ class AgentConfig(Settings):
         description="picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where "
         "the Verifier's missing_verdict is wrong",
     )
-    parser: Literal["strict", "compat"] = Field("strict", description="verdict parser (Verifiers)")
+    parser: Literal["strict", "compat"] = Field(
+        "strict", description="of verdicts; compat: as the code published with the prompt set's paper reads them"
+    )
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
     )

@@ -192,7 +192,7 @@ class Team:
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
         """agents.<name>.format_penalty off what has neither answer nor verdict; `correct` is before penalties."""
         penalty = self.agents[sample.agent].format_penalty
-        if not penalty or reward.is_missing or sample.answer is not None or sample.verdict is not None:
+        if not penalty or reward.is_missing or self.orchestration.is_readable(sample):
             return reward
         return replace(reward, value=reward.value - penalty, parts={**reward.parts, "format": -penalty})
 

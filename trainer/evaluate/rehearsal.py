@@ -17,7 +17,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -76,7 +76,7 @@ def rehearse(
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
-        words = {name: prompt_set(agent.prompt or task.prompts).example for name, agent in config.agents.items()}
+        words = {name: prompt_set(agent.prompt or task.prompts) for name, agent in config.agents.items()}
         engine = ScriptedEngine(
             _script(problem, answers, words, config.run.seed),
             encode=lambda text: renderer.completion_ids(text).tolist(),
@@ -125,7 +125,9 @@ def _line(sample: Sample, advantage: float | None) -> Text:
     return Text.assemble((name, "bold"), f"  {' '.join(sample.text.split())[:200]!r}  reward {reward}{note}{trained}")
 
 
-def _script(problem: Problem, answers: Answers, words: Mapping[str, str], seed: int) -> Callable[[DecodeRequest], str]:
+def _script(
+    problem: Problem, answers: Answers, words: Mapping[str, PromptSet], seed: int
+) -> Callable[[DecodeRequest], str]:
     calls: Counter[str] = Counter()
 
     def says(request: DecodeRequest) -> str:
@@ -136,7 +138,7 @@ def _script(problem: Problem, answers: Answers, words: Mapping[str, str], seed: 
         coin = random.Random(derive_seed(seed, "try", request.uid))
         right = problem.answer or "1"
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
-        return words[agent].replace("ANSWER", answer).replace("VERDICT", coin.choice(["correct", "wrong"]))
+        return words[agent].example.replace("ANSWER", answer).replace("VERDICT", coin.choice(words[agent].verdicts))
 
     return says
 
