@@ -37,7 +37,12 @@ class AgentConfig(Settings):
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off)")
-    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="longer prompts are not asked and counted")
+    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one: long_prompts")
+    long_prompts: Literal["skip", "cut_middle", "cut_left"] = Field(
+        "skip",
+        description="a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in "
+        "the middle or on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)",
+    )
     max_response_tokens: int | None = Field(
         None,
         gt=0,
@@ -67,7 +72,9 @@ class AgentConfig(Settings):
         description="picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where "
         "the Verifier's missing_verdict is wrong",
     )
-    parser: Literal["strict", "compat"] = Field("strict", description="verdict parser (Verifiers)")
+    parser: Literal["strict", "compat"] = Field(
+        "strict", description="of verdicts; compat: as the code published with the prompt set's paper reads them"
+    )
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,14 @@ class Tools(Protocol):
     def take_counts(self) -> Mapping[str, float]:
         """Metrics since the last call."""
         ...
+
+
+class Prompt(NamedTuple):
+    """What an agent reads: ids [N] int32, and text for people. is_cut: it was too long, and something is left out."""
+
+    ids: IntArray
+    text: str
+    is_cut: bool = False
 
 
 class WatchedJudge:
@@ -103,15 +111,22 @@ class Team:
         renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
 
-    def prompt(self, episode: Episode, ask: Ask) -> tuple[IntArray, str] | None:
-        """The prompt's tokens and text; None where it is longer than the agent's max_input_tokens, or there is none."""
+    def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
+        """What the agent reads; None where it is longer than max_input_tokens and not cut (long_prompts), or there is none."""
         try:
             messages = self.orchestration.messages(episode, ask)
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
-        prompt_ids, text = self.renderer(ask.agent).render(messages, **self.agents[ask.agent].template_options)
-        return (prompt_ids, text) if len(prompt_ids) <= self.agents[ask.agent].max_input_tokens else None
+        renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
+        prompt_ids, text = renderer.render(messages, **settings.template_options)
+        if len(prompt_ids) <= settings.max_input_tokens:
+            return Prompt(prompt_ids, text)
+        if settings.long_prompts == "skip":
+            return None
+        side: Literal["middle", "left"] = "middle" if settings.long_prompts == "cut_middle" else "left"
+        cut = renderer.render_cut(messages, settings.max_input_tokens, side, **settings.template_options)
+        return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended."""
@@ -159,7 +174,7 @@ class Team:
         episode: Episode,
         ask: Ask,
         index: int,
-        prompt: tuple[IntArray, str],
+        prompt: Prompt,
         partial: Partial,
         finish: Finish,
         error: str = "",
@@ -173,14 +188,14 @@ class Team:
             agent=ask.agent,
             group_id=ask.group,
             parent_uid=ask.parent_uid,
-            prompt_ids=prompt[0],
+            prompt_ids=prompt.ids,
             token_ids=partial.token_ids,
             is_sampled=partial.is_sampled,
             rollout_logprobs=partial.logprobs,
             segments=partial.segments,
             finish=finish,
             text=self.renderer(ask.agent).decode(partial.token_ids),
-            prompt_text=prompt[1],
+            prompt_text=prompt.text,
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
             turn=partial.turn,
@@ -211,7 +226,7 @@ class Team:
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
         """agents.<name>.format_penalty off what has neither answer nor verdict; `correct` is before penalties."""
         penalty = self.agents[sample.agent].format_penalty
-        if not penalty or reward.is_missing or sample.answer is not None or sample.verdict is not None:
+        if not penalty or reward.is_missing or self.orchestration.is_readable(sample):
             return reward
         return replace(reward, value=reward.value - penalty, parts={**reward.parts, "format": -penalty})
 

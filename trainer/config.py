@@ -318,9 +318,12 @@ class RunConfig(Settings):
         "resolved: none",
     )
     run: RunSection = RunSection()
-    task: str = Field("arithmetic", description="arithmetic | math")
+    task: str = Field(
+        "arithmetic",
+        description="arithmetic; math: problems of data.train; or your own, FILE.py:CLASS (docs/own_task.md)",
+    )
     task_options: dict[str, int | float | str | bool | None] = Field(
-        default_factory=dict, description="options of the task"
+        default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
     )
     data: DataConfig = DataConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})

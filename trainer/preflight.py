@@ -19,8 +19,10 @@ from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
+from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Ask, Problem
@@ -40,7 +42,7 @@ class Checked:
     plan: BatchPlan
     task: Task
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
-    num_held_out: int  # taken from data.train for evaluation, because there is no data.eval
+    num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
     host: TrainerHost
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
 
@@ -52,7 +54,9 @@ class Checked:
         if self.num_skipped_lines:
             notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
         if self.num_held_out:
-            notes += f"\n{self.num_held_out} problems of data.train are held out for evaluation (no data.eval is given)"
+            own = is_own(self.config.task)
+            of, none = ("problems", "held_out is empty") if own else ("data.train", "no data.eval is given")
+            notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
         notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
@@ -71,9 +75,9 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         _check_something_trains(config)
         _check_wandb(config)
     _check_machine(config, host)
-    train, num_skipped = read_data(config, config.data.train)
-    held_out, num_skipped_eval = read_data(config, config.data.eval)
-    warnings = [*find_repeats(train).sentences("data.train"), *find_repeats(held_out).sentences("data.eval")]
+    train, held_out, num_skipped = read_data(config)
+    of_train, of_eval = ("data.train", "data.eval") if not is_own(config.task) else ("problems", "held_out")
+    warnings = [*find_repeats(train).sentences(of_train), *find_repeats(held_out).sentences(of_eval)]
     num_held_out = 0
     if not trains and not train:
         train = held_out  # nobody draws from them; a task that reads files wants some
@@ -113,7 +117,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
     _check_sync_backend(config)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
-    return Checked(config, plan, task, num_skipped + num_skipped_eval, num_held_out, host, tuple(warnings))
+    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(warnings))
 
 
 def _check_something_trains(config: RunConfig) -> None:
@@ -154,7 +158,7 @@ def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]
 
 
 def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, num_problems: int) -> list[str]:
-    """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked.
+    """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked or cut.
 
     num_problems: of the data; 0: the task makes them.
     """
@@ -162,8 +166,8 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
     (ask, *_) = _first_asks(
         orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
     )
-    first = ask.agent
-    policy, room = config.agents[first].policy, config.agents[first].max_input_tokens
+    first, settings = ask.agent, config.agents[ask.agent]
+    policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     with ExitStack() as stack:
         model = config.policies[policy].model
         if model is None:
@@ -171,22 +175,27 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
             write_arithmetic_tokenizer(model)
         renderer = ChatRenderer(model)
     lengths: list[int] = []
-    most = num_problems or _LOOKED_AT
-    while len(lengths) < most and (len(lengths) < _LOOKED_AT or min(lengths) > room):
+    most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
+    while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source.next_problem())
         (ask, *_) = _first_asks(orchestration, episode)
-        lengths.append(len(renderer.render(orchestration.messages(episode, ask))[0]))
+        messages = orchestration.messages(episode, ask)
+        lengths.append(len(renderer.render(messages, **settings.template_options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(
                 f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
             )
-    num_long, key = sum(length > room for length in lengths), f"agents.{first}.max_input_tokens"
-    if num_long == len(lengths):
+        if not is_skipped and renderer.render_cut(messages, room, "left", **settings.template_options) is None:
+            raise ConfigError(f"{key} is {room}, and the chat template leaves no room in it for a message: raise it")
+    num_long = sum(length > room for length in lengths)
+    if num_long == len(lengths) and is_skipped:
         raise ConfigError(
-            f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it"
+            f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it, or "
+            f"set agents.{first}.long_prompts"
         )
     if num_long:
-        return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will not be asked"]
+        fate = "not be asked" if is_skipped else f"be cut (agents.{first}.long_prompts)"
+        return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}"]
     return []
 
 
@@ -276,12 +285,21 @@ def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], 
     return [p for p in problems if p.question not in chosen], [p for p in problems if p.question in chosen]
 
 
-def read_data(config: RunConfig, path: str | None) -> tuple[Sequence[Problem], int]:
-    """The problems of a data file and the number of lines left out; nothing without a file."""
-    if path is None:
-        return (), 0
-    read = read_problems(path, config.task, config.data.question_key, config.data.answer_key, config.data.on_bad_line)
-    return read.problems, read.num_bad
+def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], int]:
+    """Problems to train on, problems to evaluate on, and the number of lines of data.train and data.eval left out.
+
+    Those of the files, nothing where there is no file; or what a user's own task makes of them.
+    """
+    data = config.data
+    read = [
+        read_problems(path, config.task, data.question_key, data.answer_key, data.on_bad_line) if path else None
+        for path in (data.train, data.eval)
+    ]
+    train, held_out = (found.problems if found else () for found in read)
+    num_skipped = sum(found.num_bad for found in read if found)
+    if is_own(config.task):
+        return *own_problems(config.task, config.task_options, train, held_out), num_skipped
+    return train, held_out, num_skipped
 
 
 def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
+from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
@@ -45,7 +46,8 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
         )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
-    _find_own_team(merged, origin.layers)
+    for key in ("task", "orchestration"):
+        _find_own_class(key, merged, origin.layers)
     _leave_out_agents_of_another_team(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
@@ -108,8 +110,9 @@ def _inherited(given: Sequence[Layer]) -> list[Layer]:
             raise ConfigError(ConfigOrigin(given).with_places(message))
         layers.insert(0, _read_preset(named))
     task = _last(layers, "task") or "arithmetic"
+    task = "math" if is_own(task) else task
     if task not in DEFAULT_FOR_TASK:
-        message = f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}"
+        message = f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}, and your own as FILE.py:CLASS"
         raise ConfigError(ConfigOrigin(given).with_places(message))
     default = _read_preset(DEFAULT_FOR_TASK[task])
     if all(layer.file != default.file for layer in layers):
@@ -123,14 +126,14 @@ def _last(layers: Sequence[Layer], key: str) -> str | None:
     return next((str(value) for value in reversed(values) if value is not None), None)
 
 
-def _find_own_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+def _find_own_class(key: str, merged: dict[str, Any], layers: Sequence[Layer]) -> None:
     """`orchestration: my_team.py:MyTeam` is beside the file that says so, or in the working directory where a word does."""
-    name = merged.get("orchestration")
-    givers = [layer for layer in layers if "orchestration" in layer.settings]
-    if isinstance(name, str) and ":" in name and givers:
+    name = merged.get(key)
+    givers = [layer for layer in layers if key in layer.settings]
+    if isinstance(name, str) and is_own(name) and givers:
         folder = givers[-1].file.parent if givers[-1].file is not None else Path.cwd()
         path, _, kind = name.rpartition(":")
-        merged["orchestration"] = f"{folder / Path(path).expanduser()}:{kind}"
+        merged[key] = f"{folder / Path(path).expanduser()}:{kind}"
 
 
 def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from marsrl.rollout.agents.parsers import THINK_OPEN, compat_report, compat_verdict, visible
+from marsrl.rollout.agents.parsers import THINK_OPEN, visible
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -108,8 +108,8 @@ class Orchestration:
         """
         prompts = self._prompts[self.spec(sample.agent).name]
         if self._is_compat(sample.agent):
-            text = compat_report(sample.text)
-            return replace(sample, shown=text, answer=None, verdict=compat_verdict(sample.text))
+            compat = prompts.compat
+            return replace(sample, shown=compat.report(sample.text), answer=None, verdict=compat.verdict(sample.text))
         shown = visible(sample.text, sample.prompt_text.rstrip().endswith(THINK_OPEN))
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         if shown is None or sample.finish is not Finish.STOP:
@@ -188,6 +188,12 @@ class Orchestration:
         gives_verdicts = self.spec(sample.agent).gives_verdicts
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
 
+    def is_readable(self, sample: Sample) -> bool:
+        """Has this parsed sample an answer or a verdict? With `parser: compat`, which always finds one: is its form valid?"""
+        if self._is_compat(sample.agent):
+            return self._prompts[sample.agent].compat.is_valid(sample.text)
+        return sample.answer is not None or sample.verdict is not None
+
     def _agreement(self, episode: Episode, ask: Ask, sample: Sample) -> Reward:
         if not ask.inputs:
             raise ValueError(f"reward: the ask of Verifier sample {sample.uid} holds no solution")
@@ -195,8 +201,7 @@ class Orchestration:
         truth = solution.reward
         if truth.is_missing or math.isnan(truth.correct):
             return Reward(MISSING, MISSING, note=f"the solution judged ({solution.uid}) has no reward")
-        # compat reads a verdict into anything; a text that strictly has none is a format failure there too.
-        if sample.verdict is None or (self._is_compat(sample.agent) and visible(sample.text) is None):
+        if not self.is_readable(sample):
             return Reward(0.0, 0.0, note="no verdict")
         agrees = float(sample.verdict == is_right(solution))
         return Reward(agrees, agrees, {"verdict": agrees})

@@ -12,6 +12,9 @@ THINK_CLOSE = "</think>"
 
 _MAX_VERDICT_LINE = 200  # characters; a verdict line is short, and a long one is not worth a regular expression
 _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[ \t*_`.]*", re.IGNORECASE)
+_VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
+_VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
+_CHINESE = re.compile("[\u4e00-\u9fff]")
 _CHAIN_VERDICT = {"correct": True, "wrong": False}
 
 
@@ -55,6 +58,37 @@ def compat_report(text: str) -> str:
     """
     before, marker, _ = text.rpartition(THINK_CLOSE)[2].partition("**Correctness**")
     return before.strip() if marker else ""
+
+
+def compat_is_valid(text: str) -> bool:
+    """Has the thought ended? What says nothing is a failure of format, though the published script reads a verdict into it."""
+    return visible(text) is not None
+
+
+def tagged_verdict(report: str) -> bool | None:
+    """True/False = approve/reject in the last `<verify>` tag that holds one of the two, in any case (Dr. MAS)."""
+    found = _VERIFY_TAG.findall(report)
+    return found[-1].lower() == "approve" if found else None
+
+
+def drmas_report(text: str) -> str:
+    """What Dr. MAS's published code hands on: all of it, thoughts too, without white space inside the first tag."""
+    start, end = text.find(_VERIFY_OPEN), text.find(_VERIFY_CLOSE)
+    if start < 0 or end < 0:
+        return text
+    inside = start + len(_VERIFY_OPEN)
+    return text[:inside] + text[inside:end].strip() + text[end:]
+
+
+def drmas_verdict(text: str) -> bool:
+    """The published code's: approved where "approve" stands in a tag, or "reject" in none; so a missing tag approves."""
+    report = drmas_report(text)
+    return f"{_VERIFY_OPEN}approve{_VERIFY_CLOSE}" in report or f"{_VERIFY_OPEN}reject{_VERIFY_CLOSE}" not in report
+
+
+def drmas_is_valid(text: str) -> bool:
+    """Does the published code take the output as well formed: both tags, whatever is in them, and no Chinese character?"""
+    return _VERIFY_OPEN in text and _VERIFY_CLOSE in text and not _CHINESE.search(text)
 
 
 def boxed_answer(solution: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What each role is told, and how its outputs are read: the prompt sets "math" and "chain"."""
+"""What each role is told, and how its outputs are read: the prompt sets "math", "drmas_math" and "chain"."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from marsrl.rollout.agents.parsers import boxed_answer, chain_answer, chain_verdict, strict_verdict
+from marsrl.rollout.agents.parsers import (
+    boxed_answer,
+    chain_answer,
+    chain_verdict,
+    compat_is_valid,
+    compat_report,
+    compat_verdict,
+    drmas_is_valid,
+    drmas_report,
+    drmas_verdict,
+    strict_verdict,
+    tagged_verdict,
+)
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
 
@@ -14,11 +26,24 @@ _FIELD = re.compile(r"\{(problem|solution|report)\}")
 
 
 @dataclass(frozen=True, slots=True)
+class Compat:
+    """How the code published with a paper reads a Verifier's whole output (agents.<name>.parser: compat).
+
+    report: what the others see of it; verdict: there always is one; is_valid: it is no failure of format.
+    """
+
+    report: Callable[[str], str]
+    verdict: Callable[[str], bool]
+    is_valid: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSet:
     """Templates of every role and the grammar of its answers.
 
     turns: chat turns whose contents hold {problem}, {solution}, {report}. read_answer / read_verdict take visible
-    text and return None where nothing can be read; example holds ANSWER and VERDICT in words that they read.
+    text and return None where nothing can be read; example holds ANSWER and VERDICT in words that they read, verdicts has the
+    two of them, right and wrong.
     """
 
     name: str
@@ -26,6 +51,8 @@ class PromptSet:
     read_answer: Callable[[str], str | None]
     read_verdict: Callable[[str], bool | None]
     example: str
+    verdicts: tuple[str, str] = ("correct", "wrong")
+    compat: Compat = Compat(compat_report, compat_verdict, compat_is_valid)
 
     def fill(self, role: Role, *, problem: str, solution: str = "", report: str = "") -> tuple[Message, ...]:
         """The chat for one call. One pass: a "{report}" that stands in the problem's own text stays as it is."""
@@ -107,6 +134,55 @@ MATH = PromptSet(
     example="\\boxed{ANSWER}\nVerdict: VERDICT",
 )
 
+# Dr. MAS's team for math: one message a call, that states the problem, what was said so far, and the agent's part.
+_TEAM = """\
+You are one of several experts who solve a math problem together.
+The problem:
+
+{problem}
+"""
+
+_SAID_SOLUTION = """
+What the team has said so far
+
+The Solver:
+
+{solution}
+"""
+
+_SAID_REPORT = """
+The Verifier:
+
+{report}
+"""
+
+_SOLVER_PART = """
+Your part
+You are the Solver. Work the problem out step by step until you have its answer. What the others have said, if anything, may \
+help you; check it before you rely on it. Give the final answer in \\boxed{}."""
+
+_VERIFIER_PART = """
+Your part
+You are the Verifier. Go through the Solver's last solution critically: is each step, each formula and each conclusion right, is \
+anything missing, does it hang together? End with your verdict in a tag, exactly one of
+<verify>approve</verify> if every step and the final answer are right
+<verify>reject</verify> if you have found anything wrong"""
+
+DRMAS_MATH = PromptSet(
+    name="drmas_math",
+    turns={
+        Role.SOLVER: (Message("user", _TEAM + _SOLVER_PART),),
+        Role.VERIFIER: (Message("user", _TEAM + _SAID_SOLUTION + _VERIFIER_PART),),
+        Role.CORRECTOR: (Message("user", _TEAM + _SAID_SOLUTION + _SAID_REPORT + _SOLVER_PART),),
+        Role.DEBATER: MATH.turns[Role.DEBATER],
+    },
+    read_answer=boxed_answer,
+    read_verdict=tagged_verdict,
+    example="\\boxed{ANSWER}\n<verify>VERDICT</verify>",
+    verdicts=("approve", "reject"),
+    compat=Compat(drmas_report, drmas_verdict, drmas_is_valid),
+)
+
 # The arithmetic task. Every word is one token of its vocabulary of 64; the chat template adds the control words.
 _CHAIN_AGAIN = (
     Message("user", "{problem}"),
@@ -127,7 +203,7 @@ CHAIN = PromptSet(
     example="Answer: ANSWER Verdict: VERDICT",
 )
 
-_SETS = {prompts.name: prompts for prompts in (MATH, CHAIN)}
+_SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN)}
 
 
 def prompt_set(name: str) -> PromptSet:

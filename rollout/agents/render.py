@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,43 +61,72 @@ class ChatRenderer:
 
         template_options: of the chat template (Qwen3: enable_thinking).
         """
-        template = self._template([message.role for message in messages], template_options)
-        return self._filled(template, messages)
+        return self._filled(self._parts(messages, template_options))
+
+    def render_cut(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int,
+        cut: Literal["middle", "left"],
+        **template_options: bool | str,
+    ) -> tuple[IntArray, str] | None:
+        """As `render`, in max_tokens: what is too much is left out of the messages' contents, in their middle or on their left.
+
+        The longest contents are cut first, down to one length. Whatever the template writes stays, and nothing marks the
+        place; contents are tokenised apart from it and cut between two tokens. None where it leaves them no token.
+        """
+        parts = self._parts(messages, template_options)
+        template = [self.encode_trusted(text).tolist() for text in parts[::2]]
+        contents = [self.completion_ids(text).tolist() for text in parts[1::2]]
+        room = max_tokens - sum(map(len, template))
+        if room < 1:
+            return None
+        ids, shown = list(template[0]), [parts[0]]
+        for position, num_kept in enumerate(_shares([len(content) for content in contents], room)):
+            content, text = contents[position], parts[2 * position + 1]
+            if num_kept < len(content):
+                num_first = (num_kept + 1) // 2 if cut == "middle" else 0
+                first, last = content[:num_first], content[len(content) - (num_kept - num_first) :]
+                content, text = first + last, self._text(first) + self._text(last)
+            ids += content + template[position + 1]
+            shown += [text, parts[2 * position + 2]]
+        return np.asarray(ids, np.int32), "".join(shown)
 
     def next_turn(self, messages: Sequence[Message], **template_options: bool | str) -> IntArray:
         """[N] int32: what stands between a completion that ended its turn and the next one: these messages.
 
         The end token is the completion's own, and not repeated.
         """
-        before = (Message("user", ""), Message("assistant", ""))
-        template = self._template([message.role for message in (*before, *messages)], template_options)
-        _, _, after = template.partition(_PLACEHOLDER.format(index=1))
+        _, _, _, _, after, *rest = self._parts(
+            [Message("user", ""), Message("assistant", ""), *messages], template_options
+        )
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
-        return self._filled(after.removeprefix(next(filter(after.startswith, ends), "")), (*before, *messages))[0]
+        return self._filled([after.removeprefix(next(filter(after.startswith, ends), "")), *rest])[0]
 
-    def _template(self, roles: Sequence[str], options: Mapping[str, bool | str]) -> str:
-        """The chat template's own words around a placeholder for each message."""
-        turns = [{"role": role, "content": _PLACEHOLDER.format(index=index)} for index, role in enumerate(roles)]
+    def _filled(self, parts: Sequence[str]) -> tuple[IntArray, str]:
+        pieces: list[int | str | None] = []
+        for position, text in enumerate(parts):
+            pieces.extend(self._break_controls(text) if position % 2 else self._split_controls(text))
+        return np.asarray(self._encode_pieces(pieces), np.int32), "".join(parts)
+
+    def _parts(self, messages: Sequence[Message], template_options: Mapping[str, bool | str]) -> list[str]:
+        """The rendered chat: what the template writes, a content, what it writes, ..., what it writes."""
+        turns = [
+            {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
+            for index, message in enumerate(messages)
+        ]
         template: str = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **options
+            turns, tokenize=False, add_generation_prompt=True, **template_options
         )
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
-        if used != list(range(len(roles))):
+        if used != list(range(len(messages))):
             raise ValueError(
-                f"the chat template does not show every message once and in order (it shows {used} of {len(roles)}); "
+                f"the chat template does not show every message once and in order (it shows {used} of {len(messages)}); "
                 "this renderer needs that: use a template that keeps system, user and assistant turns"
             )
-        return template
-
-    def _filled(self, template: str, messages: Sequence[Message]) -> tuple[IntArray, str]:
-        pieces: list[int | str | None] = []
-        shown: list[str] = []
-        for position, part in enumerate(_PLACEHOLDER_PATTERN.split(template)):
-            is_content = position % 2 == 1
-            text = messages[int(part)].content if is_content else part
-            shown.append(text)
-            pieces.extend(self._break_controls(text) if is_content else self._split_controls(text))
-        return np.asarray(self._encode_pieces(pieces), np.int32), "".join(shown)
+        parts = _PLACEHOLDER_PATTERN.split(template)
+        parts[1::2] = [message.content for message in messages]
+        return parts
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: our own text, in which control words are control tokens. Never for model or problem text."""
@@ -108,6 +137,9 @@ class ChatRenderer:
         numbers = ids.tolist()
         if numbers and numbers[-1] in self.stop_ids:
             numbers.pop()
+        return self._text(numbers)
+
+    def _text(self, numbers: list[int]) -> str:
         if self._fast is not None:  # the wrapper looks at every id again, in Python: as long as the decoding itself
             return str(self._fast.decode(numbers, skip_special_tokens=False))
         return str(self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -171,6 +203,15 @@ class ChatRenderer:
         unknown = self._tokenizer.unk_token_id
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
         return [i for i in ids if i == unknown or i not in self._control_ids]
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How much of each length is kept, `room` in all: the longest are cut first, down to one length."""
+    kept = [0] * len(lengths)
+    for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
+        kept[index] = min(lengths[index], room // (len(lengths) - place))
+        room -= kept[index]
+    return kept
 
 
 def _required_eos(eos_id: int | None, directory: str | Path) -> int:

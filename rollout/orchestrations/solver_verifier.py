@@ -16,7 +16,8 @@ from marsrl.rollout.types import Ask, Finish, Message, Sample
 class SolverVerifier(Orchestration):
     """The Verifier approves a solution, or the Solver solves again with the report before it; nobody verifies the last.
 
-    A verdict that cannot be read rejects, where agents.verifier.missing_verdict is not "correct" (as in the published code).
+    A verdict that cannot be read rejects, where agents.verifier.missing_verdict is not "correct". In the published code it
+    approves, and so it does with the prompt set drmas_math and agents.verifier.parser=compat.
     """
 
     class Options(Settings):

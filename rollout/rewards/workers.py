@@ -1,8 +1,8 @@
 """Judges answers in processes of their own, with a timeout that holds.
 
-A comparison of two answers may hang (sympy ignores signals in places) or crash; answers are hostile input. Each
-comparison runs in a worker process; one that passes the deadline is killed and replaced. What could not be judged is
-a missing reward with a note, never a 0.
+A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's own judge; answers are
+hostile input. Each judgement is made in a worker process; one that passes the deadline is killed and replaced. What could
+not be judged is a missing reward with a note, never a 0.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import json
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import IO
 
 from marsrl.rollout.types import MISSING, Problem, Reward
 
-MATH_JUDGE = "marsrl.rollout.rewards.judge_process:compare_math"
+MATH_JUDGE = "marsrl.rollout.rewards.judge_process:math_judge"
 _START_TIMEOUT_S = 120.0  # loading sympy on a busy machine
 _log = logging.getLogger(__name__)
 
@@ -41,12 +42,13 @@ class JudgeCounts:
 class _Worker:
     """One judge process. job: the index it works on, None when idle; is_ready: it has loaded its judge."""
 
-    def __init__(self, judge: str) -> None:
+    def __init__(self, judge: str, arguments: str) -> None:
         # -P: the working directory is not on the path; its folder names would shadow installed packages.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "marsrl.rollout.rewards.judge_process", judge],
+            [sys.executable, "-P", "-m", "marsrl.rollout.rewards.judge_process", judge, arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # what a judge starts is ended with it
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._requests: IO[bytes] = self.process.stdin
@@ -56,10 +58,10 @@ class _Worker:
         self.job: int | None = None
         self.deadline = time.monotonic() + _START_TIMEOUT_S
 
-    def submit(self, job: int, reference: str, answer: str, timeout_s: float) -> None:
+    def submit(self, job: int, problem: Problem, answer: str, timeout_s: float) -> None:
         self.job = job
         self.deadline = time.monotonic() + timeout_s
-        line = json.dumps({"reference": reference, "answer": answer}) + "\n"
+        line = json.dumps({"problem": asdict(problem), "answer": answer}) + "\n"
         try:
             self._requests.write(line.encode())
             self._requests.flush()
@@ -80,7 +82,8 @@ class _Worker:
 
     def kill(self) -> int:
         """End the process at once, wait for it, release the pipes; its exit code."""
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and has left nobody
+            os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         with contextlib.suppress(BrokenPipeError):  # an unsent request of a dead process; nobody waits for it
             self._requests.close()
@@ -95,16 +98,27 @@ class RewardPool:
         with RewardPool(workers=2, timeout_s=10) as pool:
             rewards = pool.judge([(problem, r"\\frac{1}{2}"), ...])
 
-    judge: "module:function" of (reference, answer) -> bool, importable by a fresh interpreter.
+    Args:
+        judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it gives the judge,
+            (problem, answer) -> a reward in [0, 1].
+        needs_reference: without a reference answer nothing can be judged.
     """
 
     def __init__(
-        self, workers: int = 2, timeout_s: float = 10.0, max_answer_chars: int = 2000, judge: str = MATH_JUDGE
+        self,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        max_answer_chars: int = 2000,
+        judge: str = MATH_JUDGE,
+        arguments: Mapping[str, object] | None = None,
+        needs_reference: bool = True,
     ) -> None:
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._max_answer_chars = max_answer_chars
         self._judge = judge
+        self._arguments = json.dumps(arguments or {})
+        self._needs_reference = needs_reference
         self._workers: list[_Worker] = []
         self._counts = {"judged": 0, "timeouts": 0, "crashes": 0, "errors": 0}
         self._lock = threading.Lock()
@@ -124,19 +138,19 @@ class RewardPool:
             num_open = len(waiting)
             while num_open:
                 while len(self._workers) < min(self._num_workers, num_open):
-                    self._workers.append(_Worker(self._judge))
+                    self._workers.append(_Worker(self._judge, self._arguments))
                 for worker in self._workers:
                     if waiting and worker.is_ready and worker.job is None:
                         index = waiting.popleft()
                         problem, answer = answers[index]
-                        worker.submit(index, problem.answer or "", answer, self._timeout_s)
+                        worker.submit(index, problem, answer, self._timeout_s)
                 for index, reward in self._collect():
                     rewards[index] = reward
                     num_open -= 1
             return [reward for reward in rewards if reward is not None]
 
     def _without_worker(self, problem: Problem, answer: str) -> Reward | None:
-        if problem.answer is None:
+        if problem.answer is None and self._needs_reference:
             return Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer")
         if len(answer) > self._max_answer_chars:
             return Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {self._max_answer_chars}")
@@ -175,8 +189,8 @@ class RewardPool:
             self._counts["errors"] += 1
             return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
         self._counts["judged"] += 1
-        right = float(bool(reply["correct"]))
-        return Reward(right, right, {"answer": right})
+        value = float(str(reply["reward"]))
+        return Reward(value, value, {"answer": value})
 
     def _replace_ended(self, worker: _Worker, settled: list[tuple[int, Reward]]) -> None:
         self._workers.remove(worker)

@@ -15,8 +15,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progres
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, IntArray, Sample, ToolCall
+from marsrl.rollout.team import Prompt, Team
+from marsrl.rollout.types import Ask, Finish, Sample, ToolCall
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Completion:
 
     episode: Episode
     ask: Ask
-    prompt: tuple[IntArray, str] | None
+    prompt: Prompt | None
     partial: Partial = field(default_factory=Partial)
     said: Sample | None = None
 
@@ -110,7 +110,7 @@ class AtOnce:
         place = (len(known),) if len(known) else ()
         return DecodeRequest(
             uid=each.uid,
-            token_ids=np.concatenate([each.prompt[0], known]).astype(np.int32, copy=False),
+            token_ids=np.concatenate([each.prompt.ids, known]).astype(np.int32, copy=False),
             max_new_tokens=self._most_tokens(each.ask.agent) - len(known),
             sampling=replace(self.sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
             seed=derive_seed(seed, "answer", each.ask.id, *place),
@@ -126,7 +126,7 @@ class AtOnce:
         self._end(each, result.finish, result.error)
 
     def _end(self, each: _Completion, finish: Finish, error: str = "") -> None:
-        prompt = each.prompt or (np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
+        prompt = each.prompt or Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
         sample = self.team.sample(each.episode, each.ask, 0, prompt, each.partial, finish, error)
         if sample.finish is Finish.WAITING:
             each.episode.wait(sample)

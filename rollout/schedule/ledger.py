@@ -23,7 +23,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample, ToolCall, ToolOutput
 
 
@@ -180,7 +180,9 @@ class Ledger:
                 self.counts["rollout/prompts_too_long"] += not episode.error
                 left.extend(self._over(ask, ()))
                 continue
-            each = OpenAsk(ask, *prompt, opened_version=versions[self.policy_of(ask.agent)])
+            if prompt.is_cut:
+                self.counts["rollout/prompts_cut"] += 1
+            each = OpenAsk(ask, prompt.ids, prompt.text, opened_version=versions[self.policy_of(ask.agent)])
             each.partial = {index: Partial() for index in range(ask.num_samples)}
             self.state.open[ask.id] = each
             opened.append(each)
@@ -223,7 +225,7 @@ class Ledger:
 
     def sample(self, opened: OpenAsk, index: int, partial: Partial, finish: Finish, error: str) -> Sample:
         """A sample that has finished or waits, not judged yet."""
-        prompt = opened.prompt_ids, opened.prompt_text
+        prompt = Prompt(opened.prompt_ids, opened.prompt_text)
         return self.team.sample(self.episode(opened.ask), opened.ask, index, prompt, partial, finish, error)
 
     def suspend(self, opened: OpenAsk, index: int, partial: Partial, sample: Sample) -> list[Ask]:

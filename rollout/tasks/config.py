@@ -29,11 +29,15 @@ class ArithmeticOptions(Settings):
         return self
 
 
-class MathOptions(Settings):
-    """How math answers are judged."""
+class JudgeOptions(Settings):
+    """How answers are judged in processes of their own."""
 
     workers: int = Field(2, gt=0, le=MOST_RANKS, description="judge processes")
     timeout_s: float = Field(
-        10.0, gt=0, le=LONGEST_S, description="a comparison that takes longer is killed: a missing reward"
+        10.0, gt=0, le=LONGEST_S, description="a judgement that takes longer is ended: a missing reward"
     )
     max_answer_chars: int = Field(2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong")
+
+
+class MathOptions(JudgeOptions):
+    """How math answers are judged."""

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Tasks by name, or by the file and class of a user: `my_task.py:MyTask`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 
 from marsrl.rollout.config import problems_of
+from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
-from marsrl.rollout.tasks.math import MathTask
+from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions
+from marsrl.rollout.tasks.listed import ListedTask
+from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.types import Problem
 
@@ -18,13 +21,17 @@ TASKS = ("arithmetic", "math")
 
 def build_task(
     name: str,
-    options: Mapping[str, int | float | str | bool | None],
+    options: OptionValues,
     train: Sequence[Problem] = (),
     held_out: Sequence[Problem] = (),
 ) -> Task:
-    """The task of this name. train and held_out: problems read from files (task=math; arithmetic makes its own)."""
+    """The task of this name. train and held_out: problems read from files, or a user's own (arithmetic makes its own)."""
+    if is_own(name):
+        own = make_own_task(name, options)
+        pool = _pool(own.options, "marsrl.rollout.tasks.own_task:own_judge", {"task": name, "options": dict(options)})
+        return ListedTask(own.name, own.prompts, train, held_out, pool)
     if name not in TASKS:
-        raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}")
+        raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
     try:
         if name == "arithmetic":
             return ArithmeticTask(ArithmeticOptions.model_validate(dict(options)))
@@ -33,4 +40,15 @@ def build_task(
         raise ValueError(f"task {name}: {problems_of(error, 'task_options.')}") from error
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
-    return MathTask(train, held_out, math_options)
+    return ListedTask("math", "math", train, held_out, _pool(math_options))
+
+
+def _pool(options: JudgeOptions, judge: str = MATH_JUDGE, arguments: Mapping[str, object] | None = None) -> RewardPool:
+    return RewardPool(
+        options.workers,
+        options.timeout_s,
+        options.max_answer_chars,
+        judge=judge,
+        arguments=arguments,
+        needs_reference=judge == MATH_JUDGE,
+    )

@@ -85,6 +85,37 @@ def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None
     assert len(play(solver_verifier(2, missing_verdict="correct"), script("Answer: 2", "hm")).asks) == 2
 
 
+def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
+    def team(**verifier: Any) -> Orchestration:
+        agents = {name: AgentConfig(prompt="drmas_math") for name in ("solver", "verifier")}
+        agents["verifier"] = AgentConfig(prompt="drmas_math", **verifier)
+        return build_orchestration("solver_verifier", agents, "math")
+
+    said = ["it is \\boxed{2}", "<think>hm</think> step 1 <verify> reject </verify>", "then \\boxed{1}"]
+    for parser, read in (
+        ("strict", "step 1 <verify> reject </verify>"),
+        ("compat", "<think>hm</think> step 1 <verify>reject</verify>"),
+    ):
+        episode = play(team(parser=parser), script(*said))
+        solver, verifier, again = episode.asks.values()
+        first, judged, second = (words(team(parser=parser), episode, ask) for ask in (solver, verifier, again))
+        assert "a 3 b *7" in first and "said so far" not in first and "You are the Solver" in first
+        assert "it is \\boxed{2}" in judged and "<verify>reject</verify> if" in judged
+        assert "it is \\boxed{2}" in second and read in second and "You are the Solver" in second
+        assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0]
+    for settings, num_asks in (({}, 3), ({"missing_verdict": "correct"}, 2), ({"parser": "compat"}, 2)):
+        episode = play(team(**settings), script("\\boxed{1}", "no tag", "\\boxed{1}"))
+        (report,) = list(episode.answers.values())[1]
+        assert (
+            len(episode.asks) == num_asks and report.reward.value == 0
+        )  # a failure of format, whatever follows from it
+        assert not team(**settings).is_readable(replace(report, text="no tag"))
+    chinese = "\u4e0d <verify>reject</verify>"
+    for parser, reward in (("strict", 1.0), ("compat", 0.0)):
+        (_, (report,), _) = play(team(parser=parser), script("\\boxed{2}", chinese, "\\boxed{1}")).answers.values()
+        assert report.reward.value == reward and report.verdict is False
+
+
 @pytest.mark.parametrize("first", ["... cut off", None])
 def test_nobody_verifies_a_solution_that_was_not_finished(first: str | None) -> None:
     episode = play(solver_verifier(), lambda ask: first)

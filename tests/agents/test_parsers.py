@@ -8,7 +8,11 @@ from marsrl.rollout.agents.parsers import (
     chain_verdict,
     compat_report,
     compat_verdict,
+    drmas_is_valid,
+    drmas_report,
+    drmas_verdict,
     strict_verdict,
+    tagged_verdict,
     visible,
 )
 
@@ -102,10 +106,55 @@ def test_chain_words_after_the_last_key_are_read() -> None:
     assert chain_verdict("Verdict: wrong Verdict: 3") is None
 
 
-@pytest.mark.parametrize("unit", ["\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: "])
+@pytest.mark.parametrize(
+    ("report", "tagged", "published", "is_valid"),
+    [
+        ("fine <verify>approve</verify>", True, True, True),
+        ("no <verify>reject</verify>", False, False, True),
+        ("no <verify>\n reject </verify> so", False, False, True),  # the first tag's white space is taken off
+        ("nothing in tags", None, True, False),  # a missing tag approves
+        ("<verify>maybe</verify>", None, True, True),
+        ("<verify>Reject</verify>", False, True, True),  # in small letters alone
+        ("<verify>reject</verify> no: <verify>approve</verify>", True, True, True),
+        ("<verify>approve</verify> no: <verify>reject</verify>", False, True, True),  # approve anywhere
+        ("<verify>approve</verify> no: <verify> reject </verify>", False, True, True),
+        ("<verify>reject", None, True, False),  # cut off
+        ("<think><verify>reject</verify></think> I say <verify>approve</verify>", True, True, True),
+        ("\u4e0d <verify>reject</verify>", False, False, False),  # Chinese is a failure of format
+        ("</verify><verify>reject", None, True, True),
+    ],
+)
+def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(
+    report: str, tagged: bool | None, published: bool, is_valid: bool
+) -> None:
+    assert tagged_verdict(report) is tagged
+    assert (drmas_verdict(report), drmas_is_valid(report)) == (published, is_valid)
+
+
+def test_the_published_code_hands_on_all_that_was_said() -> None:
+    assert (
+        drmas_report("<think>x</think> a <verify> reject\n</verify> b")
+        == "<think>x</think> a <verify>reject</verify> b"
+    )
+    assert drmas_report("no tag") == "no tag"
+
+
+@pytest.mark.parametrize(
+    "unit", ["\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: ", "<verify> "]
+)
 def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
     text = unit * (400_000 // len(unit))
     start = time.process_time()
-    for read in (visible, strict_verdict, compat_verdict, compat_report, boxed_answer, chain_answer, chain_verdict):
+    drmas = (tagged_verdict, drmas_report, drmas_verdict, drmas_is_valid)
+    for read in (
+        visible,
+        strict_verdict,
+        compat_verdict,
+        compat_report,
+        boxed_answer,
+        chain_answer,
+        chain_verdict,
+        *drmas,
+    ):
         read(text)
     assert time.process_time() - start < 20  # seconds; quadratic work would take hours

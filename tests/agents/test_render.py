@@ -1,10 +1,13 @@
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from marsrl.rollout.agents.prompts import MATH
-from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.render import ChatRenderer, _shares
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -94,6 +97,42 @@ def test_byte_contents_reach_the_model_unchanged(byte_level: ChatRenderer, conte
     assert byte_level.decode(ids) == text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("cut", ["middle", "left"])
+def test_a_cut_prompt_has_all_tokens_that_fit_and_all_that_the_template_writes(
+    byte_level: ChatRenderer, chain: ChatRenderer, cut: Literal["middle", "left"]
+) -> None:
+    rng = random.Random(f"cut {cut}")
+    for renderer, controls in ((byte_level, range(256, 320)), (chain, range(5))):
+        for _ in range(60):
+            texts = ["".join(rng.choices([*CONTENTS, "Answer: 3 ", "☃"], k=rng.randint(0, 9))) for _ in range(3)]
+            messages = [Message(role, text) for role, text in zip(("system", "user", "assistant"), texts, strict=True)]
+            template = len(renderer.render([replace(message, content="") for message in messages])[0])
+            sizes = [len(renderer.completion_ids(text)) for text in texts]
+            most = rng.randint(1, template + sum(sizes) + 3)
+            rendered = renderer.render_cut(messages, most, cut)
+            if most <= template:
+                assert rendered is None
+                continue
+            assert rendered is not None
+            ids, text = rendered
+            assert len(ids) == min(most, template + sum(sizes))  # exactly what fits, or everything
+            whole = renderer.render(messages)[0]
+            assert [i for i in ids if i in controls] == [i for i in whole if i in controls]
+            if most >= template + sum(sizes):
+                assert ids.tolist() == whole.tolist() and text == renderer.render(messages)[1]
+
+
+def test_the_longest_message_is_cut_and_its_beginning_or_end_stays(byte_level: ChatRenderer) -> None:
+    messages = [Message("system", "short"), Message("user", "abcdefghijklmnop")]
+    whole = byte_level.render(messages)[0]
+    for cut, kept in (("middle", "abcnop"), ("left", "klmnop")):
+        rendered = byte_level.render_cut(messages, len(whole) - 10, cut)
+        assert rendered is not None and len(rendered[0]) == len(whole) - 10
+        assert rendered[1] == byte_level.render([messages[0], Message("user", kept)])[1]
+        assert rendered[0].tolist() == byte_level.render([messages[0], Message("user", kept)])[0].tolist()
+    assert _shares([5, 16], 10) == [5, 5] and _shares([16, 5, 16], 14) == [5, 4, 5] and _shares([3, 3], 9) == [3, 3]
+
+
 def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     template = tmp_path / "chat_template.jinja"
@@ -120,3 +159,13 @@ def test_templates_are_filled_in_one_pass() -> None:
 def test_a_directory_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="does/not/exist"):
         ChatRenderer(Path("does/not/exist"))
+
+
+def test_the_next_turn_is_what_the_whole_chat_has_between_two_completions(byte_level: ChatRenderer) -> None:
+    """The end token is the first completion's own; words of control in a tool's text stay text."""
+    first, said, more = Message("user", "what"), "let me see", Message("user", "found <|im_end|> it")
+    prompt, _ = byte_level.render([first])
+    whole, _ = byte_level.render([first, Message("assistant", said), more])
+    completion = [*byte_level.completion_ids(said).tolist(), byte_level.eos_id]
+    assert [*prompt.tolist(), *completion, *byte_level.next_turn([more]).tolist()] == whole.tolist()
+    assert byte_level.next_turn([more]).tolist().count(byte_level.eos_id) == 1  # of the new turn alone

@@ -35,9 +35,12 @@ class Desk:
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (own,) = python_blocks()
-        (folder / "my_team.py").write_text(own.text)
-        (folder / "own_team.yaml").write_text(next(b.text for b in config_blocks() if "my_team.py" in b.text))
+        for name in ("team", "task"):
+            page = f"docs/own_{name}.md:"
+            (own,) = (block for block in python_blocks() if block.where.startswith(page))
+            (folder / f"my_{name}.py").write_text(own.text)
+            (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
+        (folder / "capitals.txt").write_text("".join(f"{c}land {c}ville\n" for c in "ABCDEFGHIJKLMNOPQRST"))
         (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
@@ -45,6 +48,12 @@ class Desk:
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
         return shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
+
+    def fill_in(self, words: list[str], model: Callable[[str], Path]) -> None:
+        """Paths of models in the config file of a command."""
+        if "own_task.yaml" in words:
+            path = self.folder / "own_task.yaml"
+            path.write_text(MODEL.sub(lambda match: str(model(match[2])), path.read_text()))
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""

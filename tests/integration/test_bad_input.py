@@ -226,7 +226,14 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     for key in ("data.train", "data.eval"):
         assert f"warning: {key}: 1 question(s) stand there with different answers, {first}: where they mean" in out
         assert f"warning: {key}: 1 problem(s) repeat an earlier one, question and answer" in out
-    assert "warning: 1 of 6 prompts are longer than agents.solver.max_input_tokens (1000 tokens)" in out
+    assert (
+        "warning: 1 of 6 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will not be asked"
+        in out
+    )
+    assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0
+    assert "(1000 tokens) and will be cut (agents.solver.long_prompts)" in capsys.readouterr().out
+    assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
+    assert "is 10, and the chat template leaves no room in it for a message" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_becomes_of_the_run(

@@ -21,7 +21,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, MemoryP
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer import build, loop
+from marsrl.trainer import build, cli, loop
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
@@ -196,6 +196,67 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     assert (failed > 0) == (team == "own") == ("Asked.follow: LookupError: no judge for this one" in caplog.text)
     summary = load_summary(run_directory / "summary.json")
     assert summary.after is not None and set(summary.after.agents) <= set(agents) and summary.after.system.n == 3
+
+
+OWN_TASK = """
+from marsrl.rollout.tasks.own_task import OwnTask
+
+class Sevens(OwnTask):
+    def problems(self):
+        return [(f"Seven, {i}?", "7") for i in range(12)]
+
+    def held_out(self):
+        return [(f"Seven, held out, {i}?", "7") for i in range(3)]
+
+    def reward(self, problem, answer):
+        if problem.question == "Seven, 5?":
+            raise LookupError("five")
+        return 1 if answer == problem.answer else 0.25
+"""
+
+
+def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
+    play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_task.py").write_text(OWN_TASK)
+    task = f"task={tmp_path}/my_task.py:Sevens"
+    words = [
+        task,
+        "task_options={workers: 1}",
+        "data.train=null",
+        "orchestration=solver_verifier",
+        "run.evaluate=false",
+    ]
+    words += ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory"]
+    run_directory = play(*words, "run.steps=2")
+    play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
+    files = sample_files(RunDirectory(run_directory))
+    of_step = [list(read_samples(path)) for path in files.values()]
+    samples = [record for records in of_step for record in records]
+    drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
+    assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch: nothing twice over the resume
+    judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
+    assert {(r.answer, r.correct) for r in judged} == {("7", 1.0), ("8", 0.25)}
+    unknown = [r for r in samples if r.answer is not None and r.problem_id == "problems:6"]
+    assert unknown and {(r.reward, r.note) for r in unknown} == {(None, "the judge failed: LookupError: five")}
+    truth = {r.uid: r.correct for r in samples}
+    verdicts = [r for r in samples if r.agent == "verifier" and r.verdict is not None and r.reward is not None]
+    assert {r.reward == float(r.verdict == (truth[r.parent_uid] == 1)) for r in verdicts} == {True}
+    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+    assert sum(row.get("reward/solver/missing", 0) for row in rows) == sum(r.agent == "solver" for r in unknown)
+    capsys.readouterr()
+    model = tmp_path / "model"
+    asked = [
+        task,
+        f"policies.main.model={model}",
+        "orchestration=solver",
+        "evaluate.repeat=4",
+        "rollout.engine=scripted",
+    ]
+    assert cli.main(["evaluate", *asked, "rollout.max_response_tokens=120"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["system"]["n"] == 12 and result["system"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
 
 
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:

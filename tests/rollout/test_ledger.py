@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from letters import PROMPT_ENDS, letter_config, letter_problems, letter_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeResult
@@ -20,7 +22,8 @@ from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import decode as decode_state
 from marsrl.rollout.state import encode
-from marsrl.rollout.types import Ask, Finish, Group, Problem, Reward, Sample
+from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSION = {"main": 3}
 
@@ -78,6 +81,26 @@ def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None
     assert [each.ask.id for each in books.open_asks(asks, VERSION)] == ["000002/solver", "000004/solver"]
     assert books.counts["rollout/prompts_too_long"] == 2 and books.counts["rollout/failed_episodes"] == 0
     assert list(books.state.instances) == ["000002", "000004"]  # of the others nothing goes on
+    assert books.counts["rollout/prompts_cut"] == 0
+
+
+@pytest.mark.parametrize(("cut", "read"), [("cut_middle", "abcdefnopqr"), ("cut_left", "hijklmnopqr")])
+def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(tmp_path: Path, cut: str, read: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    renderer = ChatRenderer(tmp_path)
+    books = ledger(prompts_per_step=3)
+    asks = books.draw()
+    for ask, question in zip(asks, ["abcdefghijklmnopqr", "abcdefghijk", "a"], strict=True):
+        books.episode(ask).problem = Problem("p", question, "7", "math")
+    most = len(renderer.render([Message("user", "")])[0]) + 11
+    for limit, opened, num_cut in ((most, [read, "abcdefghijk", "a"], 1), (most - 11, [], 0)):
+        settings = AgentConfig.model_validate({"max_input_tokens": limit, "long_prompts": cut})
+        agents, renderers = {**books.team.agents, "solver": settings}, {"main": renderer}
+        books.team = replace(books.team, agents=agents, renderers=renderers)
+        prompts = [each.prompt_text for each in books.open_asks(asks, VERSION)]
+        assert prompts == [renderer.render([Message("user", text)])[1] for text in opened]
+        assert books.counts["rollout/prompts_cut"] == num_cut + (limit < most)
+        assert books.counts["rollout/prompts_too_long"] == (0 if opened else 3)
 
 
 def test_a_request_goes_on_from_what_is_known_for_one_stage() -> None:
@@ -325,13 +348,13 @@ def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.
     ("wrong", "said"),
     [
         (lambda episode: None, "TypeError: 'NoneType' object is not iterable"),
-        (lambda episode: ["solver"], "TypeError: expected asks (episode.ask(...)), found str"),
+        (lambda episode: ["solver"], "TypeError: expected episode.ask(...) and episode.call(...), found str"),
         (lambda episode: [episode.ask("nobody")], "no agent is called 'nobody'; there are solver, verifier1"),
-        (lambda episode: [Ask("000009/solver", "solver")], "expected at least one sample of episode 000001.0, found 1"),
-        (lambda episode: [episode.ask("solver", num_samples=0)], "of episode 000001.0, found 0"),
+        (lambda episode: [Ask("000009/solver", "solver")], "expected a call in episode 000001.0"),
+        (lambda episode: [episode.ask("solver", num_samples=0)], "expected at least one sample, found 0"),
         (
             lambda episode: [episode.ask("solver", turn=n) for n in range(9)],
-            "9 calls of agents, at most rollout.max_turns = 8",
+            "9 calls of agents and tools, at most rollout.max_turns = 8",
         ),
     ],
 )

@@ -16,7 +16,9 @@ SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # The judge does what the answer says; "hang" ignores signals, as sympy can.
 ODD_JUDGE = """
 import os, signal, sys
-def judge(reference, answer):
+def judge():
+    return compare
+def compare(problem, answer):
     if answer == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM, signal.SIGINT])
         while True:
@@ -30,7 +32,10 @@ def judge(reference, answer):
     if answer == "print":
         print('{"correct": true}')
         os.write(1, b"noise")
-    return answer == reference
+    if answer == "read":
+        return float(bool(sys.stdin.readline()))
+    return VALUES[answer] if answer in VALUES else answer == problem.answer
+VALUES = {"seven": 7, "nan": float("nan"), "word": "0.5", "none": None, "part": 0.25}
 """
 
 
@@ -99,6 +104,36 @@ def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged
         counts = pool.counts
         assert (counts.judged, counts.timeouts, counts.crashes, counts.errors) == (5, 1, 1, 2)
         assert [r.value for r in pool.judge([(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
+
+
+def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
+    with RewardPool(workers=1, timeout_s=60.0, judge=odd_judge) as pool:
+        part, *others = pool.judge([(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
+        assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
+        assert [r.is_missing for r in others] == [True, True, True, True, False]
+        assert "it returned 7, expected a number from 0 to 1" in others[0].note and "nan" in others[1].note
+        assert others[4].value == 0  # requests are not what a judge reads as its input
+        assert (pool.counts.judged, pool.counts.errors) == (2, 4)
+
+
+def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "starting.py").write_text(
+        "import subprocess\n"
+        "def judge(file):\n"
+        "    def run(problem, answer):\n"
+        "        child = subprocess.Popen(['sleep', '1000'])\n"
+        "        open(file, 'w').write(str(child.pid))\n"
+        "        child.wait()\n"
+        "    return run\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with RewardPool(
+        workers=1, timeout_s=2.0, judge="starting:judge", arguments={"file": str(tmp_path / "pid")}
+    ) as pool:
+        (reward,) = pool.judge([(problem("1"), "1")])
+    assert "killed" in reward.note
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:

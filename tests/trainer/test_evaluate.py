@@ -164,3 +164,17 @@ def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_tea
     result = judged.evaluate(VERSIONS)
     assert result.agents["solver"].mean == 0.0
     assert result.system.mean == 0.0
+
+
+def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> None:
+    asked: list[int] = []
+
+    def script(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        asked.append(len(request.token_ids)) if is_solver(request) else None
+        return "Answer: 1"
+
+    judged = evaluator(tmp_path, scripted_team, script)
+    agents = judged.team.agents
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})  # type: ignore[index]
+    solver = judged.evaluate(VERSIONS).agents["solver"]
+    assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
 from marsrl.rollout.episode import Episode
@@ -76,9 +77,9 @@ class Evaluator:
             size //= 2
         by_truth: dict[bool, list[tuple[str, Ask]]] = {True: [], False: []}
         for episode, ask in asks:
-            correct = episode.sample(ask.inputs[0]).reward.correct
-            if not math.isnan(correct):  # else its judge failed, and it is neither
-                by_truth[correct >= 1].append((episode.id, ask))
+            solution = episode.sample(ask.inputs[0])
+            if not math.isnan(solution.reward.correct):  # else its judge failed, and it is neither
+                by_truth[is_right(solution)].append((episode.id, ask))
         return FixedInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
     def evaluate(self, versions: Mapping[str, int], progress: Progress | None = None) -> Evaluation:
@@ -166,21 +167,24 @@ class Evaluator:
 
 
 def _accuracy(samples: Sequence[Sample | None]) -> Estimate:
-    """Share of correct samples. None (no answer at all) is wrong; one whose judge failed is not counted."""
+    """Mean correctness, the share of right samples where a task knows right and wrong alone.
+
+    None (no answer at all) is wrong; a sample whose judge failed is not counted.
+    """
     correct = [0.0 if sample is None else sample.reward.correct for sample in samples]
     known = [value for value in correct if not math.isnan(value)]
-    return estimate(sum(value >= 1 for value in known), len(known))
+    return estimate(math.fsum(known), len(known))
 
 
 def _confusion(calls: Sequence[tuple[Episode, Ask, Sample]]) -> Confusion:
     """Counts of (actual correctness of the first input, verdict); a solution whose judge failed is not counted."""
     counts = {"right_correct": 0, "right_wrong": 0, "wrong_correct": 0, "wrong_wrong": 0, "none": 0}
     for episode, ask, sample in calls:
-        correct = episode.sample(ask.inputs[0]).reward.correct
-        if math.isnan(correct):
+        solution = episode.sample(ask.inputs[0])
+        if math.isnan(solution.reward.correct):
             continue
         if sample.verdict is None:
             counts["none"] += 1
         else:
-            counts[f"{'right' if correct >= 1 else 'wrong'}_{'correct' if sample.verdict else 'wrong'}"] += 1
+            counts[f"{'right' if is_right(solution) else 'wrong'}_{'correct' if sample.verdict else 'wrong'}"] += 1
     return Confusion(**counts)

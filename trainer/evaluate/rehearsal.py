@@ -17,7 +17,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -70,13 +70,13 @@ def rehearse(
         ValueError: the task has no problems of its own.
     """
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question else read_data(config, config.data.train)[0]
+    train = [given] if question else read_data(config)[0]
     task = build_task(config.task, config.task_options, train, train)
     with contextlib.closing(task), tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
-        words = {name: prompt_set(agent.prompt or task.prompts).example for name, agent in config.agents.items()}
+        words = {name: prompt_set(agent.prompt or task.prompts) for name, agent in config.agents.items()}
         engine = ScriptedEngine(
             _script(problem, answers, words, config.run.seed),
             encode=lambda text: renderer.completion_ids(text).tolist(),
@@ -126,7 +126,9 @@ def _line(sample: Sample, advantage: float | None) -> Text:
     return Text.assemble((name, "bold"), f"  {' '.join(sample.text.split())[:200]!r}  reward {reward}{note}{trained}")
 
 
-def _script(problem: Problem, answers: Answers, words: Mapping[str, str], seed: int) -> Callable[[DecodeRequest], str]:
+def _script(
+    problem: Problem, answers: Answers, words: Mapping[str, PromptSet], seed: int
+) -> Callable[[DecodeRequest], str]:
     calls: Counter[str] = Counter()
 
     def says(request: DecodeRequest) -> str:
@@ -137,7 +139,7 @@ def _script(problem: Problem, answers: Answers, words: Mapping[str, str], seed: 
         coin = random.Random(derive_seed(seed, "try", request.uid))
         right = problem.answer or "1"
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
-        return words[agent].replace("ANSWER", answer).replace("VERDICT", coin.choice(["correct", "wrong"]))
+        return words[agent].example.replace("ANSWER", answer).replace("VERDICT", coin.choice(words[agent].verdicts))
 
     return says
 

@@ -1,4 +1,4 @@
-"""Math problems from files, judged by math-verify in processes of their own."""
+"""Tasks whose problems are a list, read from files or made by a user's class, judged in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import random
 from collections.abc import Sequence
 
 from marsrl.rollout.rewards.workers import RewardPool
-from marsrl.rollout.tasks.config import MathOptions
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.types import Problem, Reward
 
 
-class MathTask:
-    """Problems read by `data.read_problems`. Close it: it owns processes."""
+class ListedTask:
+    """Problems, and the pool that judges their answers. Close it: it owns processes.
 
-    name = "math"
-    prompts = "math"
+    prompts: name of the prompt set. train, held_out: problems of the two splits.
+    """
 
-    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: MathOptions) -> None:
+    def __init__(
+        self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
+    ) -> None:
+        self.name = name
+        self.prompts = prompts
         self._train = tuple(train)
         self._held_out = tuple(held_out)
-        self._pool = RewardPool(options.workers, options.timeout_s, options.max_answer_chars)
+        self._pool = pool
 
     @property
     def pool(self) -> RewardPool:
@@ -32,7 +35,7 @@ class MathTask:
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """A seeded draw without replacement, all of them if there are fewer; [] without evaluation data."""
-        order = random.Random(f"math/held-out/{seed}").sample(range(len(self._held_out)), len(self._held_out))
+        order = random.Random(f"{self.name}/held-out/{seed}").sample(range(len(self._held_out)), len(self._held_out))
         return [self._held_out[index] for index in sorted(order[:num_problems])]
 
     def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:

@@ -1,0 +1,51 @@
+"""Classes of a user, named by file and class: `my_team.py:MyTeam`, `my_task.py:MyTask`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+Own = TypeVar("Own")
+
+
+def is_own(name: str) -> bool:
+    """Does a setting name a user's class, not one that ships?"""
+    return ":" in name
+
+
+def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
+    """The class that `key: FILE.py:CLASS` names; the same object whenever it is asked for.
+
+    Raises:
+        ValueError: no such file or class, no subclass of `base`, or the file cannot be imported; it begins with the key.
+    """
+    place, _, class_name = name.rpartition(":")
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"{key} is {name!r}: there is no file {place} (seen from {Path.cwd()})")
+    kind = getattr(_module(key, path.resolve()), class_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise ValueError(f"{key} is {name!r}: {class_name} is no class of {place} that extends {base.__name__}")
+    return kind
+
+
+def _module(key: str, path: Path) -> ModuleType:
+    """The user's file as a module; read once, so that a class is the same whoever asks for it."""
+    name = f"marsrl_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{key}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

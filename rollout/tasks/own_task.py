@@ -1,0 +1,146 @@
+"""What a user's own task is: `task: my_task.py:MyTask`.
+
+class Additions(OwnTask):
+    def problems(self):
+        return [(f"What is {n} + {n}?", str(2 * n)) for n in range(1000)]
+
+    def reward(self, problem, answer):
+        return 1.0 if answer == problem.answer else 0.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import ValidationError
+
+from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.config import problems_of
+from marsrl.rollout.own_classes import own_class
+from marsrl.rollout.tasks.config import JudgeOptions
+from marsrl.rollout.types import Problem
+
+OptionValues = Mapping[str, int | float | str | bool | None]
+Listed = Sequence[Problem | tuple[str, str | None]]
+
+
+class OwnTask:
+    """Problems, and what an answer to one is worth.
+
+    The trainer asks for the problems once, when it checks its settings. `reward` is called in processes of their own, each
+    with an object of this class without data: it may take task_options.timeout_s, and may crash.
+
+    Args:
+        options: as Options has them.
+        train, held_out: the problems of data.train and data.eval; none where they are not given.
+    """
+
+    class Options(JudgeOptions):
+        """task_options of this task."""
+
+    name: ClassVar[str] = ""
+    prompts: ClassVar[str] = "math"
+    """The prompt set: what each role is told, and how an answer is found in what it says (math: the last \\boxed{})."""
+
+    def __init__(
+        self,
+        options: JudgeOptions | None = None,
+        train: Sequence[Problem] = (),
+        held_out: Sequence[Problem] = (),
+    ) -> None:
+        self.options = self.Options() if options is None else options
+        self.train_data = tuple(train)
+        self.eval_data = tuple(held_out)
+
+    def problems(self) -> Listed:
+        """What is trained on: (question, reference answer), or Problem. By default those of data.train."""
+        return self.train_data
+
+    def held_out(self) -> Listed:
+        """What is evaluated on. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
+        return self.eval_data
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """In [0, 1], of the answer that the prompt set's grammar finds in a completion. Only 1 is a right answer to a Verifier.
+
+        What raises, or is no such number, is a missing reward, never 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.reward: say what an answer is worth")
+
+
+def find_own_task(name: str) -> type[OwnTask]:
+    """The class of FILE.py:CLASS; ValueError says what is wrong with it."""
+    kind = own_class("task", name, OwnTask)
+    try:
+        prompt_set(kind.prompts)
+    except ValueError as error:
+        raise ValueError(f"task is {name!r}: {kind.__name__}.prompts: {error}") from error
+    if not kind.name:
+        kind.name = kind.__name__
+    return kind
+
+
+def make_own_task(
+    name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
+) -> OwnTask:
+    """The user's task with these task_options and data; ValueError where they are wrong or its own code fails."""
+    kind = find_own_task(name)
+    try:
+        checked = kind.Options.model_validate(dict(options))
+    except ValidationError as error:
+        raise ValueError(f"task {kind.name}: {problems_of(error, 'task_options.')}") from error
+    try:
+        return kind(checked, train, held_out)
+    except Exception as error:
+        raise ValueError(f"task is {name!r}: making {kind.__name__} raises {type(error).__name__}: {error}") from error
+
+
+def own_problems(
+    name: str, options: OptionValues, train: Sequence[Problem], held_out: Sequence[Problem]
+) -> tuple[list[Problem], list[Problem]]:
+    """What the user's task trains on and evaluates on, given what data.train and data.eval hold.
+
+    Raises:
+        ValueError: its code fails, or what it returns is no list of problems.
+    """
+    task = make_own_task(name, options, train, held_out)
+    return _listed(name, task, "problems"), _listed(name, task, "held_out")
+
+
+def own_judge(task: str, options: OptionValues) -> Callable[[Problem, str], float]:
+    """`reward` of the user's task, for a judge process."""
+    return make_own_task(task, options).reward
+
+
+def _listed(name: str, task: OwnTask, method: str) -> list[Problem]:
+    where = f"task is {name!r}: {method}"
+    try:
+        found = getattr(task, method)()
+    except Exception as error:
+        raise ValueError(f"{where} raises {type(error).__name__}: {error}") from error
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"{where} returns {type(found).__name__}, expected a list of (question, answer) or of Problem")
+    problems = [_problem(task.name, f"{where}[{i}]", f"{method}:{i + 1}", each) for i, each in enumerate(found)]
+    if len({problem.id for problem in problems}) < len(problems):
+        raise ValueError(f"{where} has two problems with the same id, expected one id each")
+    if not problems and method == "problems":
+        raise ValueError(f"{where} is empty: return some, or set data.train, whose problems it returns by default")
+    return problems
+
+
+def _problem(task: str, where: str, uid: str, item: object) -> Problem:
+    if isinstance(item, Problem):
+        problem = item
+    elif isinstance(item, tuple | list) and len(item) == 2:
+        problem = Problem(uid, item[0], item[1], task)
+    else:
+        raise ValueError(f"{where} is {item!r:.80}, expected (question, answer) or a Problem")
+    is_text = isinstance(problem.question, str) and isinstance(problem.answer, str | None)
+    if not is_text or not problem.question.strip():
+        raise ValueError(f"{where} is {item!r:.80}, expected a question and an answer as text (the answer may be None)")
+    try:
+        f"{problem.question}{problem.answer}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has a lone surrogate, which no tokenizer takes: {error.reason}") from error
+    return problem

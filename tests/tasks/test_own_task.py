@@ -1,0 +1,146 @@
+"""A user's class as the task: its problems, its reward in the judge processes, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.types import Problem
+
+OWN = """
+import os
+from marsrl.rollout.tasks.own_task import OwnTask
+from marsrl.rollout.types import Problem
+
+class Doubles(OwnTask):
+    class Options(OwnTask.Options):
+        near: float = 0.5
+
+    def problems(self):
+        return [(f"double of {n}?", str(2 * n)) for n in range(20)]
+
+    def held_out(self):
+        return [("double of 100?", None)]
+
+    def reward(self, problem, answer):
+        if answer == "hang":
+            while True:
+                pass
+        if answer == "die":
+            os._exit(3)
+        if answer == "seven":
+            return 7
+        wanted = problem.answer or "200"
+        return 1 if int(answer) == int(wanted) else self.options.near * (abs(int(answer) - int(wanted)) < 3)
+
+class FromData(OwnTask):
+    prompts = "chain"
+    def reward(self, problem, answer):
+        return float(len(answer) == len(problem.question))
+
+class Empty(OwnTask):
+    pass
+
+class Endless(OwnTask):
+    def problems(self):
+        while True:
+            yield "q", "a"
+
+class Odd(OwnTask):
+    def problems(self):
+        return [("q", "a"), 7]
+
+class Blank(OwnTask):
+    def problems(self):
+        return [(" ", "a")]
+
+class Twice(OwnTask):
+    def problems(self):
+        return [Problem("a", "q", None, "t")] * 2
+
+class Broken(OwnTask):
+    def problems(self):
+        return [][0]
+
+class Unmade(OwnTask):
+    def __init__(self, *settings):
+        raise LookupError("no dictionary here")
+
+class Promptless(OwnTask):
+    prompts = "poetry"
+
+class NoTask:
+    pass
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Callable[[str], str]:
+    (tmp_path / "my_task.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("import there_is_no_such_module\n")
+    return lambda kind: f"{tmp_path}/{kind if '.py:' in kind else f'my_task.py:{kind}'}"
+
+
+def test_problems_are_the_class_s_and_its_reward_is_asked_in_processes(named: Callable[[str], str]) -> None:
+    name, options = named("Doubles"), {"near": 0.25, "timeout_s": 5.0, "workers": 2}
+    train, held_out = own_problems(name, options, (), ())
+    assert [(p.question, p.answer) for p in train[:2]] == [("double of 0?", "0"), ("double of 1?", "2")]
+    task = build_task(name, options, train, held_out)
+    try:
+        assert (task.name, task.prompts) == ("Doubles", "math")
+        source = task.problems(seed=3)
+        assert sorted(source.next_problem().id for _ in range(20)) == sorted(p.id for p in train)  # an epoch
+        again = task.problems(seed=3)
+        again.load(source.state())
+        assert again.next_problem() == source.next_problem()
+        (unknown,) = task.held_out(5, seed=0)
+        assert unknown.answer is None
+        asked = [(train[3], "6"), (train[3], "7"), (train[3], "99"), (unknown, "200"), (train[3], "six")]
+        right, near, far, by_judge, raises = task.judge(asked)
+        assert [r.value for r in (right, near, far, by_judge)] == [1.0, 0.25, 0.0, 1.0]
+        assert raises.is_missing and "ValueError" in raises.note
+        hangs, dies, seven = task.judge([(train[3], word) for word in ("hang", "die", "seven")])
+        assert all(each.is_missing for each in (hangs, dies, seven))
+        assert "over 5 s" in hangs.note and "code 3" in dies.note and "returned 7" in seven.note
+    finally:
+        task.close()
+
+
+def test_problems_are_those_of_the_data_by_default(named: Callable[[str], str]) -> None:
+    given = [Problem("f:1", "abc", "1", "t")]
+    assert own_problems(named("FromData"), {}, given, ()) == (given, [])
+    assert build_task(named("FromData"), {}, given, ()).prompts == "chain"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("missing.py:Task", "task is .*: there is no file .*missing.py"),
+        ("Missing", "task is .*: Missing is no class of .*my_task.py that extends OwnTask"),
+        ("NoTask", "task is .*: NoTask is no class of .* that extends OwnTask"),
+        ("broken.py:Task", "task: .*broken.py cannot be imported: ModuleNotFoundError: .*there_is_no_such_module"),
+        ("Promptless", "task is .*: Promptless.prompts: .*no prompt set is called 'poetry'"),
+        ("Unmade", "task is .*: making Unmade raises LookupError: no dictionary here"),
+        ("Endless", r"task is .*: problems returns generator, expected a list of \(question, answer\)"),
+        ("Odd", r"task is .*: problems\[1\] is 7, expected \(question, answer\) or a Problem"),
+        ("Blank", r"task is .*: problems\[0\] is .*expected a question and an answer as text"),
+        ("Twice", "task is .*: problems has two problems with the same id"),
+        ("Broken", "task is .*: problems raises IndexError: list index out of range"),
+        ("Empty", "task is .*: problems is empty: return some, or set data.train"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said_in_one_line(named: Callable[[str], str], kind: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        own_problems(named(kind), {}, (), ())
+    assert "\n" not in str(caught.value)
+
+
+def test_its_options_are_checked(named: Callable[[str], str]) -> None:
+    with pytest.raises(ValueError, match=r"task Doubles: task_options.far: Extra inputs are not permitted"):
+        own_problems(named("Doubles"), {"far": 1.0}, (), ())
+    with pytest.raises(ValueError, match=r"task Doubles: task_options.workers: .*greater than 0"):
+        build_task(named("Doubles"), {"workers": 0})
