@@ -42,6 +42,7 @@ ROOMS = {
     "rollout/rewards": set(),
     "rollout/schedule": {"rollout/engines", "rollout/pool", "rollout/tasks"},
     "rollout/tasks": {"rollout/agents", "rollout/rewards"},
+    "rollout/tools": set(),
     "rollout/weights": set(),
     "trainer/data": {"trainer/runs"},
     "trainer/evaluate": {"trainer/data", "trainer/models", "trainer/report", "trainer/runs"},

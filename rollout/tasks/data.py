@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
+from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
 ANSWER_KEYS = ("answer", "final_answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
 _MAX_NOTES = 20
-
-
-class BadLine(ValueError):
-    """A row that is no problem; the message is the reason alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +179,9 @@ def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
     if file.suffix in (".parquet", ".arrow"):
         yield from enumerate(_table_rows(file), start=1)
     elif file.suffix in (".jsonl", ".json", ".ndjson"):
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _json_row(line)
+        yield from read_rows(file)
     else:
         raise ValueError(f"data: {file} is neither .jsonl, .parquet nor .arrow")
-
-
-def _json_row(line: bytes) -> Mapping[str, object] | BadLine:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return BadLine(f"not UTF-8 at byte {error.start}")
-    except json.JSONDecodeError as error:
-        return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-        return BadLine(f"not readable as JSON: {error}")
-    return row if isinstance(row, dict) else BadLine(f"expected a JSON object, found {type(row).__name__}")
 
 
 def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
@@ -250,7 +232,7 @@ def _question(value: object) -> str:
         value = turns[-1].get("content")
     if not isinstance(value, str) or not value.strip():
         raise BadLine(f"the question is {_kind(value)}, expected text")
-    return _unicode(value, "the question")
+    return well_formed(value, "the question")
 
 
 def _answer(value: object, key: str) -> str:
@@ -274,18 +256,7 @@ def _answer(value: object, key: str) -> str:
         text = boxed
     if not text.strip():
         raise BadLine(f"the answer ({key}) is empty")
-    return _unicode(text.strip(), f"the answer ({key})")
-
-
-def _unicode(text: str, what: str) -> str:
-    """The text, if it has a UTF-8 form: JSON can spell half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadLine(
-            f"{what} has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start + 1}"
-        ) from None
-    return text
+    return well_formed(text.strip(), f"the answer ({key})")
 
 
 def _kind(value: object) -> str:
