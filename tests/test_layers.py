@@ -41,7 +41,7 @@ ROOMS = {
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": set(),
     "rollout/schedule": {"rollout/engines", "rollout/pool", "rollout/tasks"},
-    "rollout/tasks": {"rollout/agents", "rollout/rewards"},
+    "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
     "trainer/data": {"trainer/runs"},

@@ -2,7 +2,8 @@
 
 Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
 problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
-messages, reward_model.ground_truth).
+messages, reward_model.ground_truth). For task=qa also several right answers: golden_answers and reward_model.ground_truth.target
+(Search-R1, Dr. MAS).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
-ANSWER_KEYS = ("answer", "final_answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
+ANSWER_KEYS = (
+    *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),
+    *("reward_model.ground_truth", "ground_truth", "solution"),
+)
 _MAX_NOTES = 20
 
 
@@ -56,7 +60,8 @@ def read_problems(
                 question_key = question_key or _find_key(row, QUESTION_KEYS, "data.question_key")
                 answer_key = answer_key or _find_key(row, ANSWER_KEYS, "data.answer_key")
                 question = _question(_lookup(row, question_key))
-                answer = _answer(_lookup(row, answer_key), answer_key)
+                found = _lookup(row, answer_key)
+                answer = _answers(found, answer_key) if task == "qa" else _answer(found, answer_key)
                 problems.append(Problem(f"{file.name}:{line}", question, answer, task))
             except BadLine as reason:
                 message = f"{file}:{line}: {reason}"
@@ -257,6 +262,36 @@ def _answer(value: object, key: str) -> str:
     if not text.strip():
         raise BadLine(f"the answer ({key}) is empty")
     return well_formed(text.strip(), f"the answer ({key})")
+
+
+def _answers(value: object, key: str) -> str:
+    """The right answers of a question as one reference (see `reference`)."""
+    answers = value if isinstance(value, list) else [value]
+    if not answers:
+        raise BadLine(f"the answer ({key}) is an empty list, expected at least one text")
+    for each in answers:
+        if isinstance(each, bool) or not isinstance(each, str | int | float) or not str(each).strip():
+            raise BadLine(f"the answer ({key}) is {_kind(each)}, expected text or a number, or a list of them")
+    return reference([well_formed(str(each).strip(), f"the answer ({key})") for each in answers])
+
+
+def reference(answers: Sequence[str]) -> str:
+    """Problem.answer of a question with these right answers: the only one, or a JSON list."""
+    if len(answers) == 1 and not answers[0].startswith("["):
+        return answers[0]
+    return json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False)
+
+
+def right_answers(reference: str) -> list[str]:
+    """The right answers that a reference holds."""
+    if reference.startswith("["):
+        try:
+            answers = json.loads(reference)
+        except (ValueError, RecursionError):
+            return [reference]
+        if isinstance(answers, list) and answers and all(isinstance(each, str) for each in answers):
+            return answers
+    return [reference]
 
 
 def _kind(value: object) -> str:
