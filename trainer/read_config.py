@@ -17,7 +17,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"  # in a checkout, and in an installed package
-DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default"}
+DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[RunConfig, ConfigOrigin]:

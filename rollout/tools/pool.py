@@ -1,10 +1,11 @@
 """Calls of tools side by side, none of which can fail, hang or flood its caller.
 
-    submit([ToolCall]) -> queue of the tool -> thread -> Tool.run -> text, cut at the cap -> collect() -> [(id, ToolOutput)]
+    submit(ToolCall) -> queue of the tool -> thread -> Tool.run -> text, cut at the cap -> Future[ToolOutput]
                 |-> cache: the same call was answered before, or is under way: it is not run again
 
 Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
-killed: one that runs longer than timeout_s is given up, its call is an error, and another thread takes its place. At most
+killed: one that runs longer than timeout_s is given up, its call is an error, and another thread takes its place; a thread of
+the pool's own, the watch, sees to it. At most
 `concurrency` threads of a tool work and as many are given up, so it has 2 x concurrency threads; where that many hang, further
 calls are refused until one of them ends. They are daemons: a hung one does not hold up the end of the process.
 """
@@ -17,7 +18,8 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -63,11 +65,11 @@ class _Cache:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. ids: the calls that it answers; none once it was given up. start: monotonic seconds, in thread."""
+    """One run of a tool. futures: of the calls that it answers. start: monotonic seconds, in thread."""
 
     key: _Key
     arguments: Mapping[str, object]
-    ids: list[str] = field(default_factory=list)
+    futures: list[Future[ToolOutput]]
     start: float = math.inf
     thread: threading.Thread | None = None
     is_given_up: bool = False
@@ -90,11 +92,10 @@ class _Lane:
 
 
 class ToolPool:
-    """Runs calls of tools, each within its limits (see the file). Not for several callers at once.
+    """Runs calls of tools, each within its limits (see the file).
 
     pool = ToolPool({"search": tool}, {"search": limits})
-    pool.submit([ToolCall("000017/search:0/search", "search", '{"query": "capital of Peru"}')])
-    pool.collect(timeout_s=1.0)  # [("000017/search:0/search", ToolOutput("Doc 1(Title: Lima) ..."))]
+    pool.submit(ToolCall("000017/search:0/0/search#0", "search", '{"query": "capital of Peru"}')).result()
     """
 
     def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
@@ -108,50 +109,25 @@ class ToolPool:
             self._lanes[name] = _Lane(tool, bounds, _Cache(bounds))
         self._unknown = dict.fromkeys(_COUNTS, 0.0)
         self._changed = threading.Condition()  # guards everything; told of work that came and of work that ended
-        self._under_way: set[str] = set()
-        self._ended: list[tuple[str, ToolOutput]] = []
+        self._watch: threading.Thread | None = None
         self._is_closed = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._lanes)
-
-    @property
-    def num_under_way(self) -> int:
-        """Calls submitted and not collected yet."""
-        return len(self._under_way)
-
-    def submit(self, calls: Sequence[ToolCall]) -> None:
-        """Begin calls; ids under way are different ones. Whatever is wrong with a call is its output, collected later.
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        """Begin a call. Whatever is wrong with it is its output; the future is cancelled where the pool is closed before.
 
         Raises:
-            ValueError: an id is under way already.
             RuntimeError: the pool is closed.
         """
+        future: Future[ToolOutput] = Future()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("ToolPool: submit after close")
-            self._give_up_late_ones()
-            for call in calls:
-                if call.id in self._under_way:
-                    raise ValueError(f"ToolPool: call {call.id} is under way already; expected ids to differ")
-                self._under_way.add(call.id)
-                self._begin(call)
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._give_up_late_ones, name="marsrl-tools", daemon=True)
+                self._watch.start()
+            self._begin(call, future)
             self._changed.notify_all()
-
-    def collect(self, timeout_s: float) -> list[tuple[str, ToolOutput]]:
-        """(call id, output) of what has ended, in any order, waiting timeout_s at most for the first."""
-        end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
-        with self._changed:
-            while True:
-                self._give_up_late_ones()
-                now = time.monotonic()
-                if self._ended or not self._under_way or now >= end:
-                    break
-                self._changed.wait(min(end, self._next_deadline()) - now)
-            ended, self._ended = self._ended, []
-            self._under_way.difference_update(call_id for call_id, _ in ended)
-        return ended
+        return future
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut."""
@@ -172,13 +148,16 @@ class ToolPool:
                 return
             self._is_closed = True
             for lane in self._lanes.values():
+                for run in (*lane.queue, *lane.running):
+                    for future in run.futures:
+                        future.cancel()
+                        future.set_running_or_notify_cancel()  # tells who waits for it
+                    run.futures = []
                 lane.queue.clear()
-            self._under_way.clear()
-            self._ended.clear()
             busy = {run.thread for lane in self._lanes.values() for run in lane.running}
             idle = [thread for lane in self._lanes.values() for thread in lane.threads if thread not in busy]
             self._changed.notify_all()
-        for thread in idle:
+        for thread in [*idle, *([self._watch] if self._watch is not None else [])]:
             thread.join()
         with ExitStack() as stack:
             for lane in self._lanes.values():
@@ -186,32 +165,32 @@ class ToolPool:
 
     # All below: with the lock held.
 
-    def _begin(self, call: ToolCall) -> None:
+    def _begin(self, call: ToolCall, future: Future[ToolOutput]) -> None:
         lane = self._lanes.get(call.tool)
         if lane is None:
             known = ", ".join(self._lanes) or "none"
             text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {known}"
-            self._end(self._unknown, call.id, _error(text))
+            self._end(self._unknown, future, _error(text))
             return
         try:
             arguments, spelled = _arguments(call.arguments)
         except ToolError as error:
-            self._end(lane.counts, call.id, _error(str(error)))
+            self._end(lane.counts, future, _error(str(error)))
             return
         key = (call.tool, spelled)
         if lane.tool.is_deterministic:
             if (output := lane.cache.get(key)) is not None:
                 lane.counts["cached"] += 1
-                self._end(lane.counts, call.id, output)
+                self._end(lane.counts, future, output)
                 return
             if (same := lane.shared.get(key)) is not None:
                 lane.counts["cached"] += 1
-                same.ids.append(call.id)
+                same.futures.append(future)
                 return
         if lane.num_hung >= lane.limits.concurrency:
-            self._end(lane.counts, call.id, _error(_hangs(call.tool, lane)))
+            self._end(lane.counts, future, _error(_hangs(call.tool, lane)))
             return
-        run = _Run(key, arguments, [call.id])
+        run = _Run(key, arguments, [future])
         if lane.tool.is_deterministic:
             lane.shared[key] = run
         lane.queue.append(run)
@@ -225,20 +204,15 @@ class ToolPool:
             lane.num_idle += 1
             thread.start()
 
-    def _next_deadline(self) -> float:
-        ends = [run.start + lane.limits.timeout_s for lane in self._lanes.values() for run in lane.running]
-        return min(ends, default=math.inf)
-
-    def _give_up_late_ones(self) -> None:
+    def _give_up(self, now: float) -> None:
         """Runs that take longer than they may are errors, and their threads no longer the pool's."""
-        now = time.monotonic()
         for name, lane in self._lanes.items():
             late = [run for run in lane.running if now >= run.start + lane.limits.timeout_s]
             for run in late:
                 lane.running.remove(run)
                 lane.threads = [thread for thread in lane.threads if thread is not run.thread]
                 lane.num_hung += 1
-                lane.counts["timeouts"] += len(run.ids)
+                lane.counts["timeouts"] += len(run.futures)
                 lane.counts["seconds"] += lane.limits.timeout_s
                 run.is_given_up = True
                 text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
@@ -252,16 +226,26 @@ class ToolPool:
     def _end_run(self, lane: _Lane, run: _Run, output: ToolOutput) -> None:
         if lane.shared.get(run.key) is run:
             del lane.shared[run.key]
-        for call_id in run.ids:
-            self._end(lane.counts, call_id, output)
-        run.ids = []
+        for future in run.futures:
+            self._end(lane.counts, future, output)
+        run.futures = []
 
-    def _end(self, counts: dict[str, float], call_id: str, output: ToolOutput) -> None:
+    def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
         counts["calls"] += 1
         counts["errors"] += output.is_error
-        self._ended.append((call_id, output))
+        if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller wants it no more
+            future.set_result(output)
 
-    # In threads of the tools.
+    # In threads of the pool's.
+
+    def _give_up_late_ones(self) -> None:
+        """The watch: until the pool is closed."""
+        with self._changed:
+            while not self._is_closed:
+                now = time.monotonic()
+                self._give_up(now)
+                ends = [run.start + lane.limits.timeout_s for lane in self._lanes.values() for run in lane.running]
+                self._changed.wait(min(ends) - now if ends else None)
 
     def _work(self, lane: _Lane) -> None:
         """Run after run of one tool, until the pool is closed or this thread is given up."""
@@ -275,7 +259,7 @@ class ToolPool:
                 run = lane.queue.popleft()
                 run.start, run.thread = time.monotonic(), threading.current_thread()
                 lane.running.append(run)
-                self._changed.notify_all()  # collect() waits no longer than this run's deadline
+                self._changed.notify_all()  # the watch waits no longer than this run's deadline
             output, is_cut = _output(lane, run)
             with self._changed:
                 if run.is_given_up:
