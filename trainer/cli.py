@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _export(commands.add_parser)
     _plan(commands.add_parser)
     _serve_retrieval(commands.add_parser)
+    _make_facts(commands.add_parser)
     words = parser.parse_args(arguments)
     try:
         return int(words.run(words))
@@ -271,6 +272,36 @@ def _serve_retrieval(add: AddParser) -> None:
                 print(f"{num:,} documents of {words.corpus} at {address}", flush=True)
 
             serve(index, words.host, words.port, words.top_k, say)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _make_facts(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "make-facts",
+        "Write the built-in world of linked facts as files: corpus.jsonl, train.jsonl and held_out.jsonl.",
+        "marsrl make-facts /tmp/facts",
+    )
+    parser.add_argument("out", metavar="OUT", help="directory; the files must not be there yet")
+    parser.add_argument("--train", type=int, default=10_000, help="questions to train on (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, ..."
+    )
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.rollout.tasks.linked_facts import read_facts_options, write_linked_facts
+
+        if min(words.train, words.held_out) < 1:
+            raise ValueError(f"--train is {words.train}, --held-out is {words.held_out}; expected at least 1")
+        options = read_facts_options(words.options)
+        write_linked_facts(words.out, options, words.train, words.held_out, words.seed)
+        print(
+            f"{words.out}: {options.people + options.places:,} documents, {words.train:,} + {words.held_out:,} questions"
+        )
         return 0
 
     parser.set_defaults(run=run)

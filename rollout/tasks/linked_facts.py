@@ -13,9 +13,12 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from marsrl.rollout.config import problems_of
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.tools.documents import Document
@@ -133,6 +136,20 @@ class FactsSource:
         self._position = state.position
 
 
+def read_facts_options(words: Sequence[str]) -> FactsOptions:
+    """Options from words key=value; ValueError names the one that is wrong."""
+    given = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.isdecimal():
+            raise ValueError(f"{word!r} is no option; write key=number, of {', '.join(FactsOptions.model_fields)}")
+        given[key] = int(value)
+    try:
+        return FactsOptions.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(problems_of(error)) from error
+
+
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
     """corpus.jsonl, train.jsonl and held_out.jsonl in a folder that is made; what is there is not written over.
 
@@ -143,7 +160,7 @@ def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int
     source = world.questions(seed)
     train = [source.next_problem() for _ in range(num_train)]
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {
+    rows: dict[str, list[dict[str, object]]] = {
         "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],
         "train": [_row(problem) for problem in train],
         "held_out": [_row(problem) for problem in world.held_out(num_held_out, seed)],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import uvicorn
@@ -97,4 +98,5 @@ def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Call
         shown = f"[{host}]" if ":" in host else host
         on_address(f"http://{shown}:{listening.getsockname()[1]}/retrieve")
         config = uvicorn.Config(make_app(index, top_k), log_level="warning", access_log=False)
-        uvicorn.Server(config).run(sockets=[listening])
+        with suppress(KeyboardInterrupt):  # which it raises again once it has shut down
+            uvicorn.Server(config).run(sockets=[listening])

@@ -35,6 +35,9 @@ class Desk:
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))
+        (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
         (own,) = python_blocks()
         (folder / "my_team.py").write_text(own.text)
         (folder / "own_team.yaml").write_text(next(b.text for b in config_blocks() if "my_team.py" in b.text))
