@@ -96,7 +96,7 @@ def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Call
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         shown = f"[{host}]" if ":" in host else host
-        on_address(f"http://{shown}:{listening.getsockname()[1]}/retrieve")
-        config = uvicorn.Config(make_app(index, top_k), log_level="warning", access_log=False)
-        with suppress(KeyboardInterrupt):  # which it raises again once it has shut down
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+            on_address(f"http://{shown}:{listening.getsockname()[1]}/retrieve")
+            config = uvicorn.Config(make_app(index, top_k), log_level="warning", access_log=False)
             uvicorn.Server(config).run(sockets=[listening])
