@@ -46,7 +46,8 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray"],
     "vllm": ["vllm"],
-    "openai": ["httpx"],  # frozen policies behind a server; vllm brings it too
+    "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
+    "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "data": ["pyarrow", "datasets"],
     "wandb": ["wandb"],
     "dev": ["pytest", "hypothesis", "ruff", "mypy"],

@@ -29,6 +29,16 @@ def problems_of(error: ValidationError, prefix: str = "") -> str:
     return "; ".join(f"{prefix}{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
+def http_url(key: str, value: str, expected: str, why: str) -> str:
+    """The URL of a server without a slash at its end, if it is one and holds no secret; why: what is wrong with those."""
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError too
+        raise ValueError(f"{key} is {value!r}; expected {expected} or https://...")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"{key} holds a user, password or query; {why}")
+    return value.rstrip("/")
+
+
 class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
@@ -120,12 +130,8 @@ class OpenAIOptions(Settings):
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url is {value!r}; expected http://host[:port]/v1 or https://...")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("base_url holds a user, password or query; give a key by api_key_env: the config is saved")
-        return value.rstrip("/")
+        why = "give a key by api_key_env: the config is saved"
+        return http_url("base_url", value, "http://host[:port]/v1", why)
 
     @field_validator("api_key_env")
     @classmethod

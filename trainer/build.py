@@ -22,8 +22,10 @@ from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.tasks.protocol import documents_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.learner.learner import Learner
@@ -205,4 +207,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         )
         records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
         judge = WatchedJudge(checked.task.judge)
-        yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns)
+        tools = None
+        if orchestration.tools:
+            tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task))
+            stack.callback(tools.close)
+        yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _report(commands.add_parser)
     _export(commands.add_parser)
     _plan(commands.add_parser)
+    _serve_retrieval(commands.add_parser)
+    _make_facts(commands.add_parser)
     words = parser.parse_args(arguments)
     try:
         return int(words.run(words))
@@ -227,6 +230,78 @@ def _plan(add: AddParser) -> None:
         if words.json:
             Path(words.json).write_text(as_json(plan) + "\n", encoding="utf-8")
         show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _serve_retrieval(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "serve-retrieval",
+        "Answer POST /retrieve over a corpus, as the retrieval servers of Search-R1 and Dr. MAS do, until Ctrl-C.",
+        "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite",
+    )
+    parser.add_argument("--corpus", required=True, help="jsonl of {id, title, text} or {id, contents}")
+    parser.add_argument("--index", help="file that keeps the index for the next time (default: a temporary one)")
+    parser.add_argument("--host", default="127.0.0.1", help="who reaches it can search (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument(
+        "--top-k", type=int, default=3, help="documents for requests that do not say how many (default: %(default)s)"
+    )
+
+    def run(words: argparse.Namespace) -> int:
+        for package in ("fastapi", "uvicorn"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"the package {package} is not installed; pip install fastapi uvicorn (marsrl[retrieval])"
+                )
+        if not 0 <= words.port < 1 << 16 or not 1 <= words.top_k <= 100:
+            raise ValueError(
+                f"--port is {words.port}, expected 0 to 65535; --top-k is {words.top_k}, expected 1 to 100"
+            )
+        from contextlib import closing
+
+        from marsrl.rollout.tools.retrieval_server import serve
+        from marsrl.rollout.tools.search import open_index
+
+        with closing(open_index(words.corpus, words.index)) as index:
+            num = index.num_documents
+
+            def say(address: str) -> None:
+                print(f"{num:,} documents of {words.corpus} at {address}", flush=True)
+
+            serve(index, words.host, words.port, words.top_k, say)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _make_facts(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "make-facts",
+        "Write the built-in world of linked facts as files: corpus.jsonl, train.jsonl and held_out.jsonl.",
+        "marsrl make-facts /tmp/facts",
+    )
+    parser.add_argument("out", metavar="OUT", help="directory; the files must not be there yet")
+    parser.add_argument("--train", type=int, default=10_000, help="questions to train on (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, ..."
+    )
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.rollout.tasks.linked_facts import read_facts_options, write_linked_facts
+
+        if min(words.train, words.held_out) < 1:
+            raise ValueError(f"--train is {words.train}, --held-out is {words.held_out}; expected at least 1")
+        options = read_facts_options(words.options)
+        write_linked_facts(words.out, options, words.train, words.held_out, words.seed)
+        print(
+            f"{words.out}: {options.people + options.places:,} documents, {words.train:,} + {words.held_out:,} questions"
+        )
         return 0
 
     parser.set_defaults(run=run)

@@ -20,6 +20,7 @@ from marsrl.rollout.config import (
     Settings,
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
+from marsrl.rollout.tools.config import ToolsConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -320,7 +321,7 @@ class RunConfig(Settings):
     run: RunSection = RunSection()
     task: str = Field(
         "arithmetic",
-        description="arithmetic; math: problems of data.train; or your own, FILE.py:CLASS (docs/own_task.md)",
+        description="arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)",
     )
     task_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
@@ -330,18 +331,20 @@ class RunConfig(Settings):
     orchestration: str = Field(
         "verifier_corrector",
         description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
-        "plain RL; solver_verifier: in turn (Dr. MAS); debate; or your own, FILE.py:CLASS (docs/own_team.md)",
+        "plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool "
+        "(Dr. MAS; docs/search.md); debate; or your own, FILE.py:CLASS (docs/own_team.md)",
     )
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict,
         validate_default=True,
-        description="solver_verifier: max_loops (2); debate: debaters (3), rounds (2)",
+        description="solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)",
     )
     agents: dict[str, AgentConfig] = Field(
         default_factory=dict,
         validate_default=True,
         description="the orchestration's agents; defaults for those not given",
     )
+    tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     credit: CreditConfig = CreditConfig()
@@ -430,6 +433,13 @@ class RunConfig(Settings):
                     f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "
                     "needs 1 and -1: the trainer's log-probs are of the untruncated distribution; set them, or leave the "
                     "agent out of credit.train_agents"
+                )
+        for name in find_orchestration(self.orchestration).tools:
+            if getattr(self.tools, name, None) is None:
+                known = ", ".join(ToolsConfig.model_fields)
+                raise ValueError(
+                    f"orchestration={self.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
+                    f"set tools.{name}.kind, for search index or http"
                 )
         _check_sync(self.sync, self.rollout)
         if not self.credit.train_agents:

@@ -91,6 +91,22 @@ def drmas_is_valid(text: str) -> bool:
     return _VERIFY_OPEN in text and _VERIFY_CLOSE in text and not _CHINESE.search(text)
 
 
+def tagged(tag: str, text: str) -> str | None:
+    """What stands between the last <tag> and the </tag> after it, in any case; None without, or if blank."""
+    opened, found = -1, None
+    for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
+        if not match[1]:
+            opened = match.end()
+        elif opened >= 0:
+            found, opened = text[opened : match.start()].strip() or None, -1
+    return found
+
+
+def route(text: str) -> bool | None:
+    """True/False = yes/no in the last <verify> tag."""
+    return {"yes": True, "no": False}.get((tagged("verify", text) or "").lower())
+
+
 def boxed_answer(solution: str) -> str | None:
     r"""The contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None without one, or if blank."""
     for match in reversed(list(re.finditer(r"\\f?boxed\s*\{", solution))[-20:]):  # 20: bounds the work on hostile text

@@ -1,4 +1,4 @@
-"""What each role is told, and how its outputs are read: the prompt sets "math", "drmas_math" and "chain"."""
+"""What each role is told, and how its outputs are read: the prompt sets "math", "drmas_math", "chain" and "qa"."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from marsrl.rollout.agents.parsers import (
     drmas_report,
     drmas_verdict,
     strict_verdict,
+    tagged,
     tagged_verdict,
 )
 from marsrl.rollout.agents.roles import Role
@@ -42,8 +43,8 @@ class PromptSet:
     """Templates of every role and the grammar of its answers.
 
     turns: chat turns whose contents hold {problem}, {solution}, {report}. read_answer / read_verdict take visible
-    text and return None where nothing can be read; example holds ANSWER and VERDICT in words that they read, verdicts has the
-    two of them, right and wrong.
+    text and return None where nothing can be read; example holds ANSWER, VERDICT, and where there are such roles ROUTE and
+    QUESTION, in words that they read, verdicts has the two of them, right and wrong.
     """
 
     name: str
@@ -56,6 +57,12 @@ class PromptSet:
 
     def fill(self, role: Role, *, problem: str, solution: str = "", report: str = "") -> tuple[Message, ...]:
         """The chat for one call. One pass: a "{report}" that stands in the problem's own text stays as it is."""
+        if role not in self.turns:
+            known = ", ".join(self.turns)
+            raise ValueError(
+                f"prompt set {self.name} has no words for a {role} (it has them for {known}); set agents.<name>.prompt to one "
+                f"that has: {', '.join(name for name, other in sorted(_SETS.items()) if role in other.turns)}"
+            )
         values = {"problem": problem, "solution": solution, "report": report}
         return tuple(
             Message(turn.role, _FIELD.sub(lambda match: values[match[1]], turn.content)) for turn in self.turns[role]
@@ -203,7 +210,90 @@ CHAIN = PromptSet(
     example="Answer: ANSWER Verdict: VERDICT",
 )
 
-_SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN)}
+_QA_ANSWER = """\
+Think first, between <think> and </think>. Then write the answer alone, in as few words as it takes, between <answer> and \
+</answer>, for example <answer>Lima</answer>."""
+
+_QA_SOLVER = f"""\
+Question: {{problem}}
+
+Answer it. {_QA_ANSWER}"""
+
+_QA_VERIFIER = """\
+Question: {problem}
+
+Somebody answered it so:
+
+{solution}
+
+Is the answer right? Check what it rests on, and say what is wrong with it if it is not. Then, as the very last line and with \
+nothing else on it, write exactly one of
+Verdict: correct
+Verdict: wrong"""
+
+_QA_CORRECTOR = f"""\
+A reader sent this report on your answer:
+
+{{report}}
+
+The reader may be wrong. Weigh what the report says, and answer once more. {_QA_ANSWER}"""
+
+_QA_DEBATER = f"""\
+Others answered the same question:
+
+{{report}}
+
+Compare their answers with yours, and answer once more; the majority may be wrong. {_QA_ANSWER}"""
+
+_QA_TEAM = """\
+You belong to a team that answers a question together, with a search engine at hand.
+
+Question: {problem}
+
+What the team has searched for so far, each query between <search> and </search>, and what was found, between <information> \
+and </information>:
+
+{report}
+
+"""
+
+_QA_ROUTER = f"""\
+{_QA_TEAM}Your part: you are the Verifier, and decide how the team goes on. Look at the queries: do they aim at the question, \
+are they exact, does one repeat another? Look at what was found: does the answer follow from it, or is a fact still missing? \
+Reason step by step. Then end with exactly one of
+<verify>yes</verify> if what was found is enough to answer the question,
+<verify>no</verify> if the team has to search further."""
+
+_QA_SEARCHER = f"""\
+{_QA_TEAM}The Verifier says of it:
+
+{{solution}}
+
+Your part: you write the next query for the search engine. Think first, between <think> and </think>: which fact is missing, and \
+which words find it? Do not repeat a query. Then write the query between <search> and </search>."""
+
+_QA_ANSWERER = f"""\
+{_QA_TEAM}Your part: you answer the question, from what was found and from what you know. {_QA_ANSWER}"""
+
+_QA_AGAIN = (Message("user", "{problem}"), Message("assistant", "{solution}"))
+
+QA = PromptSet(
+    name="qa",
+    turns={
+        Role.SOLVER: (Message("user", _QA_SOLVER),),
+        Role.VERIFIER: (Message("user", _QA_VERIFIER),),
+        Role.CORRECTOR: (*_QA_AGAIN, Message("user", _QA_CORRECTOR)),
+        Role.DEBATER: (*_QA_AGAIN, Message("user", _QA_DEBATER)),
+        Role.ROUTER: (Message("user", _QA_ROUTER),),
+        Role.SEARCHER: (Message("user", _QA_SEARCHER),),
+        Role.ANSWERER: (Message("user", _QA_ANSWERER),),
+    },
+    read_answer=lambda text: tagged("answer", text),
+    read_verdict=strict_verdict,
+    example="<verify>ROUTE</verify> <search>QUESTION</search> <answer>ANSWER</answer>\nVerdict: VERDICT",
+)
+
+_SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN, QA)}
 
 
 def prompt_set(name: str) -> PromptSet:

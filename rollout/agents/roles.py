@@ -12,6 +12,9 @@ class Role(StrEnum):
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
     CORRECTOR = "corrector"  # problem, solution, report -> refined solution
+    ROUTER = "router"  # question, what was found -> is it enough to answer? (Dr. MAS's Verifier for search)
+    SEARCHER = "searcher"  # question, what was found -> query
+    ANSWERER = "answerer"  # question, what was found -> answer
     DEBATER = "debater"  # problem, own solution, solutions of others -> solution
 
 

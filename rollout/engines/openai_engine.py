@@ -10,18 +10,12 @@ not trusted: sizes are bounded, types checked. A request that fails for good end
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
-import socket
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from typing import Any
-from weakref import WeakSet
 
 import httpx
 import numpy as np
@@ -38,54 +32,11 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.whole_call import generate_all
+from marsrl.rollout.http_line import HttpLine, Refused, read_json, shown
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _VERSION = 0  # of weights that never change
-_LONGEST_WAIT_S = 60.0
 _MOST_STOPS = 4  # the protocol allows no more
-_MOST_SHOWN = 200  # characters of a server's words in a message
-
-
-class _Refused(Exception):
-    """The server's answer is of no use, and asking again would not help."""
-
-
-class _Again(Exception):
-    """The attempt failed in a way that may pass. wait_s: what the server asked for, if it did."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
-
-
-class _Line:
-    """A client whose requests can be cut off while they wait for the server, which closing it does not do."""
-
-    def __init__(self, client: httpx.Client) -> None:
-        self.client = client
-        self.is_cut = threading.Event()
-        self._streams: WeakSet[Any] = WeakSet()
-
-    def cut(self) -> None:
-        """Requests under way fail at once, later ones too."""
-        self.is_cut.set()
-        for stream in list(self._streams):
-            _shut(stream)
-        self.client.close()
-
-    def trace(self, event: str, info: dict[str, Any]) -> None:
-        """Told by httpx what a request does; here: that a connection was made."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self._streams.add(info["return_value"])
-            if self.is_cut.is_set():
-                _shut(info["return_value"])
-
-
-def _shut(stream: Any) -> None:
-    connection = stream.get_extra_info("socket")
-    if connection is not None:
-        with suppress(OSError):  # it is closed already
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 class OpenAIEngine:
@@ -194,32 +145,29 @@ class OpenAIEngine:
         self._line.cut()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _connect(self) -> _Line:
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # a small answer stays small
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        limits = httpx.Limits(max_connections=self._options.concurrency)
-        # redirects are not followed: the key goes to the host in the config and to no other
-        return _Line(httpx.Client(headers=headers, timeout=self._options.timeout_s, limits=limits))
+    def _connect(self) -> HttpLine:
+        options = self._options
+        return HttpLine(
+            f"{options.base_url}/completions",
+            "openai.",
+            concurrency=options.concurrency,
+            timeout_s=options.timeout_s,
+            retries=options.retries,
+            backoff_s=options.backoff_s,
+            max_response_kib=options.max_response_kib,
+            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+        )
 
-    def _answer(self, request: DecodeRequest, line: _Line) -> DecodeResult:
+    def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
         """In a thread: ask until there is an answer or no hope."""
         if reason := self._refusal(request):
             return _result(request, Finish.ERROR, error=reason)
         body = self._body(request)
         jitter = random.Random(request.seed)  # requests that were refused together do not come back together
-        for attempt in range(self._options.retries + 1):
-            try:
-                return self._completion(request, self._ask(line, body))
-            except _Refused as error:
-                return self._error(request, str(error))
-            except _Again as error:
-                reason, wait_s = str(error), error.wait_s
-            if attempt < self._options.retries:
-                backoff = self._options.backoff_s * 2**attempt * (0.5 + 0.5 * jitter.random())
-                if line.is_cut.wait(min(_LONGEST_WAIT_S, max(backoff, wait_s or 0.0))):
-                    break
-        return self._error(request, f"given up after {attempt + 1} attempts: {reason}")
+        try:
+            return line.post(body, lambda answer: self._completion(request, answer), jitter)
+        except Refused as error:
+            return self._error(request, str(error))
 
     def _error(self, request: DecodeRequest, reason: str) -> DecodeResult:
         if self._key is not None:
@@ -253,43 +201,13 @@ class OpenAIEngine:
             body["top_k"] = sampling.top_k  # not OpenAI's, but the open servers know it
         return json.dumps(body).encode()
 
-    def _ask(self, line: _Line, body: bytes) -> bytes:
-        """The answer's bytes, at most max_response_kib of them, within timeout_s however slowly they drip."""
-        end = time.monotonic() + self._options.timeout_s
-        most = self._options.max_response_kib << 10
-        url = f"{self._options.base_url}/completions"
-        received = bytearray()
-        try:
-            with line.client.stream(
-                "POST",
-                url,
-                content=body,
-                headers={"Content-Type": "application/json"},
-                extensions={"trace": line.trace},
-            ) as response:
-                for chunk in response.iter_raw():
-                    received += chunk
-                    if len(received) > most:
-                        raise _Refused(f"the answer is larger than openai.max_response_kib = {most >> 10} KiB")
-                    if time.monotonic() > end:
-                        raise _Again(f"no whole answer within openai.timeout_s = {self._options.timeout_s:g} s")
-                status, retry_after = response.status_code, response.headers.get("retry-after")
-        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
-            raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
-        if status == 200:
-            return bytes(received)
-        what = f"HTTP {status}: {received[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
-        if status in (408, 409, 429) or status >= 500:
-            raise _Again(what, _seconds(retry_after))
-        raise _Refused(what)
-
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
         text, finish = _parse(answer)
         ids = self._renderer.completion_ids(text)
         if finish == "stop":
             ids = np.append(ids, np.int32(self._renderer.eos_id))
         elif len(ids) == 0:
-            raise _Refused("the answer has no text and no end: finish_reason is 'length'")
+            raise Refused("the answer has no text and no end: finish_reason is 'length'")
         is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
         # its tokens are not ours: our encoding of as many may be longer
         return _result(request, Finish.STOP if is_whole else Finish.LENGTH, ids[: request.max_new_tokens])
@@ -301,38 +219,15 @@ def _result(request: DecodeRequest, finish: Finish, ids: IntArray | None = None,
 
 
 def _parse(answer: bytes) -> tuple[str, str]:
-    """(text, "stop" or "length") of a completions answer; _Refused says what is wrong with another one."""
-    try:
-        value = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise _Refused(
-            f"the answer is not JSON ({error}): {answer[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
-        ) from None
+    """(text, "stop" or "length") of a completions answer; Refused says what is wrong with another one."""
+    value = read_json(answer)
     choices = value.get("choices") if isinstance(value, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise _Refused(f"the answer has no list `choices` of one object: {_shown(value)}")
+        raise Refused(f"the answer has no list `choices` of one object: {shown(value)}")
     text, finish = choices[0].get("text"), choices[0].get("finish_reason")
     if not isinstance(text, str) or finish not in ("stop", "length"):
-        raise _Refused(f"expected a text and finish_reason stop or length, found {_shown(choices[0])}")
+        raise Refused(f"expected a text and finish_reason stop or length, found {shown(choices[0])}")
     return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can spell half of a surrogate pair
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:_MOST_SHOWN]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Of a Retry-After header: seconds, or a date."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return seconds if 0 < seconds < math.inf else None
 
 
 def _key(options: OpenAIOptions) -> str | None:

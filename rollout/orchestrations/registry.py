@@ -9,13 +9,14 @@ from pydantic import ValidationError
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
+from marsrl.rollout.orchestrations.search_team import SearchTeam
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.solver_verifier import SolverVerifier
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.own_classes import is_own, own_class
 
 ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
-    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate)
+    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam)
 }
 
 OptionValues = Mapping[str, int | float | str | bool | None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from marsrl.rollout.config import LONGEST_S, MOST, MOST_RANKS, MOST_TOKENS, Settings
@@ -27,6 +29,36 @@ class ArithmeticOptions(Settings):
                 f"{self.max_operations}"
             )
         return self
+
+
+class FactsOptions(Settings):
+    """The built-in corpus of linked facts, and the questions about it."""
+
+    people: int = Field(200, ge=2, le=1600, description="of the generated world")
+    places: int = Field(24, ge=2, le=40, description="of the generated world")
+    min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
+    max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
+    world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
+    held_out_modulus: int = Field(
+        10, ge=2, le=MOST, description="crc32(question) % this == 0 is held out, never trained on"
+    )
+
+    @model_validator(mode="after")
+    def _hops_agree(self) -> FactsOptions:
+        if self.min_hops > self.max_hops:
+            raise ValueError(f"task_options.min_hops is {self.min_hops}, above task_options.max_hops = {self.max_hops}")
+        return self
+
+
+class QaOptions(FactsOptions):
+    """How answers to questions are judged; and the built-in questions, where data.train is null."""
+
+    reward: Literal["exact", "f1"] = Field(
+        "exact",
+        description="of the right answer that fits best: exact: equal but for case, articles, punctuation and space "
+        "(SQuAD); f1: of its words",
+    )
+    max_answer_chars: int = Field(2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong")
 
 
 class JudgeOptions(Settings):

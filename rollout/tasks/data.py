@@ -2,7 +2,8 @@
 
 Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
 problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
-messages, reward_model.ground_truth).
+messages, reward_model.ground_truth). For task=qa also several right answers: golden_answers and reward_model.ground_truth.target
+(Search-R1, Dr. MAS).
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
+from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
-ANSWER_KEYS = ("answer", "final_answer", "ans_box", "label", "reward_model.ground_truth", "ground_truth", "solution")
+ANSWER_KEYS = (
+    *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),
+    *("reward_model.ground_truth", "ground_truth", "solution"),
+)
 _MAX_NOTES = 20
-
-
-class BadLine(ValueError):
-    """A row that is no problem; the message is the reason alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def read_problems(
                 question_key = question_key or _find_key(row, QUESTION_KEYS, "data.question_key")
                 answer_key = answer_key or _find_key(row, ANSWER_KEYS, "data.answer_key")
                 question = _question(_lookup(row, question_key))
-                answer = _answer(_lookup(row, answer_key), answer_key)
+                found = _lookup(row, answer_key)
+                answer = _answers(found, answer_key) if task == "qa" else _answer(found, answer_key)
                 problems.append(Problem(f"{file.name}:{line}", question, answer, task))
             except BadLine as reason:
                 message = f"{file}:{line}: {reason}"
@@ -182,24 +184,9 @@ def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
     if file.suffix in (".parquet", ".arrow"):
         yield from enumerate(_table_rows(file), start=1)
     elif file.suffix in (".jsonl", ".json", ".ndjson"):
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _json_row(line)
+        yield from read_rows(file)
     else:
         raise ValueError(f"data: {file} is neither .jsonl, .parquet nor .arrow")
-
-
-def _json_row(line: bytes) -> Mapping[str, object] | BadLine:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return BadLine(f"not UTF-8 at byte {error.start}")
-    except json.JSONDecodeError as error:
-        return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-        return BadLine(f"not readable as JSON: {error}")
-    return row if isinstance(row, dict) else BadLine(f"expected a JSON object, found {type(row).__name__}")
 
 
 def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
@@ -250,7 +237,7 @@ def _question(value: object) -> str:
         value = turns[-1].get("content")
     if not isinstance(value, str) or not value.strip():
         raise BadLine(f"the question is {_kind(value)}, expected text")
-    return _unicode(value, "the question")
+    return well_formed(value, "the question")
 
 
 def _answer(value: object, key: str) -> str:
@@ -274,18 +261,37 @@ def _answer(value: object, key: str) -> str:
         text = boxed
     if not text.strip():
         raise BadLine(f"the answer ({key}) is empty")
-    return _unicode(text.strip(), f"the answer ({key})")
+    return well_formed(text.strip(), f"the answer ({key})")
 
 
-def _unicode(text: str, what: str) -> str:
-    """The text, if it has a UTF-8 form: JSON can spell half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadLine(
-            f"{what} has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start + 1}"
-        ) from None
-    return text
+def _answers(value: object, key: str) -> str:
+    """The right answers of a question as one reference (see `reference`)."""
+    answers = value if isinstance(value, list) else [value]
+    if not answers:
+        raise BadLine(f"the answer ({key}) is an empty list, expected at least one text")
+    for each in answers:
+        if isinstance(each, bool) or not isinstance(each, str | int | float) or not str(each).strip():
+            raise BadLine(f"the answer ({key}) is {_kind(each)}, expected text or a number, or a list of them")
+    return reference([well_formed(str(each).strip(), f"the answer ({key})") for each in answers])
+
+
+def reference(answers: Sequence[str]) -> str:
+    """Problem.answer of a question with these right answers: the only one, or a JSON list."""
+    if len(answers) == 1 and not answers[0].startswith("["):
+        return answers[0]
+    return json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False)
+
+
+def right_answers(reference: str) -> list[str]:
+    """The right answers that a reference holds."""
+    if reference.startswith("["):
+        try:
+            answers = json.loads(reference)
+        except (ValueError, RecursionError):
+            return [reference]
+        if isinstance(answers, list) and answers and all(isinstance(each, str) for each in answers):
+            return answers
+    return [reference]
 
 
 def _kind(value: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import Problem, Reward
 
 
@@ -28,7 +29,10 @@ class ProblemSource(Protocol):
 
 
 class Task(Protocol):
-    """A kind of problem. prompts: name of the prompt set that fits it."""
+    """A kind of problem. prompts: name of the prompt set that fits it.
+
+    A task may have `documents`, a sequence of them: what there is to search where tools.search.corpus is null.
+    """
 
     name: str
     prompts: str
@@ -43,3 +47,9 @@ class Task(Protocol):
         """One reward an answer, in order. What could not be judged is missing, never 0."""
 
     def close(self) -> None: ...
+
+
+def documents_of(task: Task) -> Sequence[Document]:
+    """The task's own documents; () of a task without."""
+    documents: Sequence[Document] = getattr(task, "documents", ())
+    return documents

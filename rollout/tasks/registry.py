@@ -10,13 +10,14 @@ from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions
+from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
 from marsrl.rollout.tasks.listed import ListedTask
 from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
 from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.qa import QaTask
 from marsrl.rollout.types import Problem
 
-TASKS = ("arithmetic", "math")
+TASKS = ("arithmetic", "math", "qa")
 
 
 def build_task(
@@ -25,7 +26,10 @@ def build_task(
     train: Sequence[Problem] = (),
     held_out: Sequence[Problem] = (),
 ) -> Task:
-    """The task of this name. train and held_out: problems read from files, or a user's own (arithmetic makes its own)."""
+    """The task of this name.
+
+    train and held_out: problems read from files, or a user's own (arithmetic makes its own, qa without any).
+    """
     if is_own(name):
         own = make_own_task(name, options)
         pool = _pool(own.options, "marsrl.rollout.tasks.own_task:own_judge", {"task": name, "options": dict(options)})
@@ -35,6 +39,8 @@ def build_task(
     try:
         if name == "arithmetic":
             return ArithmeticTask(ArithmeticOptions.model_validate(dict(options)))
+        if name == "qa":
+            return QaTask(train, held_out, QaOptions.model_validate(dict(options)))
         math_options = MathOptions.model_validate(dict(options))
     except ValidationError as error:
         raise ValueError(f"task {name}: {problems_of(error, 'task_options.')}") from error

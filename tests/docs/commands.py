@@ -51,6 +51,11 @@ MINIATURE = Way(
     "to its end, three steps from a short warm start",
     "the whole of it: measured by hand",
 )
+QUESTIONS = Way(
+    f"{HERE}::test_a_search_team_passes_its_checks",
+    "with --dry-run added",
+    "to the end, smaller and scripted: tests/integration/test_scripted_team.py",
+)
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
 GPUS = Way(
     f"{HERE}::test_a_run_on_gpus_passes_its_checks",
@@ -85,6 +90,7 @@ PLAYED = bench(NEVER)
 SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
 PROBE = bench("with our own engine: tests/megatron/test_probe_notices.py")
 OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
+QA = "torchrun trainer/main.py task=qa policies.main.model=/path/to/model"
 ON_GPUS = "policies.main.model=/models/%s data.train=problems.jsonl"
 
 WAYS = {
@@ -112,6 +118,15 @@ WAYS = {
     "python trainer/main.py --dry-run task=math ...": PRINTS,
     "python trainer/main.py --dry-run rollout.group_size=16": PRINTS,
     "marsrl doctor": PRINTS,
+    "marsrl try task=qa rollout.group_size=2": PRINTS,
+    "marsrl make-facts /tmp/facts": PRINTS,
+    QA: QUESTIONS,
+    f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,
+    "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(
+        f"{HERE}::test_documents_are_served_until_ctrl_c",
+        "as it is, at any free port, stopped by Ctrl-C",
+        "what it answers: tests/tools/test_retrieval.py",
+    ),
     "marsrl try --config own_team.yaml rollout.group_size=2": PRINTS,
     "marsrl try --config own_task.yaml orchestration=solver rollout.group_size=4": PRINTS,
     "python trainer/main.py --dry-run --config own_task.yaml": PRINTS,
@@ -133,12 +148,14 @@ WAYS = {
     "marsrl plan --config configs/ulorl.yaml --gpus 64 --gpu h100-80g": PRINTS,
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/ulorl.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
+    "marsrl plan --config configs/drmas_search.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/qwen3_30b_a3b.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "
     f"{ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_math.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
+    f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_search.yaml {ON_GPUS % 'Qwen2.5-7B'}": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,

@@ -41,6 +41,9 @@ class Desk:
             (folder / f"my_{name}.py").write_text(own.text)
             (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
         (folder / "capitals.txt").write_text("".join(f"{c}land {c}ville\n" for c in "ABCDEFGHIJKLMNOPQRST"))
+        (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))
+        (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
         (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:

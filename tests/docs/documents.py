@@ -15,7 +15,10 @@ MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
 HELP = (
     "trainer/main.py",
-    *(f"marsrl {name}" for name in ("doctor", "init", "try", "evaluate", "report", "export", "plan")),
+    *(
+        f"marsrl {name}"
+        for name in ("doctor", "init", "try", "evaluate", "report", "export", "plan", "serve-retrieval", "make-facts")
+    ),
 )
 
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

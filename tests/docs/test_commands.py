@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,11 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
             assert "linear_policy_loss" in shown and "megatron-core" in shown and not left
         case ["marsrl", "try"]:
             assert "episode 000001" in shown and "advantage" in shown and not left - {"__pycache__"}
+        case ["marsrl", "make-facts"]:
+            assert shown.endswith("224 documents, 10,000 + 300 questions\n")
+            assert sorted(path.name for path in Path(words[-1]).iterdir()) == [
+                *("corpus.jsonl", "held_out.jsonl", "train.jsonl")
+            ]
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
         case ["marsrl", "plan"]:
@@ -131,6 +138,30 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     }
     names, batch = next(said[word] for word in command.split() if word in said)
     assert agents == names and batch in shown
+
+
+@pytest.mark.parametrize("command", run_by("test_a_search_team_passes_its_checks"))
+def test_a_search_team_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = desk.words(command, lambda name: boxing_model(desk.folder / name))
+    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"]) == ["verifier", "search", "answer"]
+    assert "160 samples of verifier" in shown and "at most 320 samples a step" in shown
+
+
+@pytest.mark.parametrize("command", run_by("test_documents_are_served_until_ctrl_c"))
+def test_documents_are_served_until_ctrl_c(command: str, desk: Desk) -> None:
+    process = desk.start([*desk.words(command, Path), "--port", "0"])
+    try:
+        deadline = time.monotonic() + 120
+        while "1 documents of wiki-18.jsonl at http://127.0.0.1:" not in desk.console():
+            assert process.poll() is None and time.monotonic() < deadline, desk.console()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, desk.console()
+        assert (desk.folder / "wiki-18.sqlite").is_file() and "Traceback" not in desk.console()
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_found_by_its_module"))

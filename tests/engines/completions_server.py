@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's completions protocol by a script, in a thread of this process."""
+"""A server that answers POST requests of JSON by a script, as OpenAI's completions are, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = Callable[["Handler", dict[str, Any], int], None]
-"""(handler, the request's JSON, how many requests with this prompt came before): sends the whole answer."""
+"""(handler, the request's JSON, how many equal requests came before): sends the whole answer."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
-            before = sum(b["prompt"] == body["prompt"] and b["seed"] == body["seed"] for b in self.server_record.bodies)
+            before = sum(earlier == body for earlier in self.server_record.bodies)
             self.server_record.bodies.append(body)
             self.server_record.headers.append({"path": self.path, **dict(self.headers)})
             self.now[0] += 1

@@ -259,6 +259,49 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert result["system"]["n"] == 12 and result["system"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
 
 
+def searches(request: DecodeRequest) -> str:
+    """A team that finds out more in two of three turns."""
+    rng, agent = random.Random(request.uid), request.uid.rpartition("/")[2].partition(":")[0]
+    route = rng.choice(["yes", "no", "no"])
+    query = rng.choice(["the home of mira holt", "friend of odo", "' OR *", "the"])
+    said = {
+        "verifier": f"<verify>{route}</verify>",
+        "search": f"<search>{query}</search>" if rng.random() < 0.8 else "no idea",
+        "answer": f"<answer>{rng.choice(['baker', 'tarn', 'ebb', 'mason'])}</answer>",
+    }
+    return said[agent]
+
+
+def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Play) -> None:
+    words = ["task=qa", "data.train=null", "run.checkpoint_every=1", "task_options.people=20"]
+    run_directory = play(*words, "run.steps=2", says=searches)
+    play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted", says=searches)
+    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    assert {r.agent for r in samples} == {"verifier", "search", "answer"}
+    assert len({r.uid for r in samples}) == len(samples)
+    by_uid = {r.uid: r for r in samples}
+    found = "<search>the home of mira holt</search>\n<information>Doc 1(Title: "
+    again = [r for r in samples if r.agent == "verifier" and r.parent_uid]
+    told = [r for r in again if by_uid[r.parent_uid or ""].answer == "the home of mira holt"]
+    assert told and all(found in r.prompt for r in told) and not all(found in r.prompt for r in again)
+    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in ("calls", "errors", "cached")}
+    num_queries = sum(r.agent == "search" and r.answer is not None for r in samples)
+    assert total["calls"] >= num_queries > 0 and total["errors"] == 0 and total["cached"] > 0
+    assert any(row.get("actor/grad_norm") for row in rows)
+    summary = load_summary(run_directory / "summary.json")
+    assert summary.after is not None and summary.after.system.n == 3
+
+
+def test_a_search_server_that_is_gone_is_read_by_the_team_and_counted(play: Play) -> None:
+    server = ["tools.search.kind=http", "tools.search.url=http://127.0.0.1:1/retrieve", "tools.search.retries=0"]
+    run_directory = play("task=qa", "data.train=null", "run.steps=1", "run.evaluate=false", *server, says=searches)
+    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    told = [r.prompt for r in samples if "<information>error: http://127.0.0.1:1/retrieve: given up" in r.prompt]
+    [row] = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    assert told and row["tools/search/calls"] == row["tools/search/errors"] != 0
+
+
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace('.endswith("3th time?")', ""))
     with pytest.raises(

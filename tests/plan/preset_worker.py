@@ -107,6 +107,9 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
         name = "Qwen3-0.6B" if model == "/path/to/model" else Path(model).name
         (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
         settings = [f"policies.main.model={save_model(name, folder)}", f"data.train={folder}/problems.jsonl"]
+        if any(word.startswith("tools.search.corpus=") for word in words):
+            (folder / "corpus.jsonl").write_text('{"title": "Two", "text": "1 + 1 is 2."}', encoding="utf-8")
+            settings.append(f"tools.search.corpus={folder}/corpus.jsonl")
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world)}

@@ -54,6 +54,8 @@ def test_published_parameter_counts() -> None:
     assert totals["Qwen3-8B"] == 8_190_735_360
     assert totals["Qwen3-4B"] == 4_022_468_096
     assert totals["Qwen3-0.6B"] == 596_049_920
+    assert totals["Qwen2.5-7B"] == 7_615_616_512
+    assert totals["Qwen2.5-3B"] == 3_085_938_688
     assert 3.0e9 < active_elements(KNOWN["Qwen3-30B-A3B"]) < 3.3e9  # the A3B of the name
 
 

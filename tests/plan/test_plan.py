@@ -30,11 +30,12 @@ PLANNED_ON = {
     "qwen3_8b": 8,
     "drmas_math": 8,
     "ulorl": 64,
+    "drmas_search": 8,
     "single_gpu": 1,
     "cpu_default": 2,
     "cpu_solver_verifier": 2,
 }
-NEEDS_A_MODEL = {"math_default"}
+NEEDS_A_MODEL = {"math_default", "qa_default"}
 
 
 @pytest.mark.parametrize("preset", sorted(PLANNED_ON))

@@ -17,7 +17,7 @@ from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, refusals
 from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-WITHOUT_A_PLAN = {"cpu_default", "cpu_solver_verifier", "math_default"}  # their headers name no GPUs
+WITHOUT_A_PLAN = {"cpu_default", "cpu_solver_verifier", "math_default", "qa_default"}  # their headers name no GPUs
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ their words are worth, before anything is trained.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import tempfile
 from collections import Counter
@@ -22,14 +23,16 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.data import right_answers
+from marsrl.rollout.tasks.protocol import CursorState, documents_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.types import Problem, Sample
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
@@ -72,7 +75,13 @@ def rehearse(
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config)[0]
     task = build_task(config.task, config.task_options, train, train)
-    with contextlib.closing(task), tempfile.TemporaryDirectory() as folder:
+    names = find_orchestration(config.orchestration).tools
+    check_tools(config.tools, names, documents_of(task))
+    with (
+        contextlib.closing(task),
+        contextlib.closing(build_tools(config.tools, names, documents_of(task))) as tools,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
@@ -94,6 +103,7 @@ def rehearse(
             {"main": EnginePool(LocalReplicas([engine]))},
             WatchedJudge(task.judge),
             max_turns=rollout.max_turns,
+            tools=tools,
         )
         scheduler = Scheduler(rollout, team, _One(problem), seed=config.run.seed, trains_whole=config.trains_whole)
         groups = scheduler.next_batch({"main": 0}).groups
@@ -137,9 +147,12 @@ def _script(
         if agent in answers:
             return answers[agent][(calls[agent] - 1) % len(answers[agent])]
         coin = random.Random(derive_seed(seed, "try", request.uid))
-        right = problem.answer or "1"
+        right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
-        return words[agent].example.replace("ANSWER", answer).replace("VERDICT", coin.choice(words[agent].verdicts))
+        verdict = coin.choice((0, 1))
+        made_up = {"ANSWER": answer, "VERDICT": words[agent].verdicts[verdict], "ROUTE": ("yes", "no")[verdict]}
+        filled = functools.reduce(lambda text, word: text.replace(word, made_up[word]), made_up, words[agent].example)
+        return filled.replace("QUESTION", problem.question)
 
     return says
 

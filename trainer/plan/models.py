@@ -42,6 +42,30 @@ _DENSE_8B = ModelShape(
     has_qk_norm=True,
 )
 _SMALL = replace(_DENSE_8B, num_layers=28, num_heads=16, is_tied=True)
+_QWEN25_7B = replace(
+    _DENSE_8B,
+    architecture="Qwen2ForCausalLM",
+    num_layers=28,
+    hidden_size=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    ffn_size=18944,
+    vocab_size=152064,
+    max_positions=131072,
+    has_qkv_bias=True,
+    has_qk_norm=False,
+)
+_QWEN25_3B = replace(
+    _QWEN25_7B,
+    num_layers=36,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=2,
+    ffn_size=11008,
+    vocab_size=151936,
+    max_positions=32768,
+    is_tied=True,
+)
 
 KNOWN = {
     "Qwen3-30B-A3B": _MOE_30B,
@@ -50,6 +74,8 @@ KNOWN = {
     "Qwen3-4B": replace(_DENSE_8B, hidden_size=2560, ffn_size=9728, is_tied=True),
     "Qwen3-1.7B": replace(_SMALL, hidden_size=2048, ffn_size=6144),
     "Qwen3-0.6B": replace(_SMALL, hidden_size=1024, ffn_size=3072),
+    "Qwen2.5-7B": _QWEN25_7B,
+    "Qwen2.5-3B": _QWEN25_3B,
 }
 
 

@@ -1,0 +1,169 @@
+"""POST requests to a server that is not trusted: sizes bounded, times bounded, failures that may pass tried again."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import httpx
+
+_LONGEST_WAIT_S = 60.0
+_MOST_SHOWN = 200  # characters of a server's words in a message
+
+Answer = TypeVar("Answer")
+
+
+class Refused(Exception):
+    """The server's answer is of no use, and asking again would not help, or has not helped."""
+
+
+class _Again(Exception):
+    """The attempt failed in a way that may pass. wait_s: what the server asked for, if it did."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class HttpLine:
+    """A client of one address, whose requests can be cut off while they wait for the server, which closing it does not do."""
+
+    def __init__(
+        self,
+        url: str,
+        section: str,
+        *,
+        concurrency: int,
+        timeout_s: float,
+        retries: int,
+        backoff_s: float,
+        max_response_kib: int,
+        headers: Mapping[str, str] | None = None,
+        timeout_key: str = "timeout_s",
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            section, timeout_key: of the settings, with a dot at its end; for messages.
+            timeout_s: one attempt, from connection to last byte, however slowly they drip.
+            retries: further attempts after 408, 409, 429, 5xx, or a failed connection.
+            backoff_s: wait before the first of them; it doubles, up to 60 s.
+        """
+        self._url, self._section, self._timeout_key = url, section, timeout_key
+        self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
+        self._most_bytes = max_response_kib << 10
+        self._is_cut = threading.Event()
+        self._streams: WeakSet[Any] = WeakSet()
+        # redirects are not followed: a key goes to the host in the config and to no other; identity: a small answer stays small
+        self._client = httpx.Client(
+            headers={"Accept": "application/json", "Accept-Encoding": "identity", **(headers or {})},
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=concurrency),
+        )
+
+    def post(self, body: bytes, read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
+        """What `read` makes of the bytes of the answer; from several threads at once.
+
+        Raises:
+            Refused: it is of no use (`read` raises it too), or there was none after all attempts, or the line was cut.
+        """
+        for attempt in range(self._retries + 1):
+            try:
+                return read(self._ask(body))
+            except _Again as error:
+                reason, wait_s = str(error), error.wait_s
+            if attempt < self._retries:
+                backoff = self._backoff_s * 2**attempt * (0.5 + 0.5 * jitter.random())
+                if self._is_cut.wait(min(_LONGEST_WAIT_S, max(backoff, wait_s or 0.0))):
+                    break
+        raise Refused(f"given up after {attempt + 1} attempts: {reason}")
+
+    def cut(self) -> None:
+        """Requests under way fail at once, later ones too; may be called twice."""
+        self._is_cut.set()
+        for stream in list(self._streams):
+            _shut(stream)
+        self._client.close()
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        """Told by httpx what a request does; here: that a connection was made."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._streams.add(info["return_value"])
+            if self._is_cut.is_set():
+                _shut(info["return_value"])
+
+    def _ask(self, body: bytes) -> bytes:
+        """The answer's bytes, at most max_response_kib of them."""
+        end = time.monotonic() + self._timeout_s
+        received = bytearray()
+        try:
+            with self._client.stream(
+                "POST",
+                self._url,
+                content=body,
+                headers={"Content-Type": "application/json"},
+                extensions={"trace": self._trace},
+            ) as response:
+                for chunk in response.iter_raw():
+                    received += chunk
+                    if len(received) > self._most_bytes:
+                        kib = self._most_bytes >> 10
+                        raise Refused(f"the answer is larger than {self._section}max_response_kib = {kib} KiB")
+                    if time.monotonic() > end:
+                        key = f"{self._section}{self._timeout_key}"
+                        raise _Again(f"no whole answer within {key} = {self._timeout_s:g} s")
+                status, retry_after = response.status_code, response.headers.get("retry-after")
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
+            raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
+        if status == 200:
+            return bytes(received)
+        what = f"HTTP {status}: {received[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
+        if status in (408, 409, 429) or status >= 500:
+            raise _Again(what, _seconds(retry_after))
+        raise Refused(what)
+
+
+def read_json(answer: bytes) -> object:
+    """The value of a JSON answer; Refused says that it is none."""
+    try:
+        value: object = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise Refused(
+            f"the answer is not JSON ({error}): {answer[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
+        ) from None
+    return value
+
+
+def shown(value: object) -> str:
+    """The beginning of a value, for a message."""
+    return repr(value)[:_MOST_SHOWN]
+
+
+def _shut(stream: Any) -> None:
+    connection = stream.get_extra_info("socket")
+    if connection is not None:
+        with suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Of a Retry-After header: seconds, or a date."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return seconds if 0 < seconds < math.inf else None

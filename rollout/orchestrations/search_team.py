@@ -1,0 +1,116 @@
+"""Verifier, Search and Answer agent over a search tool (Dr. MAS, arXiv:2602.08847, its team for search)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import Field
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.parsers import route, tagged
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
+
+
+class SearchTeam(Orchestration):
+    """In each turn the Verifier says whether what was found is enough: yes, and the Answer agent answers; no, and the Search
+    agent writes a query, what is found for it is shown to all from then on, and the next turn begins.
+
+        verifier -no-> search -> tool -> verifier -no-> search -> tool -> verifier -yes-> answer
+
+    In the last turn nobody searches any more: without a yes the episode ends without an answer. A Verifier without a readable
+    yes or no says no, where agents.verifier.missing_verdict is not "correct" (as in the published code); a Search agent
+    without a readable query ends the turn with nothing found. What this team is trained by is the outcome
+    (credit.reward_scheme=outcome): a route and a query have no reward of their own but for being readable.
+    """
+
+    class Options(Settings):
+        max_turns: int = Field(4, gt=0, le=MOST, description="calls of the Verifier; in the last one nobody searches")
+
+    name = "search_team"
+    agents = (
+        AgentSpec("verifier", Role.ROUTER),
+        AgentSpec("search", Role.SEARCHER),
+        AgentSpec("answer", Role.ANSWERER),
+    )
+    tools = ("search",)
+    options: SearchTeam.Options
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        queries: list[Sample] = []
+        asked: list[Ask | ToolCall] = []
+        for turn in range(1, self.options.max_turns + 1):
+            verify = episode.ask("verifier", *queries)
+            asked.append(verify)
+            said = episode.said(verify)
+            if said is None:
+                break
+            if self._is_enough(said):
+                asked.append(episode.ask("answer", *queries, said))
+                break
+            if turn == self.options.max_turns:
+                break
+            search = episode.ask("search", *queries, said)
+            asked.append(search)
+            query = episode.said(search)
+            if query is None:
+                break
+            queries.append(query)
+            if query.answer is not None:
+                call = self._call(episode, query)
+                asked.append(call)
+                if episode.output(call) is None:
+                    break
+        return asked
+
+    def most_samples(self) -> dict[str, int]:
+        turns, size = self.options.max_turns, self.group_size
+        return {"verifier": turns * size, "search": (turns - 1) * size, "answer": size}
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        """Everybody reads what was searched for and found; the Search agent also what the Verifier says of it."""
+        inputs = episode.inputs(ask)
+        found = [self._found(episode, sample) for sample in inputs if sample.agent == "search"]
+        advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")
+        history = "\n".join(found) or "Nothing has been searched for yet."
+        return self.prompt(ask.agent, self.spec(ask.agent).role, episode, advice, history)
+
+    def parse(self, sample: Sample) -> Sample:
+        """verdict: the Verifier's yes or no; answer: the Search agent's query, the Answer agent's answer."""
+        read = super().parse(sample)
+        if read.finish is not Finish.STOP or sample.agent == "answer":
+            return read
+        if sample.agent == "verifier":
+            return replace(read, answer=None, verdict=route(read.shown))
+        return replace(read, answer=tagged("search", read.shown))
+
+    def needs_judge(self, sample: Sample) -> bool:
+        return sample.agent == "answer" and super().needs_judge(sample)
+
+    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
+        """The Answer agent's: the task's. Of the others: could it be read? Whether it was right is not known."""
+        if sample.agent == "answer" or sample.finish is not Finish.STOP:
+            return super().reward(episode, ask, sample, judged)
+        readable = float(sample.answer is not None or sample.verdict is not None)
+        return Reward(readable, MISSING, {"readable": readable}, "" if readable else "no route or query")
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        said = [s for ask in self.follow(episode) if isinstance(ask, Ask) for s in episode.samples(ask)]
+        return next((sample for sample in said if sample.agent == "answer" and sample.answer is not None), None)
+
+    def _is_enough(self, said: Sample) -> bool:
+        return self.settings["verifier"].missing_verdict == "correct" if said.verdict is None else said.verdict
+
+    @staticmethod
+    def _call(episode: Episode, query: Sample) -> ToolCall:
+        return episode.call("search", query, query=query.answer)
+
+    def _found(self, episode: Episode, query: Sample) -> str:
+        if query.answer is None:
+            return "<information>There was no query between <search> and </search>.</information>"
+        output = episode.output(self._call(episode, query))
+        found = "" if output is None else output.text
+        return f"<search>{query.answer}</search>\n<information>{found}</information>"

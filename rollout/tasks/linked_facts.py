@@ -1,0 +1,174 @@
+"""A made-up world of linked facts: a document an entity, and questions that follow one or several links.
+
+    document  mira holt: the home of mira holt is tarn . the friend of mira holt is odo vane . ...
+    question  what is the river of the home of mira holt ?          (two hops)
+    answer    ebb
+
+Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
+tokenizer of whole words covers them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from marsrl.rollout.config import problems_of
+from marsrl.rollout.tasks.config import FactsOptions
+from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tools.documents import Document
+from marsrl.rollout.types import Problem
+
+_FIRST_NAMES = (
+    "mira odo lena tarek ines bruno sela ivo nadia kofi runa pavel zora emil tala hugo vesna arlo suri lev "
+    "dana milo yara otto nils petra rami gita sven lotte amos freya juno kai maren noor oleg pia quin rosa"
+)
+_LAST_NAMES = (
+    "holt vane marsh quill thorn pike reed stone vale wren ash birch crane dale elm finch grove heath irons jessop "
+    "kell lark moor nash orr penn rook sage tull usher voss ward yates zell brock cole drake esker flint garr"
+)
+_TOWNS = (
+    "tarn ostwick belmar corrin duvale elsmoor farrow gantry hollin istria jarrow kestrel lowen morrow narvik oakley "
+    "pellam quarry rendal sorrel tilbury ulster varn wexley xanten yarrow zeeland ambry brill calder dorne eskdale fenwick "
+    "garth hexam inver jura kelso lorne melrose"
+)
+_FIRST, _LAST, _PLACES = _FIRST_NAMES.split(), _LAST_NAMES.split(), _TOWNS.split()
+_COUNTRIES = ("norland", "sudmark", "estria", "velden", "karsk")
+_RIVERS = ("ebb", "tarnik", "sull", "vira", "moss", "lune", "drau", "isk")
+_TRADES = ("baker", "smith", "weaver", "miller", "mason", "sailor", "potter", "tailor")
+
+_OF_PEOPLE = ("home", "friend", "teacher", "trade")
+_OF_PLACES = ("country", "river")
+_TO_PEOPLE = ("friend", "teacher")
+_MOST_DRAWS = 20_000  # of a question of one split
+_GRAMMAR = ("what", "is", "the", "of", "?", ".")
+
+WORDS = tuple(
+    dict.fromkeys(
+        [*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES],
+    )
+)
+"""Every word of documents, questions and answers."""
+
+
+class World:
+    """Facts by (entity, relation), all drawn from options.world_seed."""
+
+    def __init__(self, options: FactsOptions) -> None:
+        rng = random.Random(f"linked facts/{options.world_seed}")
+        self._options = options
+        self.people = tuple(rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], options.people))
+        self.places = tuple(rng.sample(_PLACES, options.places))
+        facts: dict[tuple[str, str], str] = {}
+        for person in self.people:
+            facts[person, "home"] = rng.choice(self.places)
+            for relation in _TO_PEOPLE:
+                facts[person, relation] = rng.choice([other for other in self.people if other != person])
+            facts[person, "trade"] = rng.choice(_TRADES)
+        for place in self.places:
+            facts[place, "country"], facts[place, "river"] = rng.choice(_COUNTRIES), rng.choice(_RIVERS)
+        self.facts: Mapping[tuple[str, str], str] = facts
+        self.documents = tuple(self._document(name, _OF_PEOPLE) for name in self.people) + tuple(
+            self._document(name, _OF_PLACES) for name in self.places
+        )
+
+        for held_out in (True, False):
+            self.draw(rng, held_out)
+
+    def _document(self, name: str, relations: tuple[str, ...]) -> Document:
+        said = " ".join(f"the {relation} of {name} is {self.facts[name, relation]} ." for relation in relations)
+        return Document(name.replace(" ", "_"), name, said)
+
+    def draw(self, rng: random.Random, held_out: bool) -> Problem:
+        """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
+        for _ in range(_MOST_DRAWS):
+            hops = rng.randint(self._options.min_hops, self._options.max_hops)
+            name, relations = rng.choice(self.people), self._path(rng, hops)
+            value = name
+            for relation in relations:
+                value = self.facts[value, relation]
+            question = f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
+            if (zlib.crc32(question.encode()) % self._options.held_out_modulus == 0) == held_out and value != name:
+                return Problem(f"facts/{'/'.join([name.replace(' ', '_'), *relations])}", question, value, "qa")
+        raise ValueError(
+            f"task_options: of {_MOST_DRAWS:,} questions about {len(self.people)} people none was "
+            f"{'held out' if held_out else 'for training'}; raise people or max_hops, or change held_out_modulus "
+            f"({self._options.held_out_modulus})"
+        )
+
+    @staticmethod
+    def _path(rng: random.Random, hops: int) -> list[str]:
+        """Relations one after the other from a person: people to people, then perhaps home and what a place has."""
+        if hops >= 2 and rng.random() < 0.5:
+            return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 2)), "home", rng.choice(_OF_PLACES)]
+        return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 1)), rng.choice(_OF_PEOPLE)]
+
+    def questions(self, seed: int) -> FactsSource:
+        """Endless training questions."""
+        return FactsSource(self, seed)
+
+    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
+        """Questions that are never trained on; one may come twice, as there are only so many."""
+        rng = random.Random(f"linked facts/held-out/{seed}")
+        return [self.draw(rng, held_out=True) for _ in range(num_problems)]
+
+
+class FactsSource:
+    """The n-th question depends on (seed, n) alone, so the state is one number."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._seed, self._position = world, seed, 0
+
+    def next_problem(self) -> Problem:
+        rng = random.Random(f"linked facts/{self._seed}/{self._position}")
+        self._position += 1
+        return self._world.draw(rng, held_out=False)
+
+    def state(self) -> CursorState:
+        return CursorState(epoch=0, position=self._position)
+
+    def load(self, state: CursorState) -> None:
+        self._position = state.position
+
+
+def read_facts_options(words: Sequence[str]) -> FactsOptions:
+    """Options from words key=value; ValueError names the one that is wrong."""
+    given = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.isdecimal():
+            raise ValueError(f"{word!r} is no option; write key=number, of {', '.join(FactsOptions.model_fields)}")
+        given[key] = int(value)
+    try:
+        return FactsOptions.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(problems_of(error)) from error
+
+
+def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
+    """corpus.jsonl, train.jsonl and held_out.jsonl in a folder that is made; what is there is not written over.
+
+    Raises:
+        FileExistsError: one of the files is there.
+    """
+    world, folder = World(options), Path(folder)
+    source = world.questions(seed)
+    train = [source.next_problem() for _ in range(num_train)]
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, list[dict[str, object]]] = {
+        "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],
+        "train": [_row(problem) for problem in train],
+        "held_out": [_row(problem) for problem in world.held_out(num_held_out, seed)],
+    }
+    for name, lines in rows.items():
+        with (folder / f"{name}.jsonl").open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _row(problem: Problem) -> dict[str, object]:
+    return {"id": problem.id, "question": problem.question, "golden_answers": [problem.answer]}

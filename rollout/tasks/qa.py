@@ -1,0 +1,84 @@
+"""Questions with short answers, judged as SQuAD does: of files, or of the built-in corpus of linked facts."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from marsrl.rollout.tasks.config import QaOptions
+from marsrl.rollout.tasks.data import DataCursor, right_answers
+from marsrl.rollout.tasks.linked_facts import World
+from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tools.documents import Document
+from marsrl.rollout.types import MISSING, Problem, Reward
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalised(text: str) -> str:
+    """Lower case, without ASCII punctuation, articles and needless space (SQuAD's evaluation script, in its order)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, right: str) -> float:
+    """1 where both are the same, normalised. A text of which nothing is left then ("The", "!") has to be the same itself."""
+    one, other = normalised(answer), normalised(right)
+    if not one or not other:
+        return float(answer.strip().lower() == right.strip().lower())
+    return float(one == other)
+
+
+def f1(answer: str, right: str) -> float:
+    """Harmonic mean of precision and recall over the words, normalised; each word as often as it stands there."""
+    said, wanted = Counter(normalised(answer).split()), Counter(normalised(right).split())
+    if not said or not wanted:
+        return exact_match(answer, right)
+    return 2 * (said & wanted).total() / (said.total() + wanted.total())
+
+
+class QaTask:
+    """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes.
+
+    documents: what there is to search where no corpus is given; none where the questions are a file's.
+    """
+
+    name = "qa"
+    prompts = "qa"
+
+    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> None:
+        self._train, self._held_out, self._options = tuple(train), tuple(held_out), options
+        self._world = None if train else World(options)
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        return self._world.documents if self._world is not None else ()
+
+    def problems(self, seed: int) -> ProblemSource:
+        return DataCursor(self._train, seed) if self._world is None else self._world.questions(seed)
+
+    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
+        """A seeded draw; from a file without replacement, all of them if there are fewer."""
+        if self._world is not None and not self._held_out:
+            return self._world.held_out(num_problems, seed)
+        order = random.Random(f"qa/held-out/{seed}").sample(range(len(self._held_out)), len(self._held_out))
+        return [self._held_out[index] for index in sorted(order[:num_problems])]
+
+    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        return [self._judgement(problem, answer) for problem, answer in answers]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _judgement(self, problem: Problem, answer: str) -> Reward:
+        if problem.answer is None:
+            return Reward(MISSING, MISSING, note="the question has no reference answer")
+        if len(answer) > self._options.max_answer_chars:
+            note = f"the answer has {len(answer):,} characters (task_options.max_answer_chars)"
+            return Reward(0.0, 0.0, {"answer": 0.0}, note)
+        measure = exact_match if self._options.reward == "exact" else f1
+        value = max(measure(answer, right) for right in right_answers(problem.answer))
+        return Reward(value, value, {"answer": value})

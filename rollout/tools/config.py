@@ -1,0 +1,68 @@
+"""Settings of the tools (`tools` of a run). Import-light: pydantic only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url
+
+
+class ToolLimits(Settings):
+    """What a tool may cost, whatever it does."""
+
+    timeout_s: float = Field(
+        60.0, gt=0, le=LONGEST_S, description="a call that runs longer is an error; its thread is given up"
+    )
+    concurrency: int = Field(
+        8,
+        gt=0,
+        le=MOST_RANKS,
+        description="calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends",
+    )
+    max_output_chars: int = Field(16_000, gt=0, le=MOST_TOKENS, description="a longer output is cut, with a mark")
+    cache_mib: int = Field(64, ge=0, le=MOST_MIB, description="outputs kept for calls that are repeated, MiB; 0: none")
+    cache_entries: int = Field(100_000, gt=0, le=MOST, description="outputs kept, at most")
+
+
+class IndexSearch(ToolLimits):
+    """Documents of a file, in an index of SQLite's, in the trainer's process."""
+
+    kind: Literal["index"] = "index"
+    corpus: str | None = Field(
+        None, description="jsonl of {id, title, text} or {id, contents} (Search-R1); null: the task's own documents"
+    )
+    index: str | None = Field(
+        None,
+        description="file that keeps the index; made where it is missing or the corpus has changed; null: a temporary one",
+    )
+    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+
+
+class HttpSearch(ToolLimits):
+    """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
+
+    kind: Literal["http"]
+    url: str = Field(description="http(s)://host[:port]/retrieve")
+    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+    request_timeout_s: float = Field(
+        10.0, gt=0, le=LONGEST_S, description="one attempt, from connection to last byte; timeout_s is all of them"
+    )
+    retries: int = Field(3, ge=0, le=MOST, description="further attempts after 429, 5xx, or a failed connection")
+    backoff_s: float = Field(0.5, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
+    max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return http_url("url", value, "http://host[:port]/retrieve", "the config is saved")
+
+
+SearchConfig = Annotated[IndexSearch | HttpSearch, Field(discriminator="kind")]
+
+
+class ToolsConfig(Settings):
+    """The tools that agents can call, by name."""
+
+    search: SearchConfig | None = Field(None, description="kind: index (a corpus file) or http (a retrieval server)")

@@ -1,0 +1,78 @@
+"""Documents that are searched: in files, and as an agent reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One passage of a corpus."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        """Title and text in one, as Search-R1's corpora and servers have them."""
+        return f'"{self.title}"\n{self.text}'
+
+
+def from_contents(id: str, contents: str) -> Document:
+    """A document of Search-R1's form: the title in quotes on a line of its own, then the text."""
+    title, _, text = contents.strip().partition("\n")
+    return Document(id, title.strip().strip('"'), text)
+
+
+def read_corpus(path: str | Path) -> Iterator[Document]:
+    """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
+
+    Raises:
+        ValueError: a line is no document (file:line: reason), or there is none.
+        OSError: the file cannot be read.
+    """
+    file = Path(path)
+    num_read = 0
+    for line, row in read_rows(file):
+        try:
+            if isinstance(row, BadLine):
+                raise row
+            yield _document(row, line)
+        except BadLine as reason:
+            raise ValueError(f"{file}:{line}: {reason}") from reason
+        num_read += 1
+    if not num_read:
+        raise ValueError(f"{file} holds no document; expected lines of {{id, title, text}}")
+
+
+def shown(documents: Sequence[Document]) -> str:
+    """What an agent reads of documents, in the form of Search-R1."""
+    if not documents:
+        return "No documents match."
+    return "\n".join(f"Doc {i}(Title: {d.title}) {d.text}" for i, d in enumerate(documents, start=1))
+
+
+def _document(row: Mapping[str, object], line: int) -> Document:
+    name = row.get("id", line)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise BadLine(f"the id is {type(name).__name__}, expected text or a whole number")
+    if "contents" in row and "text" not in row:
+        document = from_contents(str(name), _text(row, "contents"))
+    else:
+        document = Document(str(name), _text(row, "title") if "title" in row else "", _text(row, "text"))
+    if not document.text.strip() and not document.title.strip():
+        raise BadLine("it has neither a title nor a text")
+    return document
+
+
+def _text(row: Mapping[str, object], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        kind = "missing" if value is None else type(value).__name__
+        raise BadLine(f"{key!r} is {kind}, expected text (a document is {{id, title, text}} or {{id, contents}})")
+    return well_formed(value, key)

@@ -1,0 +1,320 @@
+"""Calls of tools side by side, none of which can fail, hang or flood its caller.
+
+    submit(ToolCall) -> queue of the tool -> thread -> Tool.run -> text, cut at the cap -> Future[ToolOutput]
+                |-> cache: the same call was answered before, or is under way: it is not run again
+
+Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
+killed: one that runs longer than timeout_s is given up, its call is an error, and another thread takes its place; a thread of
+the pool's own, the watch, sees to it. At most
+`concurrency` threads of a tool work and as many are given up, so it has 2 x concurrency threads; where that many hang, further
+calls are refused until one of them ends. They are daemons: a hung one does not hold up the end of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from marsrl.rollout.tools.config import ToolLimits
+from marsrl.rollout.tools.protocol import Tool, ToolError
+from marsrl.rollout.types import ToolCall, ToolOutput
+
+_log = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+"""The name in metrics of all tools that do not exist: models make names up without end."""
+
+_MOST_ARGUMENT_CHARS = 1 << 20
+_MOST_SHOWN = 200  # characters of an error or a name in a text for the model
+_ENTRY_BYTES = 200  # of an entry of the cache beside its text, about
+_COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated")
+
+_Key = tuple[str, str]  # tool, arguments in one spelling
+
+
+class _Cache:
+    """Outputs by call, those used last; of one tool."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self._most_bytes, self._most_entries = limits.cache_mib << 20, limits.cache_entries
+        self._outputs: OrderedDict[_Key, ToolOutput] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: _Key) -> ToolOutput | None:
+        output = self._outputs.get(key)
+        if output is not None:
+            self._outputs.move_to_end(key)
+        return output
+
+    def put(self, key: _Key, output: ToolOutput) -> None:
+        if (size := _size(key, output)) > self._most_bytes or key in self._outputs:
+            return
+        self._outputs[key] = output
+        self._num_bytes += size
+        while self._num_bytes > self._most_bytes or len(self._outputs) > self._most_entries:
+            self._num_bytes -= _size(*self._outputs.popitem(last=False))
+
+
+@dataclass(eq=False)
+class _Run:
+    """One run of a tool. futures: of the calls that it answers. start: monotonic seconds, in thread."""
+
+    key: _Key
+    arguments: Mapping[str, object]
+    futures: list[Future[ToolOutput]]
+    start: float = math.inf
+    thread: threading.Thread | None = None
+    is_given_up: bool = False
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One tool with its threads, queue and memory."""
+
+    tool: Tool
+    limits: ToolLimits
+    cache: _Cache
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
+    queue: deque[_Run] = field(default_factory=deque)
+    running: list[_Run] = field(default_factory=list)
+    shared: dict[_Key, _Run] = field(default_factory=dict)  # runs that a further call of the same may join
+    threads: list[threading.Thread] = field(default_factory=list)  # none that was given up
+    num_idle: int = 0
+    num_hung: int = 0
+
+
+class ToolPool:
+    """Runs calls of tools, each within its limits (see the file).
+
+    pool = ToolPool({"search": tool}, {"search": limits})
+    pool.submit(ToolCall("000017/search:0/0/search#0", "search", '{"query": "capital of Peru"}')).result()
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
+        """limits: of each tool by name; a tool that is not named has the defaults."""
+        if UNKNOWN in tools:
+            raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
+        limits = limits or {}
+        self._lanes: dict[str, _Lane] = {}
+        for name, tool in tools.items():
+            bounds = limits.get(name, ToolLimits())
+            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds))
+        self._unknown = dict.fromkeys(_COUNTS, 0.0)
+        self._changed = threading.Condition()  # guards everything; told of work that came and of work that ended
+        self._watch: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        """Begin a call. Whatever is wrong with it is its output; the future is cancelled where the pool is closed before.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        future: Future[ToolOutput] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("ToolPool: submit after close")
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._give_up_late_ones, name="marsrl-tools", daemon=True)
+                self._watch.start()
+            self._begin(call, future)
+            self._changed.notify_all()
+        return future
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut."""
+        with self._changed:
+            taken = {name: lane.counts for name, lane in self._lanes.items()}
+            if self._unknown["calls"]:
+                taken[UNKNOWN] = self._unknown
+            metrics = {f"tools/{name}/{key}": value for name, counts in taken.items() for key, value in counts.items()}
+            for lane in self._lanes.values():
+                lane.counts = dict.fromkeys(_COUNTS, 0.0)
+            self._unknown = dict.fromkeys(_COUNTS, 0.0)
+        return metrics
+
+    def close(self) -> None:
+        """Drop what is under way and close the tools; may be called twice. Hung threads are left to end by themselves."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for lane in self._lanes.values():
+                for run in (*lane.queue, *lane.running):
+                    for future in run.futures:
+                        future.cancel()
+                        future.set_running_or_notify_cancel()  # tells who waits for it
+                    run.futures = []
+                lane.queue.clear()
+            busy = {run.thread for lane in self._lanes.values() for run in lane.running}
+            idle = [thread for lane in self._lanes.values() for thread in lane.threads if thread not in busy]
+            self._changed.notify_all()
+        for thread in [*idle, *([self._watch] if self._watch is not None else [])]:
+            thread.join()
+        with ExitStack() as stack:
+            for lane in self._lanes.values():
+                stack.callback(lane.tool.close)
+
+    # All below: with the lock held.
+
+    def _begin(self, call: ToolCall, future: Future[ToolOutput]) -> None:
+        lane = self._lanes.get(call.tool)
+        if lane is None:
+            known = ", ".join(self._lanes) or "none"
+            text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {known}"
+            self._end(self._unknown, future, _error(text))
+            return
+        try:
+            arguments, spelled = _arguments(call.arguments)
+        except ToolError as error:
+            self._end(lane.counts, future, _error(str(error)))
+            return
+        key = (call.tool, spelled)
+        if lane.tool.is_deterministic:
+            if (output := lane.cache.get(key)) is not None:
+                lane.counts["cached"] += 1
+                self._end(lane.counts, future, output)
+                return
+            if (same := lane.shared.get(key)) is not None:
+                lane.counts["cached"] += 1
+                same.futures.append(future)
+                return
+        if lane.num_hung >= lane.limits.concurrency:
+            self._end(lane.counts, future, _error(_hangs(call.tool, lane)))
+            return
+        run = _Run(key, arguments, [future])
+        if lane.tool.is_deterministic:
+            lane.shared[key] = run
+        lane.queue.append(run)
+        self._start_threads(lane)
+
+    def _start_threads(self, lane: _Lane) -> None:
+        """One for each run that waits and has none, as far as there may be."""
+        while len(lane.queue) > lane.num_idle and len(lane.threads) < lane.limits.concurrency:
+            thread = threading.Thread(target=self._work, args=(lane,), name=f"marsrl-{lane.tool.name}", daemon=True)
+            lane.threads.append(thread)
+            lane.num_idle += 1
+            thread.start()
+
+    def _give_up(self, now: float) -> None:
+        """Runs that take longer than they may are errors, and their threads no longer the pool's."""
+        for name, lane in self._lanes.items():
+            late = [run for run in lane.running if now >= run.start + lane.limits.timeout_s]
+            for run in late:
+                lane.running.remove(run)
+                lane.threads = [thread for thread in lane.threads if thread is not run.thread]
+                lane.num_hung += 1
+                lane.counts["timeouts"] += len(run.futures)
+                lane.counts["seconds"] += lane.limits.timeout_s
+                run.is_given_up = True
+                text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
+                self._end_run(lane, run, _error(text))
+            if late and lane.num_hung >= lane.limits.concurrency:
+                while lane.queue:
+                    self._end_run(lane, lane.queue.popleft(), _error(_hangs(name, lane)))
+            if late:
+                self._start_threads(lane)
+
+    def _end_run(self, lane: _Lane, run: _Run, output: ToolOutput) -> None:
+        if lane.shared.get(run.key) is run:
+            del lane.shared[run.key]
+        for future in run.futures:
+            self._end(lane.counts, future, output)
+        run.futures = []
+
+    def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
+        counts["calls"] += 1
+        counts["errors"] += output.is_error
+        if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller wants it no more
+            future.set_result(output)
+
+    # In threads of the pool's.
+
+    def _give_up_late_ones(self) -> None:
+        """The watch: until the pool is closed."""
+        with self._changed:
+            while not self._is_closed:
+                now = time.monotonic()
+                self._give_up(now)
+                ends = [run.start + lane.limits.timeout_s for lane in self._lanes.values() for run in lane.running]
+                self._changed.wait(min(ends) - now if ends else None)
+
+    def _work(self, lane: _Lane) -> None:
+        """Run after run of one tool, until the pool is closed or this thread is given up."""
+        while True:
+            with self._changed:
+                while not lane.queue and not self._is_closed:
+                    self._changed.wait()
+                lane.num_idle -= 1
+                if self._is_closed:
+                    return
+                run = lane.queue.popleft()
+                run.start, run.thread = time.monotonic(), threading.current_thread()
+                lane.running.append(run)
+                self._changed.notify_all()  # the watch waits no longer than this run's deadline
+            output, is_cut = _output(lane, run)
+            with self._changed:
+                if run.is_given_up:
+                    lane.num_hung -= 1
+                    return
+                lane.running.remove(run)
+                lane.num_idle += 1
+                lane.counts["seconds"] += time.monotonic() - run.start
+                lane.counts["truncated"] += is_cut
+                if lane.tool.is_deterministic and not output.is_error:
+                    lane.cache.put(run.key, output)
+                self._end_run(lane, run, output)
+                self._changed.notify_all()
+
+
+def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
+    """What the tool says, and whether it was cut; every failure of its is an output."""
+    name, most = lane.tool.name, lane.limits.max_output_chars
+    try:
+        text = lane.tool.run(run.arguments)
+        if not isinstance(text, str):
+            raise TypeError(f"its output is {type(text).__name__}, expected text")
+    except ToolError as error:
+        return _error(str(error)), False
+    except BaseException as error:  # SystemExit too: the thread would end without a word, and the call with it
+        _log.warning("tool %s failed: %s", name, error, exc_info=error)
+        return _error(f"{name} failed: {type(error).__name__}: {error}"), False
+    shown = text[:most].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no tokens
+    if len(text) <= most:
+        return ToolOutput(shown), False
+    return ToolOutput(f"{shown}\n[cut: the first {most:,} of {len(text):,} characters]"), True
+
+
+def _error(text: str) -> ToolOutput:
+    return ToolOutput(f"error: {text[: 2 * _MOST_SHOWN]}".encode("utf-8", "replace").decode("utf-8"), is_error=True)
+
+
+def _hangs(name: str, lane: _Lane) -> str:
+    return f"{name} is not available: {lane.num_hung} calls of it hang"
+
+
+def _arguments(text: str) -> tuple[dict[str, object], str]:
+    """(the arguments, the same in the one spelling that equal ones share)."""
+    if len(text) > _MOST_ARGUMENT_CHARS:
+        raise ToolError(f"the arguments have {len(text):,} characters, at most {_MOST_ARGUMENT_CHARS:,} are read")
+    try:
+        value = json.loads(text)
+        spelled = json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments are not JSON ({str(error)[:_MOST_SHOWN]})") from None
+    if not isinstance(value, dict):
+        raise ToolError(f"the arguments are a JSON {type(value).__name__}, expected an object")
+    return value, spelled
+
+
+def _size(key: _Key, output: ToolOutput) -> int:
+    """Bytes of an entry, about: Python's strings have up to 4 a character."""
+    return 4 * (len(key[1]) + len(output.text)) + _ENTRY_BYTES

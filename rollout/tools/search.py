@@ -1,0 +1,161 @@
+"""An index of documents in SQLite's FTS5, ranked by its bm25(), and the tool that searches it.
+
+FTS5 and not bm25s: it is in Python's standard library, its index is one file that a second run opens at once, the documents
+stay on disk however many they are, and threads search it side by side. What it lacks are other k1 and b than 1.2 and 0.75.
+
+A model's query is no FTS5 query: its words are taken out and each is quoted, so that nothing in it is an operator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sqlite3
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from marsrl.rollout.tools.documents import Document, read_corpus, shown
+from marsrl.rollout.tools.protocol import ToolError, text_argument
+
+_FORM = "1"  # of the file; another one is made anew
+_WORD = re.compile(r"[^\W_]+")
+_MOST_QUERY_CHARS = 10_000  # what is read of a query
+_MOST_WORDS = 64  # of a query, those that come first; FTS5 takes 256 at most
+_TITLE_WEIGHT = 1.0  # as if title and text were one, which they are in Search-R1's corpora
+# Lucene's English ones, which its BM25 leaves out too: they stand in every document, and say nothing
+_STOPS = (
+    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
+    "will with"
+)
+_STOP_WORDS = frozenset(_STOPS.split())
+
+
+class SearchIndex:
+    """Documents that can be searched, from several threads at once. Close it: it may own a file."""
+
+    def __init__(self, file: Path, owned: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        """An index that is there; build_index and open_index make one. owned: the folder that goes when it is closed."""
+        self._address = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
+        self._owned = owned
+        with closing(self._connect()) as connection:
+            [[self.num_documents]] = connection.execute("SELECT count(*) FROM documents")
+
+    def search(self, query: str, top_k: int) -> list[tuple[Document, float]]:
+        """The documents that fit best with their scores, at most top_k; ties in the order of the corpus.
+
+        A score is BM25's sum over the query's words, above 0. No words, or none that stands anywhere: [].
+        """
+        words = _words(query)
+        if not words:
+            return []
+        with closing(self._connect()) as connection:
+            rows = connection.execute(
+                "SELECT id, title, text, -bm25(documents, 0.0, ?, 1.0) AS score FROM documents WHERE documents MATCH ? "
+                "ORDER BY score DESC, rowid LIMIT ?",
+                (_TITLE_WEIGHT, " OR ".join(f'"{word}"' for word in words), top_k),
+            ).fetchall()
+        return [(Document(id, title, text), score) for id, title, text, score in rows]
+
+    def close(self) -> None:
+        """Remove the file where it is a temporary one; may be called twice."""
+        if self._owned is not None:
+            self._owned.cleanup()
+
+    def _connect(self) -> sqlite3.Connection:
+        # one a search: 0.1 ms, and no connection is shared by threads or left open by one that hangs
+        return sqlite3.connect(self._address, uri=True)
+
+
+def build_index(documents: Iterable[Document]) -> SearchIndex:
+    """An index in a temporary file; for corpora that are made, or read once."""
+    folder = tempfile.TemporaryDirectory(prefix="marsrl-index-")
+    file = Path(folder.name) / "index.sqlite"
+    _write(file, documents, "")
+    return SearchIndex(file, folder)
+
+
+def open_index(corpus: str | Path, file: str | Path | None = None) -> SearchIndex:
+    """The index of a corpus file.
+
+    Args:
+        file: where it is kept. Made if it is missing or of another corpus (path, size, time of change); None: temporary.
+
+    Raises:
+        ValueError: a line of the corpus is no document, or `file` is something else than an index.
+        OSError: a file cannot be read or written.
+    """
+    if file is None:
+        return build_index(read_corpus(corpus))
+    file, stamp = Path(file), _stamp(Path(corpus))
+    if not file.exists() or _stamp_of(file) != stamp:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
+        try:
+            _write(unfinished, read_corpus(corpus), stamp)
+            os.replace(unfinished, file)  # whole or not at all, whoever else makes it
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return SearchIndex(file)
+
+
+class IndexSearch:
+    """The tool: {"query": text} -> the top_k documents as text."""
+
+    name = "search"
+    is_deterministic = True
+
+    def __init__(self, index: SearchIndex, top_k: int) -> None:
+        self._index, self._top_k = index, top_k
+
+    def run(self, arguments: Mapping[str, object]) -> str:
+        query = text_argument(arguments, "query")
+        if not _words(query):
+            raise ToolError("the query has no words")
+        return shown([document for document, _ in self._index.search(query, self._top_k)])
+
+    def close(self) -> None:
+        self._index.close()
+
+
+def _words(query: str) -> list[str]:
+    """The different words of a query in their order; without stop words, if there are others."""
+    words = _WORD.findall(unicodedata.normalize("NFC", query[:_MOST_QUERY_CHARS]).lower())
+    telling = [word for word in words if word not in _STOP_WORDS]
+    return list(dict.fromkeys(telling or words))[:_MOST_WORDS]
+
+
+def _write(file: Path, documents: Iterable[Document], stamp: str) -> None:
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA journal_mode=OFF")
+        connection.execute("PRAGMA synchronous=OFF")
+        connection.execute("CREATE TABLE about (form TEXT, stamp TEXT)")
+        connection.execute("INSERT INTO about VALUES (?, ?)", (_FORM, stamp))
+        connection.execute(
+            "CREATE VIRTUAL TABLE documents USING fts5(id UNINDEXED, title, text, "
+            "tokenize = 'porter unicode61 remove_diacritics 2')"
+        )
+        with connection:
+            connection.executemany(
+                "INSERT INTO documents VALUES (?, ?, ?)", ((each.id, each.title, each.text) for each in documents)
+            )
+            connection.execute("INSERT INTO documents (documents) VALUES ('optimize')")
+
+
+def _stamp(corpus: Path) -> str:
+    state = corpus.stat()
+    words = f"{corpus.resolve()}/{state.st_size}/{state.st_mtime_ns}"
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _stamp_of(file: Path) -> str | None:
+    """The stamp in an index; None for one of another form. ValueError: it is no index, and is not written over."""
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            [(form, stamp)] = connection.execute("SELECT form, stamp FROM about").fetchall()
+    except (sqlite3.Error, ValueError) as error:
+        raise ValueError(f"{file} is there and is no search index ({error}); name another file, or remove it") from None
+    return str(stamp) if form == _FORM else None

@@ -1,0 +1,311 @@
+"""Answers to questions are judged as SQuAD's script judges them; the built-in facts are what their documents say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.agents.parsers import route, tagged
+from marsrl.rollout.tasks.config import FactsOptions
+from marsrl.rollout.tasks.data import read_problems, reference, right_answers
+from marsrl.rollout.tasks.linked_facts import WORDS, World, write_linked_facts
+from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
+from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.tools.documents import read_corpus
+from marsrl.rollout.tools.search import build_index
+from marsrl.rollout.types import Problem
+
+PARIS = Problem("1", "capital?", reference(["Paris", "City of Paris"]), "qa")
+
+
+def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float:
+    task = build_task("qa", options, [problem])
+    return task.judge([(problem, answer)])[0].value
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("The  Beatles!", "beatles", True),
+        ("u.s.a.", "USA", True),
+        ("well-known", "well known", False),  # as the script: the hyphen goes, and leaves no space
+        ("a an the x", "x", True),
+        ("theatre", "atre", False),
+        ("Tokyo\n", " tokyo ", True),
+        ("ten", "10", False),
+        ("", "x", False),
+        ("?", "the", False),  # nothing is left of either
+        ("The", "the ", True),
+        ("", "", True),
+    ],
+)
+def test_exact_match_is_squad_s(one: str, other: str, same: bool) -> None:
+    assert exact_match(one, other) == exact_match(other, one) == float(same)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "value"),
+    [
+        ("the big red dog", "red dog", 0.8),  # 2 of 3 words, all 2
+        ("red red", "red dog", 0.5),  # a word counts as often as it stands there
+        ("cat", "dog", 0.0),
+        ("A dog.", "dog", 1.0),
+        ("", "dog", 0.0),
+        ("the", "an", 0.0),
+        ("!", "!", 1.0),
+    ],
+)
+def test_f1_is_that_of_words(answer: str, right: str, value: float) -> None:
+    assert f1(answer, right) == pytest.approx(value) == f1(right, answer)
+
+
+def test_the_right_answer_that_fits_best_counts() -> None:
+    assert judged("the city of paris") == judged("PARIS.") == 1.0
+    assert judged("Paris, France") == judged("") == 0.0
+    assert judged("Paris, France", reward="f1") == pytest.approx(2 / 3)
+
+
+def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
+    assert judged("paris " * 10_000_000) == 0.0  # longer than max_answer_chars: not looked at
+    assert judged("\ud800\x00 paris") == 0.0
+    assert judged("the " * 100_000 + "paris", max_answer_chars=1_000_000) == 1.0
+
+
+def test_a_question_without_a_reference_has_no_reward() -> None:
+    assert math.isnan(judged("Paris", Problem("1", "capital?", None, "qa")))
+
+
+@pytest.mark.parametrize("answers", [["x"], ["x", "y"], ["[x"], ['["a"]'], ["[1]", "é\n"], ["[" * 10_000]])
+def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
+    assert right_answers(reference(answers)) == answers
+
+
+@pytest.mark.parametrize("written", ["[", "[1]", "[]", "[" * 100_000, "plain"])
+def test_what_a_user_writes_as_a_reference_is_one_answer_where_it_is_no_list_of_texts(written: str) -> None:
+    assert right_answers(written) == [written]
+
+
+# Files.
+
+
+def read(tmp_path: Path, *rows: object, task: str = "qa") -> list[str | None]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return [problem.answer for problem in read_problems(path, task).problems]
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"question": "q", "golden_answers": ["a", "b"]}, ["a", "b"]),
+        ({"question": "q", "answer": " a "}, ["a"]),
+        ({"question": "q", "answer": ["a", 7]}, ["a", "7"]),
+        # Search-R1's rows, and those that Dr. MAS's script makes of them
+        (
+            {
+                "question": "q",
+                "prompt": [{"role": "user", "content": "long"}],
+                "golden_answers": ["a"],
+                "reward_model": {},
+            },
+            ["a"],
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "q"}],
+                "reward_model": {"ground_truth": {"target": ["a", "b"]}},
+            },
+            ["a", "b"],
+        ),
+        ({"question": "q", "answer": "it is #### 7"}, ["it is #### 7"]),  # GSM8K's mark means nothing here
+    ],
+)
+def test_rows_of_questions_are_read(tmp_path: Path, row: dict[str, object], answers: list[str]) -> None:
+    [found] = read(tmp_path, row)
+    assert right_answers(found or "") == answers
+
+
+def test_parquet_rows_are_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"question": "q", "golden_answers": ["a", "b"]}, {"question": "r", "golden_answers": ["c"]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = read_problems(tmp_path / "rows.parquet", "qa").problems
+    assert [right_answers(p.answer or "") for p in read] == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([], "is an empty list"),
+        (["a", ""], "is empty"),
+        (["a", None], "is missing"),
+        ([["a"]], "is list"),
+        ({"a": 1}, "is dict"),
+        ("\ud800", "lone surrogate"),
+        (True, "is bool"),
+    ],
+)
+def test_a_row_without_right_answers_is_named(tmp_path: Path, answers: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*{reason}"):
+        read(tmp_path, {"question": "q", "golden_answers": answers})
+
+
+def test_other_tasks_want_one_answer_as_before(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a list of 2, expected one answer"):
+        read(tmp_path, {"question": "q", "golden_answers": ["1", "2"]}, task="math")
+
+
+# Linked facts.
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(FactsOptions(max_hops=3))
+
+
+def follow(world: World, question: str) -> str:
+    """The answer, looked up in the documents alone, hop by hop."""
+    said = {d.title: d.text for d in world.documents}
+    path, _, rest = question.removeprefix("what is ").removesuffix(" ?").rpartition(" of ")
+    value = rest
+    for relation in reversed(path.split(" of ")):
+        relation = relation.removeprefix("the ")
+        [value] = re.findall(rf"the {relation} of {value} is ([a-z ]+) \.", said[value])
+    return value
+
+
+def test_answers_follow_from_the_documents(world: World) -> None:
+    source = world.questions(0)
+    problems = [source.next_problem() for _ in range(300)]
+    assert [follow(world, p.question) for p in problems] == [p.answer for p in problems]
+    hops = {p.question.count("the ") for p in problems}
+    assert hops == {1, 2, 3}
+
+
+def test_the_world_is_its_seed_s_and_questions_those_of_run_seed_and_position(world: World) -> None:
+    again, other = World(FactsOptions(max_hops=3)), World(FactsOptions(max_hops=3, world_seed=1))
+    assert again.documents == world.documents != other.documents
+    source = world.questions(5)
+    first = [source.next_problem() for _ in range(5)]
+    state = source.state()
+    rest = [source.next_problem() for _ in range(5)]
+    resumed = again.questions(5)
+    resumed.load(state)
+    assert [resumed.next_problem() for _ in range(5)] == rest != first
+
+
+def test_nothing_held_out_is_trained_on(world: World) -> None:
+    source = world.questions(0)
+    train = {source.next_problem().question for _ in range(2000)}
+    held_out = {problem.question for problem in world.held_out(300, 0)}
+    assert len(held_out) > 200 and not train & held_out
+
+
+def test_every_word_is_one_of_the_vocabulary(world: World) -> None:
+    known = set(WORDS)
+    texts = [d.text for d in world.documents] + [p.question for p in world.held_out(100, 0)]
+    assert {word for text in texts for word in text.split()} <= known and len(known) < 200
+    largest = World(FactsOptions(people=1600, places=40))
+    assert len(largest.documents) == 1640 and len({d.id for d in largest.documents}) == 1640
+
+
+def test_the_document_of_a_hop_is_found_by_its_words(world: World) -> None:
+    index = build_index(world.documents)
+    for name in (*world.people, *world.places):
+        [(found, _)] = index.search(f"what is the home of {name} ?", 1)
+        assert found.title == name
+    index.close()
+
+
+def test_a_world_too_small_for_both_splits_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none was held out; raise people or max_hops, or change held_out_modulus"):
+        World(FactsOptions(people=2, places=2, max_hops=1, held_out_modulus=1000))
+
+
+def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
+    write_linked_facts(tmp_path / "facts", FactsOptions(people=20), num_train=50, num_held_out=10, seed=3)
+    world = World(FactsOptions(people=20))
+    assert tuple(read_corpus(tmp_path / "facts" / "corpus.jsonl")) == world.documents
+    train = read_problems(tmp_path / "facts" / "train.jsonl", "qa").problems
+    held_out = read_problems(tmp_path / "facts" / "held_out.jsonl", "qa").problems
+    assert len(train) == 50 and len(held_out) == 10
+    assert not {p.question for p in train} & {p.question for p in held_out}
+    assert all(follow(world, p.question) == p.answer for p in (*train, *held_out))
+    with pytest.raises(FileExistsError):
+        write_linked_facts(tmp_path / "facts", FactsOptions(people=20), 1, 1, 0)
+
+
+def test_the_task_draws_from_the_facts_or_from_files() -> None:
+    task = build_task("qa", {})
+    assert isinstance(task, QaTask) and len(task.documents) == 224
+    assert task.problems(0).next_problem().answer and len(task.held_out(7, 0)) == 7
+    files = build_task("qa", {}, [PARIS], [PARIS])
+    assert isinstance(files, QaTask) and files.documents == ()
+    assert files.problems(0).next_problem() == PARIS and files.held_out(7, 0) == [PARIS]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reward": "rouge"}, "task_options.reward: Input should be 'exact' or 'f1'"),
+        ({"min_hops": 3}, "task_options.min_hops is 3, above task_options.max_hops = 2"),
+        ({"people": 1}, "task_options.people"),
+        ({"hops": 1}, "task_options.hops"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, str | int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_task("qa", options)
+
+
+# Tags.
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer> Lima </answer>", "Lima"),
+        ("<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
+        ("<answer>a</answer> <answer>b", "a"),
+        ("<answer>a <answer>b</answer>", "b"),
+        ("a</answer>", None),
+        ("<answer>a", None),
+        ("<answer> \n</answer>", None),
+        ("<answer></answer><answer>b</answer></answer>", "b"),
+        ("<answer\n>a</answer>", None),
+        ("İ<answer>a</answer>", "a"),
+    ],
+)
+def test_the_last_whole_tag_is_read(text: str, found: str | None) -> None:
+    assert tagged("answer", text) == found
+
+
+def test_a_million_tags_are_read_in_linear_time() -> None:
+    assert tagged("answer", "<answer>" * 500_000) is None
+    assert tagged("answer", "<answer>x</answer>" * 500_000) == "x"
+    assert tagged("answer", "<answer>" + "</answer>" * 500_000) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("<verify>yes</verify>", True),
+        ("<verify> NO </verify>", False),
+        ("<verify>no</verify> then <verify>yes</verify>", True),
+        ("yes", None),
+        ("<verify>yes, maybe</verify>", None),
+        ("<verify></verify>", None),
+    ],
+)
+def test_a_route_is_yes_or_no(text: str, way: bool | None) -> None:
+    assert route(text) is way
+
+
+def test_normalisation_keeps_other_scripts() -> None:
+    assert normalised("  Ünïcode — Straße, 東京! ") == "ünïcode — straße 東京"

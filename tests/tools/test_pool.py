@@ -1,0 +1,272 @@
+"""The pool answers every call, whatever a tool or a model does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+
+import pytest
+
+from marsrl.rollout.tools.config import ToolLimits
+from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.tools.protocol import ToolError
+from marsrl.rollout.types import ToolCall, ToolOutput
+
+SOON_S = 30.0  # far more than anything here takes
+
+
+class Scripted:
+    name = "echo"
+
+    def __init__(self, run: Callable[[Mapping[str, object]], object], is_deterministic: bool = True) -> None:
+        self._run, self.is_deterministic = run, is_deterministic
+        self.seen: list[Mapping[str, object]] = []
+        self.num_closed = 0
+
+    def run(self, arguments: Mapping[str, object]) -> str:
+        self.seen.append(arguments)
+        return self._run(arguments)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def text_of(arguments: Mapping[str, object]) -> str:
+    return f"said {arguments['text']}"
+
+
+@contextmanager
+def pool_of(tool: Scripted, **limits: object) -> Iterator[ToolPool]:
+    pool = ToolPool({"echo": tool}, {"echo": ToolLimits.model_validate(limits)})
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def call(id: str, text: object = "a", tool: str = "echo") -> ToolCall:
+    return ToolCall(id, tool, json.dumps({"text": text}))
+
+
+def answers(pool: ToolPool, calls: Sequence[ToolCall]) -> dict[str, ToolOutput]:
+    """By id, of calls that are made at once."""
+    futures = {each.id: pool.submit(each) for each in calls}
+    return {id: future.result(SOON_S) for id, future in futures.items()}
+
+
+def test_calls_are_answered_by_id() -> None:
+    with pool_of(Scripted(text_of)) as pool:
+        assert answers(pool, [call(str(i), i) for i in range(50)]) == {
+            str(i): ToolOutput(f"said {i}") for i in range(50)
+        }
+        counts = pool.take_counts()
+    assert counts["tools/echo/calls"] == 50 and counts["tools/echo/errors"] == 0
+    assert 0 <= counts["tools/echo/seconds"] < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("{", "error: the arguments are not JSON"),
+        ("", "error: the arguments are not JSON"),
+        ("[1]", "error: the arguments are a JSON list, expected an object"),
+        ("null", "error: the arguments are a JSON NoneType"),
+        ("[" * 100_000, "error: the arguments are not JSON"),
+        ('{"text":' * 100_000, "error: the arguments are not JSON"),
+        ('{"text": ' + "9" * 5000 + "}", "error: the arguments are not JSON"),
+        ('{"text": "' + "a" * (1 << 20) + '"}', "error: the arguments have 1,048,588 characters"),
+    ],
+    ids=["cut", "empty", "list", "null", "brackets", "objects", "digits", "long"],
+)
+def test_arguments_that_are_no_json_object_are_an_error_that_says_so(arguments: str, said: str) -> None:
+    tool = Scripted(text_of)
+    with pool_of(tool) as pool:
+        output = answers(pool, [ToolCall("1", "echo", arguments)])["1"]
+    assert output.is_error and output.text.startswith(said), output.text[:200]
+    assert not tool.seen and len(output.text) < 1000
+
+
+def test_names_that_models_make_up_are_errors_and_one_row_of_metrics() -> None:
+    with pool_of(Scripted(text_of)) as pool:
+        outputs, counts = (
+            answers(pool, [call("1", tool="rm -rf"), call("2", tool="x" * 100_000), call("3", tool="\ud800")]),
+            pool.take_counts(),
+        )
+    assert outputs["1"] == ToolOutput("error: there is no tool 'rm -rf'; there are: echo", is_error=True)
+    assert all(output.is_error and len(output.text.encode()) < 1000 for output in outputs.values())
+    assert {key.split("/")[1] for key in counts} == {"echo", "unknown"}
+    assert counts["tools/unknown/calls"] == counts["tools/unknown/errors"] == 3
+
+
+def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
+    def run(arguments: Mapping[str, object]) -> str:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (raises(ToolError("the query has no words")), "error: the query has no words"),
+        (raises(KeyError("text")), "error: echo failed: KeyError: 'text'"),
+        (raises(SystemExit(3)), "error: echo failed: SystemExit: 3"),
+        (raises(MemoryError()), "error: echo failed: MemoryError: "),
+        (lambda arguments: b"bytes", "error: echo failed: TypeError: its output is bytes, expected text"),
+        (lambda arguments: None, "error: echo failed: TypeError: its output is NoneType, expected text"),
+        (raises(ValueError("a" * 50_000_000)), "error: echo failed: ValueError: aaa"),
+        (raises(ValueError("\ud800")), "error: echo failed: ValueError: ?"),
+    ],
+)
+def test_a_tool_that_fails_is_an_error_and_the_next_call_is_answered(
+    run: Callable[[Mapping[str, object]], object], said: str
+) -> None:
+    tool = Scripted(lambda arguments: "well" if arguments["text"] == "b" else run(arguments))
+    with pool_of(tool, concurrency=1) as pool:
+        outputs, counts = answers(pool, [call("1", "a"), call("2", "b")]), pool.take_counts()
+    assert outputs["1"].is_error and outputs["1"].text.startswith(said) and len(outputs["1"].text) < 1000
+    assert outputs["2"] == ToolOutput("well")
+    assert counts["tools/echo/calls"] == 2 and counts["tools/echo/errors"] == 1
+
+
+def test_50_mb_are_cut_at_the_cap_and_say_so() -> None:
+    with pool_of(Scripted(lambda arguments: "\ud800" + "x" * 50_000_000), max_output_chars=1000) as pool:
+        output, counts = answers(pool, [call("1")])["1"], pool.take_counts()
+    assert not output.is_error
+    assert output.text == "?" + "x" * 999 + "\n[cut: the first 1,000 of 50,000,001 characters]"
+    assert counts["tools/echo/truncated"] == 1
+
+
+def test_an_output_of_exactly_the_cap_is_whole() -> None:
+    with pool_of(Scripted(lambda arguments: "x" * 1000), max_output_chars=1000) as pool:
+        assert answers(pool, [call("1")])["1"].text == "x" * 1000 and pool.take_counts()["tools/echo/truncated"] == 0
+
+
+def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
+    gate = threading.Event()
+    tool = Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well")
+    with pool_of(tool, concurrency=1, timeout_s=0.05) as pool:
+        outputs, counts = answers(pool, [call("slow", "hang"), call("next", "a")]), pool.take_counts()
+        gate.set()
+    assert outputs["slow"] == ToolOutput("error: echo did not answer within 0.05 s", is_error=True)
+    # concurrency is 1: while that one hangs no further ones are taken, and what waits is told
+    assert outputs["next"] == ToolOutput("error: echo is not available: 1 calls of it hang", is_error=True)
+    assert counts["tools/echo/timeouts"] == 1 and counts["tools/echo/errors"] == 2
+
+
+def test_a_tool_that_hangs_now_and_then_goes_on_and_its_threads_are_bounded() -> None:
+    gate, before = threading.Event(), threading.active_count()
+    tool = Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
+    with pool_of(tool, concurrency=2, timeout_s=0.05) as pool:
+        outputs = answers(pool, [call("slow", "hang"), *(call(str(i), "a") for i in range(20))])
+        assert outputs.pop("slow").is_error and set(outputs.values()) == {ToolOutput("well")}
+        assert all(output.is_error for output in answers(pool, [call(f"slow{i}", "hang") for i in range(40)]).values())
+        assert "calls of it hang" in answers(pool, [call("refused", "a")])["refused"].text
+        assert threading.active_count() - before <= 5  # the watch, 2 that hang, 2 more at most
+        gate.set()  # it is up again: hung threads end, and calls are answered as before
+        end = time.monotonic() + SOON_S
+        while threading.active_count() > before + 3 and time.monotonic() < end:
+            threading.Event().wait(0.001)
+        assert answers(pool, [call("again", "a")])["again"] == ToolOutput("well")
+
+
+def test_a_late_answer_of_a_call_that_was_given_up_is_nobodys_and_not_kept() -> None:
+    gate, done = threading.Event(), threading.Event()
+
+    def run(arguments: Mapping[str, object]) -> str:
+        if gate.wait(SOON_S) and len(tool.seen) == 1:
+            done.set()
+            return "late"
+        return "fresh"
+
+    tool = Scripted(run)
+    with pool_of(tool, concurrency=2, timeout_s=0.05) as pool:
+        assert answers(pool, [call("1")])["1"].is_error
+        gate.set()
+        assert done.wait(SOON_S)
+        assert answers(pool, [call("2")]) == {"2": ToolOutput("fresh")}
+
+
+def test_a_call_that_was_answered_is_not_run_again_however_its_arguments_are_spelled() -> None:
+    tool = Scripted(lambda arguments: "well")
+    with pool_of(tool) as pool:
+        for id, arguments in [("1", '{"a": 1, "b": "é"}'), ("2", '{"b":"\\u00e9","a":1}')]:
+            assert answers(pool, [ToolCall(id, "echo", arguments)]) == {id: ToolOutput("well")}
+        counts = pool.take_counts()
+    assert len(tool.seen) == 1 and counts["tools/echo/calls"] == 2 and counts["tools/echo/cached"] == 1
+
+
+def test_the_same_call_while_it_runs_is_one_run() -> None:
+    gate = threading.Event()
+    tool = Scripted(lambda arguments: f"{gate.wait(SOON_S)}")
+    with pool_of(tool) as pool:
+        futures = [pool.submit(call(str(i))) for i in range(10)]
+        gate.set()
+        assert {future.result(SOON_S) for future in futures} == {ToolOutput("True")}
+        assert len(tool.seen) == 1 and pool.take_counts()["tools/echo/cached"] == 9
+
+
+@pytest.mark.parametrize("kind", ["errors", "not deterministic", "no cache"])
+def test_what_may_differ_next_time_is_run_again(kind: str) -> None:
+    tool = Scripted(
+        raises(ToolError("busy")) if kind == "errors" else text_of, is_deterministic=kind != "not deterministic"
+    )
+    with pool_of(tool, cache_mib=0 if kind == "no cache" else 1) as pool:
+        for id in "123":
+            answers(pool, [call(id)])
+        assert len(tool.seen) == 3 and pool.take_counts()["tools/echo/cached"] == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "kept"),
+    [({"cache_entries": 2}, 1, 2), ({"cache_mib": 1}, 100_000, 2), ({"cache_mib": 1}, 300_000, 0)],
+    ids=["entries", "bytes", "one too large"],
+)
+def test_the_outputs_used_last_are_kept(limits: Mapping[str, object], size: int, kept: int) -> None:
+    tool = Scripted(lambda arguments: "x" * size)
+    with pool_of(tool, max_output_chars=1_000_000, **limits) as pool:
+        for id, text in enumerate("abcdefedcba"):
+            answers(pool, [call(str(id), text)])
+        # after a to f come e, d, ...: of the second half, the one that is still kept is used again
+        assert len(tool.seen) == 11 - (kept - 1 if kept else 0)
+
+
+def test_a_caller_may_give_a_call_up_and_others_are_answered() -> None:
+    gate = threading.Event()
+    with pool_of(Scripted(lambda arguments: str(gate.wait(SOON_S))), concurrency=1) as pool:
+        futures = [pool.submit(call(str(i), i // 2)) for i in range(4)]  # two of each: one run
+        assert futures[0].cancel() and futures[2].cancel()
+        gate.set()
+        assert futures[1].result(SOON_S) == futures[3].result(SOON_S) == ToolOutput("True")
+
+
+def test_counts_begin_again_when_they_are_taken() -> None:
+    with pool_of(Scripted(text_of)) as pool:
+        answers(pool, [call("1")])
+        assert pool.take_counts()["tools/echo/calls"] == 1
+        assert set(pool.take_counts().values()) == {0.0}
+
+
+def test_closing_drops_what_hangs_and_closes_each_tool_once() -> None:
+    gate, before = threading.Event(), threading.active_count()
+    tool = Scripted(lambda arguments: str(gate.wait(SOON_S)))
+    pool = ToolPool({"echo": tool}, {"echo": ToolLimits(concurrency=1)})
+    futures = [pool.submit(call("1")), pool.submit(call("2", "b"))]
+    pool.close()
+    pool.close()
+    assert tool.num_closed == 1 and not wait(futures, SOON_S).not_done and all(each.cancelled() for each in futures)
+    with pytest.raises(RuntimeError, match="after close"):
+        pool.submit(call("3"))
+    gate.set()
+    end = time.monotonic() + SOON_S
+    while threading.active_count() > before:
+        assert time.monotonic() < end, "threads outlive the pool"
+
+
+def test_no_tool_takes_the_name_of_those_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        ToolPool({"unknown": Scripted(text_of)})

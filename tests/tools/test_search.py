@@ -1,0 +1,237 @@
+"""The index finds what fits, whatever a query holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.tools.documents import Document, read_corpus, shown
+from marsrl.rollout.tools.protocol import ToolError
+from marsrl.rollout.tools.search import IndexSearch, SearchIndex, build_index, open_index
+
+DOCUMENTS = [
+    Document("lima", "Lima", "Lima is the capital of Peru."),
+    Document("peru", "Peru", "Peru borders Chile, and its singers are sung to."),
+    Document("cafe", "Café", "A café in naïve नमस्ते 東京."),
+    Document("the", "The Who", "The Who are a band of London"),
+    Document("nul", "Quote \" ' title:", "before\x00after NEAR text"),
+]
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[SearchIndex]:
+    index = build_index(DOCUMENTS)
+    yield index
+    index.close()
+
+
+def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
+    return [document.id for document, _ in index.search(query, top_k)]
+
+
+@pytest.mark.parametrize(
+    ("query", "ids"),
+    [
+        ("What is the capital of Peru?", ["lima", "peru"]),  # both words before one
+        ("singer border", ["peru"]),  # stems
+        ("CAFE", ["cafe"]),
+        ("cafe\u0301", ["cafe"]),
+        ("नमस्ते", ["cafe"]),
+        ("the who", ["the"]),  # who is a word, the is none beside it
+        ("with", []),  # a stop word alone is looked for
+        ("is", ["lima"]),
+        ("atlantis", []),
+        ("Peru" * 10_000, []),
+    ],
+)
+def test_what_fits_best_comes_first(index: SearchIndex, query: str, ids: list[str]) -> None:
+    assert found(index, query) == ids
+
+
+def test_scores_fall_and_ties_keep_the_order_of_the_corpus() -> None:
+    index = build_index([Document(str(i), "", "the same words") for i in range(20)])
+    hits = index.search("same words", 7)
+    assert [document.id for document, _ in hits] == [str(i) for i in range(7)]
+    assert len({score for _, score in hits}) == 1 and hits[0][1] > 0
+    index.close()
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        'lima" OR "peru',
+        "lima AND NOT lima",
+        "NOT lima",
+        "NEAR(lima peru, 0)",
+        "text:lima",
+        "{title text} : lima",
+        "^lima",
+        "-lima",
+        "lima*",
+        "lima + ",
+        "(((lima",
+        "lima\x00",
+        "\x00lima",
+        "lima \ud800 \udfff",
+        "'; DROP TABLE documents; -- lima",
+        "lima\n\r\t\x0b\x1b[31m",
+        "lima " * 200_000,
+        "lima " + "x" * 1_000_000,
+        "lima " + " ".join(f"word{i}" for i in range(100_000)),
+        "lima " + '"' * 100_000,
+    ],
+    ids=range(20),
+)
+def test_nothing_in_a_query_is_an_operator(index: SearchIndex, query: str) -> None:
+    assert "lima" in found(index, query)
+
+
+@pytest.mark.parametrize("query", ["", " \n", "\x00", '"', "***", "\ud800", "!" * 1_000_000, "___"])
+def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: SearchIndex, query: str) -> None:
+    assert index.search(query, 3) == []
+    with pytest.raises(ToolError, match="the query has no words"):
+        IndexSearch(index, 3).run({"query": query})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "expected one argument, 'query', found none"),
+        ({"q": "lima"}, "expected one argument, 'query', found 'q'"),
+        ({"query": "lima", "top_k": 1000}, "found 'query', 'top_k'"),
+        ({"query": ["lima"]}, "'query' is list, expected text"),
+        ({"query": None}, "'query' is NoneType, expected text"),
+    ],
+)
+def test_the_tool_says_which_arguments_it_takes(index: SearchIndex, arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(ToolError, match=said):
+        IndexSearch(index, 3).run(arguments)
+
+
+def test_documents_are_shown_as_search_r1_shows_them(index: SearchIndex) -> None:
+    assert IndexSearch(index, 2).run({"query": "capital of Peru"}) == (
+        "Doc 1(Title: Lima) Lima is the capital of Peru.\n"
+        "Doc 2(Title: Peru) Peru borders Chile, and its singers are sung to."
+    )
+    assert IndexSearch(index, 3).run({"query": "atlantis"}) == "No documents match." == shown([])
+
+
+def test_documents_come_back_as_they_were(index: SearchIndex) -> None:
+    assert [index.search(query, 1)[0][0] for query in ("lima", "quote", "नमस्ते")] == [
+        DOCUMENTS[0],
+        DOCUMENTS[4],
+        DOCUMENTS[2],
+    ]
+
+
+def test_threads_search_side_by_side(index: SearchIndex) -> None:
+    wrong: list[object] = []
+
+    def many() -> None:
+        for _ in range(50):
+            if found(index, "capital of Peru") != ["lima", "peru"]:
+                wrong.append("another result")
+
+    threads = [threading.Thread(target=many) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# Corpora in files.
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
+    return path
+
+
+def test_a_corpus_is_read_in_both_forms(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "corpus.jsonl",
+        {"id": "a", "title": "Lima", "text": "A city.", "url": "left out"},
+        {"id": 7, "contents": '"Peru"\nA country.\nOf many.'},
+        b"",
+        {"text": "Without a title."},
+    )
+    assert list(read_corpus(path)) == [
+        Document("a", "Lima", "A city."),
+        Document("7", "Peru", "A country.\nOf many."),
+        Document("4", "", "Without a title."),
+    ]
+    assert list(read_corpus(path))[1].contents == '"Peru"\nA country.\nOf many.'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        ([1], "expected a JSON object, found list"),
+        ({"title": "x"}, "'text' is missing, expected text"),
+        ({"text": 3}, "'text' is int, expected text"),
+        ({"id": True, "text": "x"}, "the id is bool"),
+        ({"title": " ", "text": "\n"}, "it has neither a title nor a text"),
+        (b'{"text": "\\ud800"}', r"text has a lone surrogate \(\\ud800\)"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: object, reason: str) -> None:
+    path = write(tmp_path / "corpus.jsonl", {"text": "fine"}, line)
+    with pytest.raises(ValueError, match=rf"corpus.jsonl:2: {reason}"):
+        open_index(path)
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no document"):
+        open_index(write(tmp_path / "corpus.jsonl"))
+    with pytest.raises(FileNotFoundError):
+        open_index(tmp_path / "none.jsonl")
+
+
+def test_a_kept_index_is_made_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:
+    corpus, file = write(tmp_path / "corpus.jsonl", {"text": "one"}), tmp_path / "deep" / "index.sqlite"
+    open_index(corpus, file).close()
+    made = file.stat().st_ino
+    index = open_index(corpus, file)
+    assert file.stat().st_ino == made and index.num_documents == 1
+    write(corpus, {"text": "one"}, {"text": "two"})
+    assert found(open_index(corpus, file), "two") == ["2"] and file.stat().st_ino != made
+    index.close()
+    assert os.listdir(file.parent) == ["index.sqlite"]  # it stays, and nothing beside it
+
+
+def test_a_file_that_is_no_index_is_not_written_over(tmp_path: Path) -> None:
+    corpus, file = write(tmp_path / "corpus.jsonl", {"text": "one"}), tmp_path / "precious.txt"
+    file.write_text("precious " * 1000)
+    with pytest.raises(ValueError, match=r"precious.txt is there and is no search index"):
+        open_index(corpus, file)
+    assert file.read_text() == "precious " * 1000
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    with pytest.raises(ValueError, match="is no search index"):
+        open_index(corpus, other)
+
+
+def test_a_corpus_that_breaks_off_leaves_no_index(tmp_path: Path) -> None:
+    corpus, file = write(tmp_path / "corpus.jsonl", {"text": "one"}, b"{"), tmp_path / "index.sqlite"
+    with pytest.raises(ValueError, match=":2:"):
+        open_index(corpus, file)
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_a_temporary_index_goes_when_it_is_closed() -> None:
+    index = build_index(DOCUMENTS)
+    file = Path(index._address.removeprefix("file://").partition("?")[0])
+    assert file.exists()
+    index.close()
+    index.close()
+    assert not file.exists()

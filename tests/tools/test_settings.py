@@ -1,0 +1,93 @@
+"""Tools that a run cannot have are refused before anything starts, by the name of their key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.tools.build import build_tools, check_tools
+from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.rollout.tools.documents import Document
+from marsrl.rollout.types import ToolCall
+from marsrl.trainer.config_origin import ConfigError
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import read_config
+
+LIMA = Document("lima", "Lima", "The capital of Peru.")
+
+
+def tools(**search: object) -> ToolsConfig:
+    return ToolsConfig.model_validate({"search": {"kind": "index", **search}})
+
+
+def test_a_team_that_searches_wants_the_tool() -> None:
+    with pytest.raises(
+        ConfigError, match=r"orchestration=search_team calls the tool search, and tools.search is not set"
+    ):
+        read_config(None, ["orchestration=search_team"])
+    config, _ = read_config(None, ["task=qa"])
+    assert config.tools.search is not None and config.tools.search.kind == "index"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tools.search.kind=bing"], "tools.search"),
+        (["tools.search.kind=http"], r"tools.search.url: Field required"),
+        (["tools.search.kind=http", "tools.search.url=ftp://x/retrieve"], "url is 'ftp://x/retrieve'; expected http"),
+        (["tools.search.top_k=0"], r"tools.search.top_k: Input should be greater than 0"),
+        (
+            ["tools.search.corpsu=x"],
+            r"tools.search.corpsu: unknown key; did you mean tools.search.corpus\? \(command line\)",
+        ),
+        (["tools.search.url=http://h/retrieve"], r"tools.search.url: unknown key"),
+        (["tools.browse.kind=index"], "tools.browse"),
+    ],
+)
+def test_wrong_settings_are_named(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config(None, ["task=qa", *words])
+
+
+def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
+    with pytest.raises(ValueError, match=r"tools.search.corpus: .*bad.jsonl:2: not JSON"):
+        check_tools(tools(corpus=str(tmp_path / "bad.jsonl")), ["search"], ())
+    with pytest.raises(ValueError, match=r"tools.search.corpus: .*none.jsonl"):
+        check_tools(tools(corpus=str(tmp_path / "none.jsonl")), ["search"], ())
+    with pytest.raises(ValueError, match=r"tools.search.corpus is null, and the task has no documents of its own"):
+        check_tools(tools(), ["search"], ())
+    check_tools(tools(), ["search"], [LIMA])
+    check_tools(tools(corpus="none.jsonl"), [], ())  # nobody calls it
+
+
+def test_the_package_of_a_server_s_client_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = ToolsConfig.model_validate({"search": {"kind": "http", "url": "http://h/retrieve"}})
+    with pytest.raises(ValueError, match=r"tools.search.kind=http needs the package httpx"):
+        check_tools(config, ["search"], ())
+
+
+def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"question": "q{i}", "golden_answers": ["a"]}}\n' for i in range(20)))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    words = ["task=qa", f"policies.main.model={model}", "policies.main.dtype=float32", "rollout.engine=scripted"]
+    with pytest.raises(ValueError, match=r"tools.search.corpus is null"):
+        preflight(read_config(None, [*words, f"data.train={questions}"])[0], world_size=1)
+    assert preflight(read_config(None, words)[0], world_size=1).plan.lines()
+    with pytest.raises(ValueError, match=r"prompt set math has no words for a router"):
+        preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
+
+
+def test_the_tools_of_a_run_answer(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": 1, "title": "Peru", "text": "A country."}')
+    own, file = tools(), tools(corpus=str(tmp_path / "corpus.jsonl"), top_k=1)
+    for config, title in ((own, "Lima"), (file, "Peru")):
+        pool = build_tools(config, ["search"], [LIMA])
+        output = pool.submit(ToolCall("1", "search", '{"query": "lima or peru"}')).result(30.0)
+        assert output.text.startswith(f"Doc 1(Title: {title}) ") and "Doc 2" not in output.text
+        pool.close()
+    assert build_tools(own, [], ()).take_counts() == {}
