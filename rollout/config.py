@@ -68,6 +68,8 @@ class AgentConfig(Settings):
         default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
     )
     loss_weight: float = Field(1.0, ge=0, description="factor on this agent's advantages")
+    clip_low: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_low")
+    clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(
         0.0,
         ge=0,

@@ -188,11 +188,11 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 pools[name] = make_pool(
                     name,
                     models[name],
-                    config.rollout,
+                    config.rollout_of(name),
                     dtype=policy.dtype,
                     max_model_len=longest,
                     seed=config.run.seed,
-                    num_policies=config.num_served_policies,
+                    served=config.served_rollouts,
                     host=checked.host,
                     silence_s=config.run.silence_s,
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from marsrl.rollout.config import (
     OpenAIOptions,
     RolloutConfig,
     Settings,
+    VllmOptions,
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.tools.config import ToolsConfig
@@ -131,6 +132,10 @@ class PolicyConfig(Settings):
         "none",
         description="frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory",
     )
+    engines: int | None = Field(
+        None, gt=0, le=MOST_RANKS, description="engine replicas of this policy; default: rollout.engines"
+    )
+    vllm: VllmOptions | None = Field(None, description="of this policy's engines; what it leaves out is rollout.vllm's")
     frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
     engine: Literal["openai"] | None = Field(
         None,
@@ -364,10 +369,17 @@ class RunConfig(Settings):
         """Does a step hold whole rollout instances?"""
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
+    def rollout_of(self, policy: str) -> RolloutConfig:
+        """`rollout` with the policy's own engines and vllm."""
+        own = self.policies[policy]
+        return self.rollout.model_copy(
+            update={"engines": own.engines or self.rollout.engines, "vllm": own.vllm or self.rollout.vllm}
+        )
+
     @property
-    def num_served_policies(self) -> int:
-        """Those that have engines of ours."""
-        return sum(policy.openai is None for policy in self.policies.values())
+    def served_rollouts(self) -> tuple[RolloutConfig, ...]:
+        """Of each policy that has engines of ours."""
+        return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
@@ -378,8 +390,26 @@ class RunConfig(Settings):
         """What the policy's engines compute in."""
         if self.rollout.engine == "scripted":  # it computes nothing: what it reports as its dtype
             return "float32"
-        asked = self.rollout.vllm.dtype if self.rollout.engine == "vllm" else None
+        asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
+        """policies.<name>.vllm over rollout.vllm, key by key, so that what is saved says all of it."""
+        rollout, policies = (
+            (given.get(key) for key in ("rollout", "policies")) if isinstance(given, dict) else (None, None)
+        )
+        common = rollout.get("vllm") if isinstance(rollout, dict) else None
+        if not isinstance(common, dict) or not isinstance(policies, dict):
+            return given
+        whole = {
+            name: {**policy, "vllm": {**common, **policy["vllm"]}}
+            if isinstance(policy, dict) and isinstance(policy.get("vllm"), dict)
+            else policy
+            for name, policy in policies.items()
+        }
+        return {**given, "policies": whole}
 
     @field_validator("agents")
     @classmethod
@@ -442,6 +472,21 @@ class RunConfig(Settings):
                     f"set tools.{name}.kind, for search index or http"
                 )
         _check_sync(self.sync, self.rollout)
+        for name, policy in self.policies.items():
+            if self.rollout.placement == "colocated" and policy.engines not in (None, self.rollout.engines):
+                raise ValueError(
+                    f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every "
+                    f"policy on each trainer rank's GPU, rollout.engines={self.rollout.engines}: leave it out, or set "
+                    "rollout.placement=disaggregated"
+                )
+        clips = {name: (self.agents[name].clip_low, self.agents[name].clip_high) for name in trained}
+        if self.mpt.scope == "batch" and len(set(clips.values())) > 1:
+            name = next(name for name, clip in clips.items() if clip != (None, None))
+            raise ValueError(
+                f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and "
+                "mpt.scope=batch needs all agents' samples in one micro-batch, which has one clip range: set "
+                "mpt.scope=sample or off, or the same range for every trained agent"
+            )
         if not self.credit.train_agents:
             raise ValueError(
                 "credit.train_agents is empty, and nothing is left to train: name agents, or set it to all"
@@ -526,6 +571,10 @@ def _check_policy(key: str, policy: PolicyConfig) -> None:
         raise ValueError(
             f"{key}: engine=openai and the section openai (base_url, model) go together; found engine={policy.engine} "
             f"and {'the' if policy.openai else 'no'} section"
+        )
+    if policy.engine == "openai" and (policy.engines is not None or policy.vllm is not None):
+        raise ValueError(
+            f"{key}.{'engines' if policy.engines else 'vllm'} is of engines here, and {key}.engine=openai has none"
         )
     if policy.engine == "openai" and not policy.frozen:
         raise ValueError(

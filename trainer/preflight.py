@@ -74,6 +74,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)
+        _check_layouts(config)
         _check_wandb(config)
     _check_machine(config, host)
     train, held_out, num_skipped = read_data(config)
@@ -136,6 +137,17 @@ def _check_something_trains(config: RunConfig) -> None:
             "rollout.group_size is 1, and with credit.normalise=group a sample is compared with those of its group: every "
             "advantage would be 0 and nothing would train; raise it, or set credit.singleton=raw or another credit.normalise"
         )
+
+
+def _check_layouts(config: RunConfig) -> None:
+    """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
+    first, *others = config.trained_policies
+    for name in others:
+        if resolve(config.policies[name].layout) != resolve(config.policies[first].layout):
+            raise ConfigError(
+                f"policies.{name}.layout is not policies.{first}.layout: every trainer rank holds every trained policy, on one "
+                "set of process groups; give them one layout"
+            )
 
 
 def _check_wandb(config: RunConfig) -> None:
@@ -259,7 +271,7 @@ def _check_machine(config: RunConfig, host: TrainerHost) -> None:
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """What engines and trainer would refuse of these settings on that host."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
-    return refusals(config.rollout, host, num_policies=config.num_served_policies, weight_files=files)
+    return refusals(config.served_rollouts, host, weight_files=files)
 
 
 def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:

@@ -26,14 +26,16 @@ class TrainerHost:
     num_ranks: int
     has_others: bool
 
-    def gpus_for(self, rollout: RolloutConfig, num_policies: int) -> Sequence[int]:
-        """Indices of the GPUs that a Ray started here may give to engines: those without a trainer rank; all the trainer's
-        with placement colocated. Engines whose KV cache has a size of its own take the others too, where these are too few.
+    def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
+        """Indices of the GPUs that a Ray started here may give to the engines of all policies (rollouts: of each): those
+        without a trainer rank; all the trainer's with placement colocated. Engines whose KV cache has a size of its own take
+        the others too, where these are too few.
         """
         ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
-        if rollout.placement == "colocated":
+        if rollouts[0].placement == "colocated":
             return ranks or free
-        shares = rollout.vllm.kv_cache_mib is not None and num_engine_gpus(rollout, num_policies) > len(free)
+        have_sizes = all(each.vllm.kv_cache_mib is not None for each in rollouts)
+        shares = have_sizes and num_engine_gpus(rollouts) > len(free)
         return [*free, *ranks] if shares else free
 
 
@@ -61,26 +63,24 @@ def is_this_host(address: str) -> bool:
     return False
 
 
-def num_engine_gpus(rollout: RolloutConfig, num_policies: int) -> int:
-    """GPUs that engines of so many policies have for themselves, in all."""
-    return rollout.engines * rollout.vllm.tensor_parallel * num_policies if rollout.placement == "disaggregated" else 0
+def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
+    """GPUs that the engines of these policies have for themselves, in all."""
+    return sum(each.engines * each.vllm.tensor_parallel for each in rollouts if each.placement == "disaggregated")
 
 
-def refusals(
-    rollout: RolloutConfig, host: TrainerHost, *, num_policies: int, weight_files: str | None
-) -> tuple[str, ...]:
+def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
     """Sentences that say what would be refused as the run starts; empty: nothing.
 
     Args:
-        num_policies: that have engines here.
+        rollouts: as each policy has it that has engines here; they differ in their engines at most.
         weight_files: folder of the files that carry weights to the engines; None: the trainer's ranks send them.
     """
     found = (
-        sharded_engine(rollout.vllm.tensor_parallel, rollout.engines),
-        _lack_of_gpus(rollout, host, num_policies),
-        _files_out_of_reach(rollout, host, weight_files),
+        *(sharded_engine(each.vllm.tensor_parallel, each.engines) for each in rollouts),
+        _lack_of_gpus(rollouts, host),
+        _files_out_of_reach(rollouts[0], host, weight_files),
     )
-    return tuple(sentence for sentence in found if sentence is not None)
+    return tuple(dict.fromkeys(sentence for sentence in found if sentence is not None))
 
 
 def sharded_engine(tensor_parallel: int, engines: int) -> str | None:
@@ -94,11 +94,12 @@ def sharded_engine(tensor_parallel: int, engines: int) -> str | None:
     )
 
 
-def _lack_of_gpus(rollout: RolloutConfig, host: TrainerHost, num_policies: int) -> str | None:
+def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
     """Engines of a Ray that is started here do not get GPUs that trainer ranks hold."""
+    rollout, num_policies = rollouts[0], len(rollouts)
     if rollout.engine == "scripted" or rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
-    gpus = len(host.gpus_for(rollout, num_policies))
+    gpus = len(host.gpus_for(rollouts))
     if rollout.placement == "colocated":
         # engines of several policies share a GPU
         if rollout.engines <= gpus:
@@ -107,7 +108,7 @@ def _lack_of_gpus(rollout: RolloutConfig, host: TrainerHost, num_policies: int) 
             f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU: rollout.engines is "
             f"{rollout.engines}, and this host has {gpus} such GPU(s); set rollout.engines={gpus}"
         )
-    needed = num_engine_gpus(rollout, num_policies)
+    needed = num_engine_gpus(rollouts)
     if needed <= gpus:
         return None
     near = f"start {host.num_gpus - needed} rank(s) here (torchrun --nproc-per-node {host.num_gpus - needed})"
@@ -115,8 +116,13 @@ def _lack_of_gpus(rollout: RolloutConfig, host: TrainerHost, num_policies: int) 
         near = f"set rollout.engines={gpus // num_policies}"
     elif needed >= host.num_gpus:
         near = f"set rollout.placement={'local' if host.num_ranks == 1 and rollout.engines == 1 else 'colocated'}"
+    counts = {each.engines for each in rollouts}
+    asked = f"rollout.engines={rollout.engines} with {num_policies} policy(s)"
+    if len(counts) > 1:
+        asked = f"policies.<name>.engines ({' + '.join(str(each.engines) for each in rollouts)})"
+        near = "lower them"
     return (
-        f"rollout.engines={rollout.engines} with {num_policies} policy(s) needs {needed} GPU(s) without a trainer rank; this "
+        f"{asked} needs {needed} GPU(s) without a trainer rank; this "
         f"host has {host.num_gpus}, and {min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or "
         "rollout.ray_address to a cluster with more"
     )

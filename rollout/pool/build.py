@@ -78,7 +78,7 @@ def make_pool(
     max_model_len: int,
     seed: int = 0,
     version: int = 0,
-    num_policies: int = 1,
+    served: Sequence[RolloutConfig] = (),
     scripted: Callable[[], Engine] | None = None,
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
@@ -86,9 +86,10 @@ def make_pool(
     """Engines of one policy as the config wants them.
 
     Args:
-        policy: name under `policies`, for messages.
+        policy: name under `policies`, for messages. config: as this policy has it (its own engines and vllm).
         max_model_len: prompt and completion together, tokens.
-        num_policies: that have engines here; with rollout.placement=colocated they share every GPU.
+        served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
+            share every GPU.
         scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
         placement).
         host: where this process is; None: found out.
@@ -107,7 +108,7 @@ def make_pool(
     specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
-    return _ray_pool(policy, config, specs, num_policies, host or this_host(config.ray_address), silence_s)
+    return _ray_pool(policy, config, specs, served or (config,), host or this_host(config.ray_address), silence_s)
 
 
 def _specs(
@@ -163,7 +164,7 @@ def _ray_pool(
     policy: str,
     config: RolloutConfig,
     specs: Sequence[EngineSpec],
-    num_policies: int,
+    served: Sequence[RolloutConfig],
     host: TrainerHost,
     silence_s: float,
 ) -> EnginePool:
@@ -172,12 +173,12 @@ def _ray_pool(
 
     num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
     if config.placement == "colocated":
-        num_gpus /= num_policies
+        num_gpus /= len(served)
     cluster = RayCluster(
         address=config.ray_address,
         timeout_s=config.ray_timeout_s,
         object_store_mib=config.object_store_mib,
-        gpus=host.gpus_for(config, num_policies),
+        gpus=host.gpus_for(served),
     )
     try:
         cluster.check_gpus(policy, num_gpus * len(specs), host)

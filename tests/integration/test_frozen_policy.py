@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_se
 from completions_server import Handler, completions_server
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer import build
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
@@ -108,3 +111,34 @@ def test_settings_that_would_train_a_server_are_refused(tmp_path: Path, settings
     base = ["policies.main={}", f"credit.train_agents={TRAINED}", *judge_settings(tmp_path)]
     with pytest.raises((ConfigError, ValueError), match=message):
         preflight(read_config(None, [*base, *settings])[0], world_size=1)
+
+
+def test_each_policy_gets_the_engines_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"question": "7?", "answer": "7"}) + "\n" + json.dumps({"question": "8?", "answer": "8"})
+    )
+    words = [
+        "task=math", f"data.train={tmp_path / 'p.jsonl'}", "rollout.engine=scripted", "agents.verifier1.policy=judge",
+        f"policies={{main: {{model: {model}}}, judge: {{model: {model}, engines: 2, vllm: {{max_num_seqs: 5}}}}}}",
+    ]  # fmt: skip
+    made = {}
+
+    def recorded(policy: str, model_dir: str, config: RolloutConfig, **options: Any) -> EnginePool:
+        made[policy] = (config.engines, config.vllm.max_num_seqs, [each.engines for each in options["served"]])
+        return make_pool(
+            policy, model_dir, config, scripted=lambda: ScriptedEngine(solve, encode=lambda _: []), **options
+        )
+
+    monkeypatch.setattr(build, "make_pool", recorded)
+    checked = preflight(read_config(None, words)[0], world_size=1)
+    with build.open_team(checked, {"main": str(model), "judge": str(model)}) as team:
+        assert made == {"main": (1, 256, [1, 2]), "judge": (2, 5, [1, 2])}
+        assert [len(pool.infos()) for pool in team.pools.values()] == [1, 2]
+    with pytest.raises(
+        ConfigError, match=r"policies.judge.layout is not policies.main.layout: every trainer rank holds"
+    ):
+        preflight(read_config(None, [*words, "policies.judge.layout.tensor=2"])[0], world_size=2)
+    preflight(
+        read_config(None, [*words, "policies.judge.layout.expert_tensor=1"])[0], world_size=1
+    )  # what it is by default

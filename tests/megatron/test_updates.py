@@ -18,7 +18,8 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.data.scatter import BatchShard, Update
+from marsrl.trainer.data.scatter import micro_batches as split
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import empty_step
 from marsrl.trainer.learner.updates import summed, train_step
@@ -72,7 +73,8 @@ def plain_updates(
         for sample in part:
             logp = hf_logprobs(model, sample)[0]
             ratio = (logp - old[sample.uid]).exp()
-            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * sample.advantage)
+            low, high = (CLIP if own is None else own for own in sample.clip)
+            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - low, 1 + high) * sample.advantage)
             clipped += int((surrogate < ratio * sample.advantage).sum())
             x = logp - of_reference[sample.uid]
             term = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[kl]
@@ -94,6 +96,25 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> 
     assert max(float((found[n] - expected[n]).abs().median()) for n in expected) < 1e-6
     off = sum(int(((found[n] - expected[n]).abs() > 1e-4).sum()) for n in expected)
     assert off < 0.002 * sum(w.numel() for w in expected.values())
+
+
+def test_each_agent_has_its_own_clip_range(tmp_path: Path) -> None:
+    folder = save_model("qwen3", tmp_path / "m")
+    clips = [(0.3, None), (None, 0.4)]  # of agent 0 and agent 1
+    samples = [replace(s, clip=clips[s.agent]) for s in sequences(9)]
+    parts = [samples[i::3] for i in range(3)]
+    shard = BatchShard(0, 1, max_tokens=64, align=1)
+    updates = [Update(tuple(split(part, shard)), num_trained(part)) for part in parts]
+    agents = [[set(batch.agent_of.tolist()) for batch in each.micro_batches] for each in updates]
+    assert all({0} in each and {1} in each and {0, 1} not in each for each in agents)
+    policy = learner(folder)
+    stats = train_step(policy, updates)
+    after, losses, norms, clipped, _ = plain_updates(folder, parts)
+    *_, clipped_alike, _ = plain_updates(folder, [[replace(s, clip=(None, None)) for s in part] for part in parts])
+    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
+    assert abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2 < abs(clipped - clipped_alike)
+    close(weights(policy), after, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

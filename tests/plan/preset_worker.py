@@ -199,7 +199,7 @@ def main(folder: Path) -> None:
         told[preset.stem] = {
             "commands": sorted(says),
             "world": world,
-            "engine_gpus": list(check.host.gpus_for(check.config.rollout, 1)),
+            "engine_gpus": list(check.host.gpus_for(check.config.served_rollouts)),
             "plan": planned(says["plan"], folder) if "plan" in says else None,
             "megatron": megatron_configs(check.config),
             "engine": engine_config(check.config, folder),

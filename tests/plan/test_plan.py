@@ -303,6 +303,10 @@ def test_a_command_replaces_no_file_of_a_run(
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
         (["--gpus", "8"], "40 engines x 1 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
+        (
+            ["--gpus", "43", "agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engines: 3}"],
+            "40 engines x 1 GPUs + 3 engines x 1 GPUs = 43 GPUs, and --gpus is 43",
+        ),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, refusals
+from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, num_engine_gpus, refusals
 from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -91,7 +91,7 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 )
 def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any], host: TrainerHost, says: str) -> None:
     config = RolloutConfig.model_validate(settings)
-    (sentence,) = refusals(config, host, num_policies=1, weight_files="/dev/shm")
+    (sentence,) = refusals((config,), host, weight_files="/dev/shm")
     assert re.search(says, sentence), sentence
 
 
@@ -109,12 +109,22 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
     ],
 )
 def test_what_works_is_not_refused(settings: dict[str, Any], host: TrainerHost, files: str | None) -> None:
-    assert refusals(RolloutConfig.model_validate(settings), host, num_policies=1, weight_files=files) == ()
+    assert refusals((RolloutConfig.model_validate(settings),), host, weight_files=files) == ()
+
+
+def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
+    three, one = (RolloutConfig(engines=engines) for engines in (3, 1))
+    assert num_engine_gpus((three, one)) == 4 and refusals((three, one), NODE, weight_files=None) == ()
+    (sentence,) = refusals((three, one, one), NODE, weight_files=None)
+    assert sentence.startswith(
+        "policies.<name>.engines (3 + 1 + 1) needs 5 GPU(s) without a trainer rank; this host has 8"
+    )
+    assert list(NODE.gpus_for((three, one))) == [4, 5, 6, 7]
 
 
 def test_engines_get_the_gpus_that_no_rank_holds() -> None:
     def given(host: TrainerHost, **settings: Any) -> list[int]:
-        return list(host.gpus_for(RolloutConfig.model_validate(settings), 1))
+        return list(host.gpus_for((RolloutConfig.model_validate(settings),)))
 
     assert given(NODE, engines=2) == [4, 5, 6, 7]
     assert given(NODE, engines=4, placement="colocated") == [0, 1, 2, 3]

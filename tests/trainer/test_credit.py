@@ -132,6 +132,13 @@ def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_trai
     }
 
 
+def test_an_agent_s_clip_range_goes_with_its_sequences() -> None:
+    agents = {"solver": AgentConfig(clip_high=0.3), "verifier1": AgentConfig()}
+    groups = [group("0/solver", [1, 0]), group("0/solver:0/verifier1", [1, 0], "verifier1")]
+    found = {sequence.agent: sequence.clip for sequence in credit(groups, CreditConfig(), agents).sequences}
+    assert found == {0: (None, 0.3), 1: (None, None)}
+
+
 def test_loss_weight_scales_an_agents_advantages() -> None:
     credited = credit([group("0/solver:0/verifier1", [1, 0], "verifier1")], CreditConfig(), AGENTS)
     assert [s.advantage for s in credited.sequences] == pytest.approx([0.5, -0.5], rel=1e-5)

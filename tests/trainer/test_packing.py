@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marsrl.trainer.data.packing import TrainSequence, _cost, pack, plan_micro_batches
+from marsrl.trainer.data.packing import Clip, TrainSequence, _cost, pack, plan_micro_batches
 
 
 def sequence(
@@ -38,6 +38,8 @@ def test_the_shift_is_made_once_and_tool_text_is_not_trained() -> None:
 
 
 def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
+    clip = (None, 0.3)
+    assert pack([sequence([1], [2], clip=clip)] * 2).clip == clip and pack([]).clip == (None, None)
     first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
     second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
     third = sequence([9], [9], uid="c", is_positive=True, advantage=np.float64(1))
@@ -127,6 +129,16 @@ def test_every_sequence_is_in_one_micro_batch_and_ranks_have_equally_many(length
     assert placed == list(range(len(lengths)))
     assert len({len(rank) for rank in plan}) == 1
     assert all(sum(lengths[i] for i in members) <= 100 for rank in plan for members in rank)
+
+
+@given(of=st.lists(st.tuples(st.integers(1, 100), st.sampled_from([(None, None), (0.1, None)])), max_size=40))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_micro_batch_holds_sequences_of_one_clip_range(of: list[tuple[int, Clip]], ranks: int) -> None:
+    lengths, clips = [length for length, _ in of], [clip for _, clip in of]
+    plan = plan_micro_batches(lengths, ranks, 100, clips)
+    assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(of)))
+    assert len({len(rank) for rank in plan}) == 1
+    assert all(len({clips[i] for i in members}) <= 1 for rank in plan for members in rank)
 
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=8, max_size=60))

@@ -47,6 +47,48 @@ def test_off_is_a_word_and_not_yamls_false() -> None:
     assert (config.mpt.scope, config.run.resume) == ("off", "off")
 
 
+TWO = "agents.verifier1.policy=judge"
+
+
+def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
+    words = [TWO, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "policies.judge.engines=3"]
+    config, _ = read_config(
+        None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
+    )
+    main, judge = config.served_rollouts
+    assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
+    assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
+    assert judge.vllm.max_num_seqs == 64 and config.engine_dtype("judge") == "bfloat16"
+    assert config.engine_dtype("main") == "float32"
+    again = RunConfig.model_validate(config.model_dump(mode="json"))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["policies.judge.engines=2", "rollout.placement=colocated"],
+            "policies.judge.engines is 2, and rollout.placement=colocated puts one engine of every policy",
+        ),
+        (["policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
+        (["policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
+        (
+            ["policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"],
+            "policies.judge.engines is of engines here, and policies.judge.engine=openai has none",
+        ),
+    ],
+)  # fmt: skip
+def test_what_policies_cannot_have_of_their_own_is_said(words: list[str], says: str) -> None:
+    assert says in refusal(TWO, "policies.judge.dtype=float32", *words)
+
+
+def test_one_micro_batch_has_one_clip_range() -> None:
+    said = refusal("mpt.scope=batch", "agents.corrector1.clip_high=0.3")
+    assert "agents.corrector1.clip_low and agents.corrector1.clip_high are None and 0.3, and mpt.scope=batch" in said
+    read_config(None, ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"])
+
+
 def test_all_problems_are_reported_at_once() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
 

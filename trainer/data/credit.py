@@ -111,6 +111,7 @@ def credit(
                     advantage=value * agent.loss_weight,
                     agent=names.index(sample.agent),
                     temperature=agent.temperature,
+                    clip=(agent.clip_low, agent.clip_high),
                     is_positive=value > 0 and sample.reward.correct >= success,
                     routed_experts=sample.routed_experts,
                 )

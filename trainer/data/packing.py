@@ -21,6 +21,9 @@ from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
 
+Clip = tuple[float | None, float | None]
+"""How far a ratio may be below and above 1 (agents.<name>.clip_low, clip_high); None: as the loss has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
@@ -41,6 +44,7 @@ class TrainSequence:
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
     weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
+    clip: Clip = (None, None)
     token_weights: FloatArray | None = None
     routed_experts: ExpertArray | None = None
 
@@ -78,6 +82,7 @@ class PackedBatch:
     trained_rows: Tensor  # [R] int64, where mask is True: the host knew how many these are, no device was asked
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
+    clip: Clip = (None, None)  # of every sequence
 
     @property
     def num_tokens(self) -> int:
@@ -95,13 +100,16 @@ def rows_of(
     )
 
 
-def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, clips: Sequence[Clip] | None = None
+) -> list[list[list[int]]]:
     """Which sequence goes into which micro-batch of which rank: plan[rank][micro_batch] = indices.
 
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
     are even. Cost of a sequence: its tokens plus a quadratic term for attention, the heaviest bin first to the
-    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks.
+    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one clip
+    range (clips: of each; None: all have the same).
 
     Raises:
         ValueError: a sequence is longer than max_tokens.
@@ -113,7 +121,12 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
             "lower rollout.max_response_tokens or the agents' max_input_tokens"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins = _first_fit(order, lengths, max_tokens)
+    clip_of = [(None, None)] * len(lengths) if clips is None else clips
+    bins = [
+        b
+        for clip in dict.fromkeys(clip_of)
+        for b in _first_fit([i for i in order if clip_of[i] == clip], lengths, max_tokens)
+    ]
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
     while len(bins) < num_bins:
         bins = _split_largest(bins, lengths)
@@ -160,13 +173,14 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     """Sequences end to end, on the learner's device; T is padded up to a multiple of `align` (tensor parallelism cuts T).
 
     The host strings their arrays together; kernels.pack makes of these what the positions read and predict. An empty
-    list packs to one masked token, so that a rank without work still takes part in every collective.
+    list packs to one masked token, so that a rank without work still takes part in every collective. All have one clip range.
     """
     if not sequences:
         empty = np.zeros(1, np.int32)
         sequences = [
             TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, 0, 1.0)
         ]
+    (clip,) = {s.clip for s in sequences}
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
     total = int(-(-starts[-1] // align) * align)
     bounds = np.array([*starts[:-1], total], np.int32)
@@ -208,6 +222,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         trained_rows=trained_rows,
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
+        clip=clip,
     )
 
 

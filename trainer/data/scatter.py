@@ -49,7 +49,8 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
     """This rank's part of sequences that every rank already holds (supervised traces from a common seed)."""
-    plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens)
+    lengths, clips = [s.num_tokens for s in sequences], [s.clip for s in sequences]
+    plan = plan_micro_batches(lengths, shard.data_size, shard.max_tokens, clips)
     return [pack([sequences[i] for i in members], align=shard.align) for members in plan[shard.data_rank]]
 
 

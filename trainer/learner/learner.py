@@ -26,7 +26,7 @@ from torch import Tensor
 from marsrl.kernels import LossInputs, PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
-from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.data.packing import Clip, PackedBatch
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve
@@ -442,7 +442,7 @@ class Learner:
 
     def _loss_inputs(self, batch: PackedBatch, old: OldPolicy, normaliser: float) -> LossInputs:
         return LossInputs(
-            objective=self._objective,
+            objective=_clipped(self._objective, batch.clip),
             cu_seqlens=batch.cu_seqlens,
             normaliser=normaliser,
             advantages=batch.advantages if batch.token_advantages is None else None,
@@ -507,6 +507,18 @@ def _only_of(agent: int, batch: PackedBatch) -> PackedBatch:
     """The batch with every term of other agents' tokens 0."""
     weights = torch.ones_like(batch.advantages) if batch.weights is None else batch.weights
     return dataclasses.replace(batch, weights=weights * (batch.agent_of == agent))
+
+
+def _clipped(objective: PolicyObjective, clip: Clip) -> PolicyObjective:
+    """The objective with the clip range of a micro-batch's agents, where they have their own."""
+    low, high = clip
+    if low is None and high is None:
+        return objective
+    return dataclasses.replace(
+        objective,
+        clip_low=objective.clip_low if low is None else low,
+        clip_high=objective.clip_high if high is None else high,
+    )
 
 
 def _lacks_experts(batch: PackedBatch) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsrl.rollout.config import MOST_RANKS
+from marsrl.rollout.config import MOST_RANKS, RolloutConfig
 from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
@@ -104,13 +104,13 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         raise ConfigError(
             f"--mean-response is {mean_response:g}, expected more than 0 and at most rollout.max_response_tokens, {longest}"
         )
-    num_served = config.num_served_policies
-    engine_gpus = num_engine_gpus(config.rollout, num_served)
+    served = config.served_rollouts
+    engine_gpus = num_engine_gpus(served)
     if engine_gpus >= num_gpus:
         raise ConfigError(
-            f"rollout: {num_served} policy(s) x {config.rollout.engines} engines x "
-            f"{config.rollout.vllm.tensor_parallel} GPUs = {engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to "
-            "train on; lower rollout.engines or rollout.vllm.tensor_parallel, or give more"
+            f"rollout: {' + '.join(f'{each.engines} engines x {each.vllm.tensor_parallel} GPUs' for each in served)} = "
+            f"{engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to train on; lower rollout.engines or "
+            "policies.<name>.engines, or give more"
         )
     trainers = num_gpus - engine_gpus
     of_node = int(hw.GPUS_PER_NODE.value)
@@ -150,7 +150,7 @@ def _policy(
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
     response = mean_response or hw.MEAN_RESPONSE.value * config.rollout.max_response_tokens
     work = _work(config, name, response)
-    setup = _engine_setup(config, policy, shape, longest)
+    setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
     engine = engine_memory(setup, gpu)
     kept_bytes = 0.0 if config.rollout.placement == "disaggregated" else gpu.memory_bytes * setup.memory_share
     job = _job(config, policy, shape, trainers, tokens, work, kept_bytes)
@@ -185,12 +185,12 @@ def _work(config: RunConfig, name: str, response: float) -> Work:
     return Work(samples, samples * (prompt + response), samples * response)
 
 
-def _engine_setup(config: RunConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
-    vllm = config.rollout.vllm
+def _engine_setup(rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
+    vllm = rollout.vllm
     dtype = vllm.dtype or policy.dtype
     return EngineSetup(
         shape,
-        config.rollout.engines,
+        rollout.engines,
         vllm.tensor_parallel,
         "bfloat16" if dtype == "float16" else dtype,
         vllm.gpu_memory_utilization,
