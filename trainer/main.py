@@ -110,7 +110,6 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # megatron asks through our CPU shim
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on

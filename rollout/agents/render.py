@@ -23,6 +23,7 @@ from marsrl.rollout.types import IntArray, Message
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+_NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
 
 class ChatRenderer:
@@ -32,11 +33,9 @@ class ChatRenderer:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        from transformers import AutoTokenizer  # takes a second; text-only users of this package do not pay it
-
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        self._tokenizer = load_tokenizer(Path(directory))
         # What transformers makes where there are no files.
         if not self._tokenizer.encode("7", add_special_tokens=False):
             found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
@@ -212,6 +211,18 @@ def _shares(lengths: Sequence[int], room: int) -> list[int]:
         kept[index] = min(lengths[index], room // (len(lengths) - place))
         room -= kept[index]
     return kept
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """What AutoTokenizer makes of the directory; without its import, 5 s, where no class of a model's own is named."""
+    config = directory / "tokenizer_config.json"
+    if config.is_file() and _NO_CLASS.search(config.read_text("utf-8")):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(directory))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory))
 
 
 def _required_eos(eos_id: int | None, directory: str | Path) -> int:

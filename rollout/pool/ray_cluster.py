@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import ray
+from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 from ray.exceptions import RayError
 
@@ -53,6 +54,9 @@ _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the dead
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _LONGEST_START = 10  # times that, where its process answers all the while
 _CALLS_AT_ONCE = _COLLECTS + 3  # beside them num_decoded, is_there, and submit or abort
+# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
+# 4 s of a core to start.
+_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
 _NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
 
 
@@ -151,7 +155,8 @@ def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
 
 
 def _init(object_store_mib: int, gpus: Sequence[int]) -> None:
-    with _visible(gpus):  # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
+    # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
+    with _visible(gpus), _only_what_is_needed():
         ray.init(
             address="local",
             num_cpus=os.cpu_count(),
@@ -161,8 +166,24 @@ def _init(object_store_mib: int, gpus: Sequence[int]) -> None:
             log_to_driver=False,
             configure_logging=False,
             _node_ip_address="127.0.0.1",
-            _system_config={"gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S},
+            _system_config={
+                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
+                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
+            },
         )
+
+
+@contextlib.contextmanager
+def _only_what_is_needed() -> Iterator[None]:
+    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
+    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
+    for name in methods:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import transformers
 
 from marsrl.rollout.agents.prompts import MATH
-from marsrl.rollout.agents.render import ChatRenderer, _shares
+from marsrl.rollout.agents.render import ChatRenderer, _shares, load_tokenizer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -39,6 +40,22 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     directory = tmp_path_factory.mktemp("bytes")
     write_byte_tokenizer(directory)
     return ChatRenderer(directory)
+
+
+def test_a_tokenizer_without_a_class_of_its_own_is_what_autotokenizer_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert type(ours) is type(theirs) and ours.init_kwargs.keys() == theirs.init_kwargs.keys()
+    assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda directory: f"made of {directory}")
+    assert type(load_tokenizer(tmp_path)) is type(ours)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("TokenizersBackend", "Qwen2Tokenizer"))
+    assert load_tokenizer(tmp_path) == f"made of {tmp_path}"
+    config.unlink()
+    assert load_tokenizer(tmp_path) == f"made of {tmp_path}"
 
 
 def completion(agent: str, text: str) -> Sample:

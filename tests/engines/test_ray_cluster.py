@@ -35,7 +35,7 @@ for num_gpus, host in ((2, TrainerHost(8, 6, False)), (3, TrainerHost(8, 6, Fals
         print(error)
 """
 START = """
-import os, ray
+import os, psutil, ray
 from marsrl.rollout.pool.ray_cluster import RayCluster
 cluster = RayCluster(address=None, timeout_s=60, object_store_mib=80, gpus=[2, 1])
 assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6,7"
@@ -47,6 +47,9 @@ class Engine:
 
 engines = [Engine.remote(), Engine.remote()]
 print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
+started = {" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
+names = ("gcs_server", "raylet ", "ray::Engine", "ray::IDLE", "monitor.py", "dashboard.py")
+print(*(name for name in names if any(name in command.partition("--")[0] for command in started)))
 cluster.close()
 """
 
@@ -114,7 +117,9 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
 
 
 def test_engines_of_a_cluster_started_here_see_the_gpus_that_they_are_given(tmp_path: Path) -> None:
-    assert told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7"]
+    """And the cluster has no process that they do not need."""
+    gpus, processes = told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path))
+    assert gpus == "6 7" and processes.split() == ["gcs_server", "raylet", "ray::Engine"]
 
 
 def test_a_ray_that_is_too_slow_for_its_own_limit_is_started_once_more(

@@ -14,6 +14,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_cluster import RayCluster
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.checked_engines import CheckedEngines
@@ -55,8 +56,18 @@ def write_model(kind: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Ray, which pools that ask for a cluster of their own then share."""
+    ray = RayCluster(address=None, timeout_s=60, object_store_mib=80)
+    yield ray
+    ray.close()
+
+
 @pytest.fixture(params=["qwen3moe", "qwen2"])
-def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Learner, FileChannel, EnginePool]]:
+def parts(
+    request: pytest.FixtureRequest, tmp_path: Path, cluster: RayCluster
+) -> Iterator[tuple[str, Learner, FileChannel, EnginePool]]:
     model_dir = write_model(request.param, tmp_path / request.param)
     learner = Learner(
         PolicyConfig(dtype="float32"),

@@ -60,16 +60,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("qwen3_moe", tmp_path_factory.mktemp("model") / "m", num_hidden_layers=1)
 
 
-@pytest.fixture
-def trained(model: Path, tmp_path: Path) -> tuple[RunDirectory, Learner, list[float]]:
-    """A run with checkpoints of steps 1 and 2; the learner after step 4 and the losses of steps 1 to 4."""
-    run, learner = new_run(tmp_path), new_learner(model)
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, list[float]]:
+    """A run with checkpoints of steps 1 and 2, and the losses of steps 1 to 4."""
+    run, learner = new_run(tmp_path_factory.mktemp("made")), new_learner(model)
     losses = []
     for number in range(1, 5):
         losses.append(step(learner))
         if number <= 2:
             writer(run).save(number, {"main": number}, {"main": learner}, state_after(number))
-    return run, learner, losses
+    return run, losses
+
+
+@pytest.fixture
+def trained(
+    model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path
+) -> tuple[RunDirectory, Learner, list[float]]:
+    """A copy of that run; a learner that is elsewhere, after step 3; the losses of steps 1 to 4."""
+    (run, losses), learner = made, new_learner(model)
+    for _ in range(3):
+        step(learner)
+    return RunDirectory(shutil.copytree(run.path, tmp_path / run.path.name)), learner, losses
 
 
 Trained = tuple[RunDirectory, Learner, list[float]]

@@ -26,8 +26,6 @@ class TwoMemories(TorchFunctionMode):
         caller = sys._getframe(1).f_code.co_filename
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return "cpu_offloading" in caller and not hasattr(args[0], "in_host_memory")
-        if func is torch.Tensor.type and len(args) == 1 and "megatron/core/optimizer" in caller:
-            return func(*args).replace("torch.", "torch.cuda.")  # as the shim, which would see this frame as the caller
         out = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
         copies = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory)
         if func is torch.Tensor.cpu or (func in copies and hasattr(args[0], "in_host_memory")):

@@ -36,9 +36,11 @@ def main() -> None:
         importlib.import_module(name)
     for line in sys.stdin:
         file, port, arguments = json.loads(line)
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for it when its parent is gone
+            if os.getppid() != parent:
+                os._exit(1)  # it was gone before
             os.environ["MASTER_PORT"] = str(port)
             print(json.dumps(answer(Path(file), arguments)), file=answers, flush=True)
             sys.stderr.flush()

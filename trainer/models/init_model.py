@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from marsrl.rollout.agents.render import load_tokenizer
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
@@ -77,19 +78,17 @@ def init_model(
 
 def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     """(vocabulary size, end token id, padding token id)."""
-    from transformers import AutoTokenizer
-
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer == "arithmetic":
         write_arithmetic_tokenizer(out)
     elif Path(tokenizer).is_dir():
-        AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(str(out))
+        load_tokenizer(Path(tokenizer)).save_pretrained(str(out))
     else:
         raise ValueError(
             f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic or a Hugging Face directory"
         )
-    loaded = AutoTokenizer.from_pretrained(str(out))
+    loaded = load_tokenizer(out)
     if loaded.eos_token_id is None:
         raise ValueError(f"init: the tokenizer of {tokenizer} names no eos_token; set it in tokenizer_config.json")
     pad_id = loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id

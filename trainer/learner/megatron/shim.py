@@ -9,17 +9,24 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.jit._builtins import _register_builtin
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
-_installed: list[TorchFunctionMode] = []  # the one mode that is in force; empty: not installed
+# Functions of torch that megatron calls with device="cuda" or pin_memory=True. One by one: a TorchFunctionMode would see every
+# operation of the process and every look at a tensor's shape, a quarter of a small model's step.
+_FACTORIES = (
+    "arange", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"
+)  # fmt: skip
+_TO, _TYPE = torch.Tensor.to, torch.Tensor.type
+_is_installed = False
 
 
 def install() -> bool:
@@ -34,15 +41,15 @@ def install() -> bool:
     if torch.cuda.is_available():
         _mend_without_transformer_engine()
         return False
-    if not _installed:
+    global _is_installed
+    if not _is_installed:
         if "megatron.core" in sys.modules:
             raise RuntimeError(
                 "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
                 " call marsrl.trainer.learner.megatron.shim.install() first"
             )
         _before_import()
-        _installed.append(_CudaToCpu())
-        _installed[0].__enter__()
+        _is_installed = True
         _after_import()
     _mend_without_transformer_engine()
     return True
@@ -61,6 +68,15 @@ def _before_import() -> None:
     cuda.synchronize = lambda device=None: None  # checkpoint save waits for the device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    _device_constructors()  # `with torch.device(...)` knows factories by what they are when it is first asked
+    for name in _FACTORIES:
+        make = _on_cpu(getattr(torch, name))
+        setattr(torch, name, make)
+        _register_builtin(make, f"aten::{name}")  # TorchScript, too: functions of others are compiled with it
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor.to = _to  # "cuda"
+    tensor.type = _type
 
 
 def _after_import() -> None:
@@ -126,26 +142,35 @@ def _mend_without_transformer_engine() -> None:
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
 
 
-class _CudaToCpu(TorchFunctionMode):
-    """device="cuda" in factories and .to(), Tensor.cuda(), pin_memory, and the type names the optimizer compares."""
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory of tensors that makes on the CPU, in pageable memory, what is asked of it on a GPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            # The optimizer sorts parameters by the names of CUDA types; nobody else may see them.
-            caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
-            return name.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else name
-        if kwargs:
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-            return func(*args, **kwargs)
-        if func is torch.Tensor.to and len(args) > 1:
-            args = (args[0], _to_cpu(args[1]), *args[2:])
-        return func(*args)
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args:
+        args = (_to_cpu(args[0]), *args[1:])
+    elif "device" in kwargs:
+        kwargs["device"] = _to_cpu(kwargs["device"])
+    return _TO(tensor, *args, **kwargs)
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _TYPE(tensor, *args, **kwargs)
+    if args or kwargs:
+        return found
+    # The optimizer sorts parameters by the names of CUDA types; nobody else may see them.
+    caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
+    return found.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else found
 
 
 def _to_cpu(device: Any) -> Any:
