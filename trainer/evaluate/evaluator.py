@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
@@ -19,6 +19,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Sample
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.report.cost import usage
 from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, estimate
 
 EVALUATION_SET, PROBE_SET = 0, 1
@@ -45,7 +47,7 @@ class Probe:
 class Evaluator:
     """Evaluates a team. Problems and probe do not depend on `seed`, the draws on nothing else: before and after compare.
 
-    max_tokens: of one completion.
+    max_tokens: of one completion. policies: settings of those that answer.
     """
 
     team: Team
@@ -54,6 +56,7 @@ class Evaluator:
     max_tokens: int
     seed: int
     probe: Probe = field(default_factory=Probe)
+    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
     num_decoded: int = 0  # tokens so far, for progress bars
 
     def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
@@ -89,7 +92,14 @@ class Evaluator:
             for i, problem in enumerate(self.task.held_out(self.config.num_problems, EVALUATION_SET))
             for draw in range(self.config.repeat)
         ]
-        played(episodes, self.team.follow, lambda asks, n: self._answer(asks, versions, f"call {n}", progress))
+        answered: list[Sample] = []  # with their tokens, which episodes do not keep
+
+        def answer(asks: Sequence[tuple[Episode, Ask]], number: int) -> list[tuple[Sample]]:
+            samples = self._answer(asks, versions, f"call {number}", progress)
+            answered.extend(replace(sample, text="", prompt_text="") for (sample,) in samples)
+            return samples
+
+        played(episodes, self.team.follow, answer)
         agents = {}
         for spec in self.team.orchestration.agents:
             calls = [
@@ -109,7 +119,12 @@ class Evaluator:
             elif calls:
                 found = _accuracy([sample for _, _, sample in calls])
                 agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
-        return Evaluation(agents=agents, system=_accuracy([self.team.outcome(episode) for episode in episodes]))
+        return Evaluation(
+            agents=agents,
+            system=_accuracy([self.team.outcome(episode) for episode in episodes]),
+            num_episodes=len(episodes),
+            usage=usage(answered, self.team.agents, self.policies),
+        )
 
     def _answer(
         self,

@@ -36,6 +36,7 @@ class ChartPlan:
     prefix: str
     suffix: str = ""
     is_stacked: bool = False
+    is_optional: bool = False  # left out where nothing was recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ PLANS = (
     ChartPlan("Masked well-mastered tokens", "share", "mpt/fraction_masked"),
     ChartPlan("Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_"),
     ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
+    ChartPlan("Cost per step", "in the currency of policies.*.price", "cost/", "/spent", is_optional=True),
     ChartPlan("Time per step", "seconds", "timing_s/", is_stacked=True),
 )
 
@@ -91,7 +93,7 @@ def write_report(directory: str | Path) -> Path:
             agents=rows_of_agents,
             headline=charts.headline(rows_of_agents) if summary and (summary.before or summary.after) else None,
             last_step=rows[-1].step if rows else None,
-            charts=[_chart(plan, rows) for plan in PLANS],
+            charts=[each for plan in PLANS if (each := _chart(plan, rows)).svg or not plan.is_optional],
             num_non_finite=sum(value is None for row in rows for value in row.values.values()),
             timeline=picture,
             span_colors=colors,
