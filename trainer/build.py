@@ -164,7 +164,12 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
         stack.callback(scheduler.close)
         evaluator = Evaluator(
-            team, config.evaluate, checked.task, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
+            team,
+            config.evaluate,
+            checked.task,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+            policies=config.policies,
         )
         yield Driver(directory, console, team, scheduler, evaluator)
 

@@ -128,6 +128,13 @@ def _evaluate(add: AddParser) -> None:
     )
     parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
     parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="evaluate this config too, and set both side by side",
+    )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
 
     def run(words: argparse.Namespace) -> int:
@@ -136,7 +143,7 @@ def _evaluate(add: AddParser) -> None:
 
         if words.json:
             refuse_file_of_a_run(Path(words.json))
-        evaluate_alone(words.config, words.settings, words.json)
+        evaluate_alone(words.config, words.settings, words.json, words.compare)
         return 0
 
     parser.set_defaults(run=run)

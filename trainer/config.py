@@ -114,6 +114,22 @@ class OptimizerConfig(Settings):
         return self
 
 
+class PriceConfig(Settings):
+    """Of a million tokens, in any one currency."""
+
+    input: float = Field(ge=0, description="prompt tokens")
+    cached_input: float | None = Field(
+        None, ge=0, description="prompt tokens from the engine's cache; default: as input"
+    )
+    output: float = Field(ge=0, description="decoded tokens")
+
+    def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
+        """What so many cost; cached_tokens are among input_tokens."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
+        return whole / 1e6
+
+
 class PolicyConfig(Settings):
     model: str | None = Field(None, description="HF directory (Qwen2.5, Qwen3, Qwen3-MoE); null: the warm-started one")
     shape: Literal["tiny", "cpu_default"] | None = Field(
@@ -136,6 +152,9 @@ class PolicyConfig(Settings):
         None, gt=0, le=MOST_RANKS, description="engine replicas of this policy; default: rollout.engines"
     )
     vllm: VllmOptions | None = Field(None, description="of this policy's engines; what it leaves out is rollout.vllm's")
+    price: PriceConfig | None = Field(
+        None, description="of a million tokens: what agents spend is logged (cost/<agent>/spent) and evaluated"
+    )
     frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
     engine: Literal["openai"] | None = Field(
         None,

@@ -24,6 +24,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
@@ -57,6 +58,7 @@ class Driver:
     before: Evaluation | None = None
     after: Evaluation | None = None
     num_syncs: int = 0
+    episode_clock: EpisodeClock = field(default_factory=EpisodeClock)
     credited: dict[str, float] = field(default_factory=dict)  # advantages of this step, by uid
     row: dict[str, float] = field(default_factory=dict)  # this step's metrics so far
 
@@ -92,6 +94,7 @@ class Run:
             watch_engines(driver.team.pools, self.trace)
             watch_judge(driver.team, self.trace)
             driver.scheduler.on_stage = lambda: self.trace.mark("stage")
+            driver.scheduler.on_episode = driver.episode_clock
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
@@ -326,7 +329,8 @@ class Run:
         }
         assert driver.metrics is not None
         driver.row.update(driver.spikes.found(driver.row))
-        driver.metrics.log(step, {**batch.metrics, **summary, **driver.row, **timing, **speed})
+        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | driver.episode_clock.metrics()
+        driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):
             self.console.warning(warning)

@@ -39,7 +39,7 @@ class AtOnce:
     """See the module.
 
     max_tokens: of one completion. sampling: in place of the agents' own; what ends a completion is theirs.
-    num_decoded: tokens so far.
+    num_decoded: tokens so far. answered: all samples, with their tokens, which episodes do not keep, and without texts.
     """
 
     team: Team
@@ -48,6 +48,7 @@ class AtOnce:
     sampling: Sampling
     progress: Progress | None = None
     num_decoded: int = 0
+    answered: list[Sample] = field(default_factory=list)
 
     def play(self, episodes: Sequence[Episode], seed: Callable[[int], int]) -> None:
         """To their ends: one sample to each ask, one ask of each episode after the other. seed: of the round's draws."""
@@ -138,6 +139,7 @@ class AtOnce:
         judged = self.team.judged([(e.episode, e.ask, said) for e, said in zip(ended, samples, strict=True)])
         for each, sample in zip(ended, judged, strict=True):
             each.said = sample
+            self.answered.append(replace(sample, text="", prompt_text=""))
             each.episode.close(each.ask, (sample,))
 
     def _after_waiting(self, waiting: Sequence[_Completion]) -> list[_Completion]:

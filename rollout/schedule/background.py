@@ -58,6 +58,15 @@ class BackgroundScheduler:
         self._scheduler.on_stage = listener
 
     @property
+    def on_episode(self) -> Callable[[str, bool], None] | None:
+        """Told when an episode begins or ends, in either thread."""
+        return self._scheduler.on_episode
+
+    @on_episode.setter
+    def on_episode(self, listener: Callable[[str, bool], None] | None) -> None:
+        self._scheduler.on_episode = listener
+
+    @property
     def num_unfinished(self) -> int:
         with self._changed:
             return self._scheduler.num_unfinished

@@ -109,6 +109,9 @@ class Ledger:
         self._calling: dict[Future[ToolOutput], ToolCall] = {}
         self._stirred: dict[str, Episode] = {}  # by id, in which samples wait, and something has happened
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
+        self.on_episode: Callable[[str, bool], None] | None = (
+            None  # told its id when one begins, and (True) when it ends
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -166,6 +169,7 @@ class Ledger:
             episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
             self.state.instances[rollout_id] = Instance(episodes)
             for episode in list(episodes.values()):
+                self._note_episode(episode, has_ended=False)
                 asks += self._follow(episode)
         return asks
 
@@ -213,9 +217,14 @@ class Ledger:
 
     def extended(self, opened: OpenAsk, index: int, result: DecodeResult) -> tuple[Partial, Finish]:
         """(the sample with this segment behind it, whether and how it has finished); the books are not changed."""
-        self.counts["rollout/tokens"] += len(result.token_ids)
-        self.counts["rollout/prompt_tokens"] += len(opened.prompt_ids) + len(opened.partial[index].token_ids)
-        self.counts["rollout/cached_tokens"] += result.num_cached_tokens
+        given, of_agent = len(opened.prompt_ids) + len(opened.partial[index].token_ids), f"cost/{opened.ask.agent}"
+        for total, own, count in (
+            ("rollout/tokens", "output_tokens", len(result.token_ids)),
+            ("rollout/prompt_tokens", "input_tokens", given),
+            ("rollout/cached_tokens", "cached_tokens", result.num_cached_tokens),
+        ):
+            self.counts[total] += count
+            self.counts[f"{of_agent}/{own}"] += count
         partial = replace(opened.partial[index])
         partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts)
         if result.finish in (Finish.STOP, Finish.ERROR):
@@ -342,10 +351,15 @@ class Ledger:
         self._end_if_over(episode)
         return asks
 
+    def _note_episode(self, episode: Episode, *, has_ended: bool) -> None:
+        if self.on_episode is not None:
+            self.on_episode(episode.id, has_ended)
+
     def _end_if_over(self, episode: Episode) -> None:
         """An episode without an open ask or call has ended; with the last one of its instance, what was held is trained."""
         if not episode.is_at_its_end:
             return
+        self._note_episode(episode, has_ended=True)
         instance = self.state.instances[episode.rollout_id]
         if self.trains_whole:
             outcomes = self.team.outcomes(episode)

@@ -37,7 +37,9 @@ def untimed(directory: Path) -> list[dict[str, object]]:
     """metrics.jsonl without what a clock measures."""
 
     def is_timing(name: str) -> bool:
-        return name.startswith(("timing_s/", "perf/")) or name.endswith("_per_s") or name == "sync/seconds"
+        return (
+            name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith("_per_s") or name == "sync/seconds"
+        )
 
     rows = read_metrics(directory / "metrics.jsonl")
     return [{"step": row.step} | {k: v for k, v in row.values.items() if not is_timing(k)} for row in rows]

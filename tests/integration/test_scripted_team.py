@@ -244,6 +244,9 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert {r.reward == float(r.verdict == (truth[r.parent_uid] == 1)) for r in verdicts} == {True}
     rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
     assert any(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["latency_s/episode_p50"] <= row["latency_s/episode_p95"] for row in rows)
+    of_agents = [[row[f"cost/{agent}/output_tokens"] for agent in ("solver", "verifier")] for row in rows]
+    assert [sum(tokens) for tokens in of_agents] == [row["policy_cost/main/output_tokens"] for row in rows]
     assert sum(row.get("reward/solver/missing", 0) for row in rows) == sum(r.agent == "solver" for r in unknown)
     capsys.readouterr()
     model = tmp_path / "model"
@@ -257,6 +260,28 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert cli.main(["evaluate", *asked, "rollout.max_response_tokens=120"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["system"]["n"] == 12 and result["system"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
+    usage = result["usage"]["solver"]
+    assert usage["calls"] == 12 and usage["input_tokens"] > 12 * 20 and usage["spent"] is None
+    for name, more in (("one", ""), ("two", "orchestration: solver_verifier\nagents: {verifier: {policy: judge}}\n")):
+        priced = f"{{model: {model}, price: {{input: 1.0, output: 4.0}}}}"
+        policies = f"policies: {{main: {priced}{f', judge: {priced}' if more else ''}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: my_task.py:Sevens\n{more or 'orchestration: solver'}\n{policies}"
+        )
+    one, two = (str(tmp_path / f"{name}.yaml") for name in ("one", "two"))
+    words = ["rollout.engine=scripted", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
+    assert cli.main(["evaluate", "--config", one, "--compare", two, *words]) == 0
+    shown = capsys.readouterr()
+    both = json.loads(shown.out)
+    assert list(both) == [one, two] and both[one]["usage"]["solver"] | {"spent": None} == usage
+    assert both[one]["usage"]["solver"]["spent"] == pytest.approx(
+        (usage["input_tokens"] + 4 * usage["output_tokens"]) / 1e6
+    )
+    assert {name: used["policy"] for name, used in both[two]["usage"].items()} == {
+        "solver": "main",
+        "verifier": "judge",
+    }
+    assert "one.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
 
 
 def searches(request: DecodeRequest) -> str:

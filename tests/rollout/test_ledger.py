@@ -175,7 +175,13 @@ def test_a_segment_is_counted_and_put_behind_what_was_there() -> None:
     ]:
         cached = 4 if given is Finish.STOP and count > 1 else 0
         assert books.extended(group, 0, result(count, given, num_cached_tokens=cached))[1] is finish
-    assert books.counts == {
+    own = {name: n for name, n in books.counts.items() if name.startswith("cost/")}
+    assert own == {
+        "cost/solver/output_tokens": books.counts["rollout/tokens"],
+        "cost/solver/input_tokens": books.counts["rollout/prompt_tokens"],
+        "cost/solver/cached_tokens": 3 + 4,
+    }
+    assert books.counts == own | {
         "rollout/tokens": 20 + 27 + 27 + 28 + 28 + 28 + 1 + 2,
         "rollout/prompt_tokens": prompt + 8 * (prompt + 20),
         "rollout/cached_tokens": 3 + 4,
@@ -407,6 +413,17 @@ def test_a_listener_hears_of_a_stage() -> None:
     books.on_stage = lambda: told.append(1)
     books.note_stage()
     assert told == [1]
+
+
+def test_a_listener_hears_of_the_beginning_and_end_of_an_episode() -> None:
+    books, told = ledger(prompts_per_step=1), list[tuple[str, bool]]()
+    books.on_episode = lambda name, has_ended: told.append((name, has_ended))
+    (group,) = opened(books)
+    assert told == [("000001", False)]
+    for index in list(group.partial):
+        decode(books, group, index, "no answer")
+    books.close_ask(group)
+    assert told == [("000001", False), ("000001", True)]
 
 
 def test_a_run_begins_with_empty_books() -> None:

@@ -20,6 +20,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Sample
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.report.cost import usage
 from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, estimate
 
 EVALUATION_SET, PROBE_SET = 0, 1
@@ -46,7 +48,7 @@ class Probe:
 class Evaluator:
     """Evaluates a team. Problems and probe do not depend on `seed`, the draws on nothing else: before and after compare.
 
-    max_tokens: of one completion.
+    max_tokens: of one completion. policies: settings of those that answer.
     """
 
     team: Team
@@ -55,6 +57,7 @@ class Evaluator:
     max_tokens: int
     seed: int
     probe: Probe = field(default_factory=Probe)
+    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
     num_decoded: int = 0  # tokens so far, for progress bars
 
     def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
@@ -90,7 +93,7 @@ class Evaluator:
             for i, problem in enumerate(self.task.held_out(self.config.num_problems, EVALUATION_SET))
             for draw in range(self.config.repeat)
         ]
-        self._play(episodes, lambda number: f"call {number}", versions, progress)
+        player = self._play(episodes, lambda number: f"call {number}", versions, progress)
         agents = {}
         for spec in self.team.orchestration.agents:
             calls = [
@@ -110,7 +113,12 @@ class Evaluator:
             elif calls:
                 found = _accuracy([sample for _, _, sample in calls])
                 agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
-        return Evaluation(agents=agents, system=_accuracy([self.team.outcome(episode) for episode in episodes]))
+        return Evaluation(
+            agents=agents,
+            system=_accuracy([self.team.outcome(episode) for episode in episodes]),
+            num_episodes=len(episodes),
+            usage=usage(player.answered, self.team.agents, self.policies),
+        )
 
     def _play(
         self,
@@ -118,10 +126,11 @@ class Evaluator:
         name: Callable[[int], str],
         versions: Mapping[str, int],
         progress: Progress | None,
-    ) -> None:
+    ) -> AtOnce:
         player = self._player(versions, progress)
         player.play(episodes, lambda number: self._seed(name(number)))
         self.num_decoded = player.num_decoded
+        return player
 
     def _player(self, versions: Mapping[str, int], progress: Progress | None) -> AtOnce:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)

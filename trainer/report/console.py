@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.report.summary import Estimate, Summary, compared
+from marsrl.trainer.report.summary import Estimate, Evaluation, Summary, Usage, compared
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
 
@@ -125,6 +125,34 @@ class RunConsole:
         for name, before, after in compared(summary.before, summary.after):
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
         self._console.print(table)
+
+    def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
+        """A table of (name, evaluation, its seconds): how good each team is, and what an episode of it takes, by agent."""
+        table = Table(title=Text("per episode; seconds of the whole evaluation"), title_justify="left", pad_edge=False)
+        for heading in ("", "correct", "calls", "input tokens", "output tokens", "cost", "seconds"):
+            table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+        for name, evaluation, seconds in evaluated:
+            episodes, used = max(1, evaluation.num_episodes), evaluation.usage
+            table.add_row(
+                Text(name), _cell(evaluation.system), *_per_episode([*used.values()], episodes), f"{seconds:.1f}"
+            )
+            for agent, own in used.items():
+                cell = _cell(evaluation.agents.get(agent))
+                table.add_row(Text(f"  {agent} ({own.policy})"), cell, *_per_episode([own], episodes), "")
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, 160)
+        self._console.print(table)
+
+
+def _per_episode(used: Sequence[Usage], episodes: int) -> list[str]:
+    """Cells: calls, tokens in and out, and cost, where all have a price."""
+    spent = [each.spent for each in used]
+    known = [value for value in spent if value is not None]
+    sums = (sum(getattr(each, what) for each in used) / episodes for what in ("calls", "input_tokens", "output_tokens"))
+    return [
+        *(f"{value:,.1f}" for value in sums),
+        f"{sum(known) / episodes:.3g}" if len(known) == len(spent) else "no price",
+    ]
 
 
 def _cell(value: Estimate | None) -> str:

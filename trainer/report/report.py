@@ -40,6 +40,7 @@ class ChartPlan:
     suffix: str = ""
     is_stacked: bool = False
     of_policies: bool = False
+    is_optional: bool = False  # left out where nothing was recorded
 
     def label(self, name: str) -> str | None:
         """What the metric is called on the chart; None where it is not on it."""
@@ -72,6 +73,7 @@ PLANS = (
         "Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_", of_policies=True
     ),
     ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
+    ChartPlan("Cost per step", "in the currency of policies.*.price", "cost/", "/spent", is_optional=True),
     ChartPlan("Time per step", "seconds", "timing_s/", is_stacked=True),
 )
 
@@ -108,7 +110,7 @@ def write_report(directory: str | Path) -> Path:
             agents=rows_of_agents,
             headline=charts.headline(rows_of_agents) if summary and (summary.before or summary.after) else None,
             last_step=rows[-1].step if rows else None,
-            charts=[_chart(plan, rows) for plan in PLANS],
+            charts=[each for plan in PLANS if (each := _chart(plan, rows)).svg or not plan.is_optional],
             num_non_finite=sum(value is None for row in rows for value in row.values.values()),
             timeline=picture,
             span_colors=colors,

@@ -84,11 +84,26 @@ class AgentEstimate(Estimate):
     breaks: Estimate | None = None
 
 
+class Usage(Schema):
+    """What an agent used in an evaluation. spent: by policies.<name>.price; null without one."""
+
+    policy: str
+    calls: int = Field(ge=0)
+    input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+    spent: float | None = Field(None, ge=0)
+
+
 class Evaluation(Schema):
-    """One row set of the table: each agent that was asked, in the order of play, and the whole team."""
+    """One row set of the table: each agent that was asked, in the order of play, and the whole team.
+
+    usage: by agent, of the episodes that `system` is of.
+    """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
     system: Estimate
+    num_episodes: int = Field(0, ge=0)
+    usage: dict[str, Usage] = Field(default_factory=dict)
 
     @property
     def rows(self) -> dict[str, Estimate]:

@@ -1,0 +1,82 @@
+"""What agents and policies used and what that cost, by a price table, and how long episodes took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import Sample
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.report.summary import Usage
+
+_COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
+
+
+def cost_metrics(
+    counted: Mapping[str, float], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
+) -> dict[str, float]:
+    """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, spent} of one step.
+
+    Args:
+        counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens} (rollout/schedule/ledger.py).
+
+    `spent` is in the currency of policies.<name>.price; a policy without a price has none.
+    """
+    metrics: dict[str, float] = {}
+    for name, policy in policies.items():
+        sums: dict[str, float] = {}
+        for agent, settings in agents.items():
+            if settings.policy != name or f"cost/{agent}/output_tokens" not in counted:
+                continue
+            used = [counted[f"cost/{agent}/{what}"] for what in _COUNTED]
+            own = dict(zip(_COUNTED, used, strict=True))
+            if policy.price is not None:
+                own["spent"] = metrics[f"cost/{agent}/spent"] = policy.price.of(*used)
+            sums = {what: sums.get(what, 0) + value for what, value in own.items()}
+        metrics |= {f"policy_cost/{name}/{what}": value for what, value in sums.items()}
+    return metrics
+
+
+def usage(
+    samples: Sequence[Sample], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
+) -> dict[str, Usage]:
+    """What each agent used for these samples, whose prompts are all new to the engine, and what they waited for too."""
+    found = {}
+    for agent, settings in agents.items():
+        own = [sample for sample in samples if sample.agent == agent]
+        written = sum(int(s.is_sampled.sum()) for s in own)
+        tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in own) - written, written
+        price = policies[settings.policy].price if settings.policy in policies else None
+        spent = None if price is None else price.of(tokens[0], 0, tokens[1])
+        if own:
+            found[agent] = Usage(
+                policy=settings.policy, calls=len(own), input_tokens=tokens[0], output_tokens=tokens[1], spent=spent
+            )
+    return found
+
+
+class EpisodeClock:
+    """Seconds from an episode's first ask to its end. Heard by a scheduler, in whichever thread it runs.
+
+    An episode that began before this process did (a run that goes on) is not counted.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began: dict[str, float] = {}
+        self._seconds: list[float] = []
+
+    def __call__(self, episode: str, has_ended: bool) -> None:
+        if not has_ended:
+            self._began[episode] = self._now()
+        elif (began := self._began.pop(episode, None)) is not None:
+            self._seconds.append(self._now() - began)
+
+    def metrics(self) -> dict[str, float]:
+        """latency_s/episode_p50 and _p95 of the episodes that have ended since the last call; nothing where none has."""
+        ended, self._seconds = sorted(self._seconds), []
+        if not ended:
+            return {}
+        return {f"latency_s/episode_p{p}": ended[math.ceil(p / 100 * len(ended)) - 1] for p in (50, 95)}
