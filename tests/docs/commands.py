@@ -128,6 +128,7 @@ WAYS = {
         "what it answers: tests/tools/test_retrieval.py",
     ),
     "marsrl try --config own_team.yaml rollout.group_size=2": PRINTS,
+    "marsrl try --config own_seeker.yaml rollout.group_size=2": PRINTS,
     "marsrl try --config own_task.yaml orchestration=solver rollout.group_size=4": PRINTS,
     "python trainer/main.py --dry-run --config own_task.yaml": PRINTS,
     "marsrl try orchestration=debate rollout.group_size=2": PRINTS,

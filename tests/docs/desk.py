@@ -35,8 +35,8 @@ class Desk:
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for name in ("team", "task"):
-            page = f"docs/own_{name}.md:"
+        for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting")):
+            page = f"docs/{page}.md:"
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
             (folder / f"my_{name}.py").write_text(own.text)
             (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
@@ -54,8 +54,7 @@ class Desk:
 
     def fill_in(self, words: list[str], model: Callable[[str], Path]) -> None:
         """Paths of models in the config file of a command."""
-        if "own_task.yaml" in words:
-            path = self.folder / "own_task.yaml"
+        for path in [self.folder / word for word in words if word in ("own_task.yaml", "own_seeker.yaml")]:
             path.write_text(MODEL.sub(lambda match: str(model(match[2])), path.read_text()))
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:

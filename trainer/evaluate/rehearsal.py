@@ -87,7 +87,7 @@ def rehearse(
         problem = given if question else task.problems(config.run.seed).next_problem()
         words = {name: prompt_set(agent.prompt or task.prompts) for name, agent in config.agents.items()}
         engine = ScriptedEngine(
-            _script(problem, answers, words, config.run.seed),
+            _script(problem, answers, words, {n: agent.stop for n, agent in config.agents.items()}, config.run.seed),
             encode=lambda text: renderer.completion_ids(text).tolist(),
             decode=renderer.decode,
         )
@@ -137,9 +137,10 @@ def _line(sample: Sample, advantage: float | None) -> Text:
 
 
 def _script(
-    problem: Problem, answers: Answers, words: Mapping[str, PromptSet], seed: int
+    problem: Problem, answers: Answers, words: Mapping[str, PromptSet], stops: Mapping[str, Sequence[str]], seed: int
 ) -> Callable[[DecodeRequest], str]:
     calls: Counter[str] = Counter()
+    waits: Counter[str] = Counter()  # by uid
 
     def says(request: DecodeRequest) -> str:
         agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]
@@ -152,9 +153,18 @@ def _script(
         verdict = coin.choice((0, 1))
         made_up = {"ANSWER": answer, "VERDICT": words[agent].verdicts[verdict], "ROUTE": ("yes", "no")[verdict]}
         filled = functools.reduce(lambda text, word: text.replace(word, made_up[word]), made_up, words[agent].example)
-        return filled.replace("QUESTION", problem.question)
+        filled, waits[request.uid] = filled.replace("QUESTION", problem.question), waits[request.uid] + 1
+        return _after_stops(filled, stops[agent], waits[request.uid] - 1)
 
     return says
+
+
+def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
+    """What is left of it when it has been stopped so often."""
+    for _ in range(number):
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        text = text[min(ends) :] if ends else text
+    return text
 
 
 class _One:
