@@ -129,7 +129,7 @@ def megatron_configs(config: Any) -> dict[str, Any]:
     from marsrl.trainer.learner.megatron.model import transformer_config
     from marsrl.trainer.learner.megatron.optimizer import optimizer_options
 
-    policy = config.policies["main"]
+    policy = next(iter(config.policies.values()))
     if policy.model is None:
         return {}
     model = transformer_config(read_shape(policy.model), resolve(policy.layout), policy)
@@ -202,7 +202,7 @@ def main(folder: Path) -> None:
             "engine_gpus": list(check.host.gpus_for(check.config.served_rollouts)),
             "plan": planned(says["plan"], folder) if "plan" in says else None,
             "megatron": megatron_configs(check.config),
-            "engine": engine_config(check.config, folder),
+            "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
         }
     print(json.dumps(told))
 
