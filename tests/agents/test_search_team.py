@@ -170,6 +170,7 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     values = [(sample.agent, sample.reward.value) for sample in said.values()]
     assert values == [("verifier", 0.0), ("search", 1.0), ("verifier", 1.0), ("answer", 0.0)]
     assert all(np.isnan(sample.reward.correct) for sample in said.values() if sample.agent != "answer")
+    assert [team.needs_judge(sample) for sample in said.values()] == [False, False, False, True]
     assert set(team.outcomes(episode).values()) == {0.0}
     episode, _ = play(team, [YES, "... <answer>tarn</answer>"])
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]

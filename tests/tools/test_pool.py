@@ -235,6 +235,14 @@ def test_the_outputs_used_last_are_kept(limits: Mapping[str, object], size: int,
         assert len(tool.seen) == 11 - (kept - 1 if kept else 0)
 
 
+def test_an_output_that_is_used_stays_before_one_that_is_not() -> None:
+    tool = Scripted(text_of)
+    with pool_of(tool, cache_entries=2) as pool:
+        for id, text in enumerate("abaca"):
+            answers(pool, [call(str(id), text)])
+    assert [each["text"] for each in tool.seen] == ["a", "b", "c"]
+
+
 def test_a_caller_may_give_a_call_up_and_others_are_answered() -> None:
     gate = threading.Event()
     with pool_of(Scripted(lambda arguments: str(gate.wait(SOON_S))), concurrency=1) as pool:
