@@ -92,7 +92,7 @@ class SearchTeam(Orchestration):
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """The Answer agent's: the task's. Of the others: could it be read? Whether it was right is not known."""
-        if sample.agent == "answer" or sample.finish is not Finish.STOP:
+        if sample.agent == "answer" or sample.finish not in (Finish.STOP, Finish.LENGTH):
             return super().reward(episode, ask, sample, judged)
         readable = float(sample.answer is not None or sample.verdict is not None)
         return Reward(readable, MISSING, {"readable": readable}, "" if readable else "no route or query")

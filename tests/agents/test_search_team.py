@@ -172,6 +172,9 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     assert all(np.isnan(sample.reward.correct) for sample in said.values() if sample.agent != "answer")
     assert [team.needs_judge(sample) for sample in said.values()] == [False, False, False, True]
     assert set(team.outcomes(episode).values()) == {0.0}
+    episode, _ = play(team, ["...", query("x"), YES, ANSWER])
+    overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # no part of an accuracy
     episode, _ = play(team, [YES, "... <answer>tarn</answer>"])
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
     assert team.outcome(episode) is None
