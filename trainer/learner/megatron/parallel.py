@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import math
 import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,16 +54,42 @@ def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
         if _current[0] != layout:
             raise ValueError(f"layout: {layout} differs from {_current[0]}; all policies of a run share one layout")
         return
-    parallel_state.initialize_model_parallel(
-        layout.tensor,
-        layout.pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=math.ceil(wait_s / 60),
-    )
+    with _groups_of_one_rank_shared():
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            distributed_timeout_minutes=math.ceil(wait_s / 60),
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _current.append(layout)
+
+
+@contextlib.contextmanager
+def _groups_of_one_rank_shared() -> Iterator[None]:
+    """In the body a rank gets one group of itself alone, for all that megatron would make: some twenty in a run of one rank.
+
+    A gloo group has three threads, one of which wakes up 100 times a second for as long as it stands.
+    """
+    make: Any = dist.new_group
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        members = range(dist.get_world_size()) if ranks is None else ranks
+        if len(members) > 1:
+            return make(ranks, *args, **options)
+        key = (*members, options.get("backend"))
+        if key not in known:
+            known[key] = make(ranks, *args, **options)
+        return known[key]
+
+    dist.new_group = new_group
+    try:
+        yield
+    finally:
+        dist.new_group = make
 
 
 def stop(*, keep_world: bool = False) -> None:
@@ -73,7 +102,8 @@ def stop(*, keep_world: bool = False) -> None:
             # destroy_model_parallel forgets most of them, and no more: every gloo group has threads that poll 100 times a
             # second for as long as it stands. Nobody closes one that another rank still receives from.
             dist.barrier()
-            for group in parallel_state._global_process_group_list[1:]:  # the first stands for the default one
+            # the first stands for the default one
+            for group in dict.fromkeys(parallel_state._global_process_group_list[1:]):
                 dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         if keep_world:
