@@ -48,7 +48,7 @@ class Engine:
 engines = [Engine.remote(), Engine.remote()]
 print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
 started = {" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
-names = ("gcs_server", "raylet ", "ray::Engine", "ray::IDLE", "monitor.py", "dashboard.py")
+names = ("gcs_server", "raylet ", "ray::Engine", "monitor.py", "dashboard.py")
 print(*(name for name in names if any(name in command.partition("--")[0] for command in started)))
 cluster.close()
 """
