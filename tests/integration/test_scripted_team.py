@@ -383,9 +383,9 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
 def test_colocated_engines_sleep_while_the_trainer_trains(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     step = loop.train_step
 
-    def noted_step(*arguments: Any) -> Any:
+    def noted_step(*arguments: Any, **options: Any) -> Any:
         CALLS.append("train")
-        return step(*arguments)
+        return step(*arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", noted_step)
     together = play("run.steps=3", "run.evaluate=false", "rollout.placement=colocated")
