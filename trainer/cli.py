@@ -72,7 +72,9 @@ def _init(add: AddParser) -> None:
         "--shape", default="tiny", help="size of the model: tiny, cpu_default, bench (default: %(default)s)"
     )
     parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes, arithmetic, or a directory to copy one from (default: %(default)s)"
+        "--tokenizer",
+        default="bytes",
+        help="bytes, arithmetic, facts, or a directory to copy one from (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")

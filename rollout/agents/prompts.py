@@ -1,4 +1,4 @@
-"""What each role is told, and how its outputs are read: the prompt sets "math", "drmas_math", "chain" and "qa"."""
+"""What each role is told, and how its outputs are read: the prompt sets "math", "drmas_math", "chain", "qa", "facts"."""
 
 from __future__ import annotations
 
@@ -293,7 +293,28 @@ QA = PromptSet(
     example="<verify>ROUTE</verify> <search>QUESTION</search> <answer>ANSWER</answer>\nVerdict: VERDICT",
 )
 
-_SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN, QA)}
+NOTHING_SEARCHED = "Nothing has been searched for yet."
+
+
+def searched(query: str, found: str) -> str:
+    """What a search team reads of one search."""
+    return f"<search>{query}</search>\n<information>{found}</information>"
+
+
+# The built-in questions. Every word is one token of their vocabulary; the agent's part comes last, beside what it writes.
+FACTS = PromptSet(
+    name="facts",
+    turns={
+        Role.ROUTER: (Message("user", "{report} {problem} verify"),),
+        Role.SEARCHER: (Message("user", "{report} {problem} search"),),
+        Role.ANSWERER: (Message("user", "{report} {problem} answer"),),
+    },
+    read_answer=QA.read_answer,
+    read_verdict=strict_verdict,
+    example="<verify> ROUTE </verify> <search> QUESTION </search> <answer> ANSWER </answer>",
+)
+
+_SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN, QA, FACTS)}
 
 
 def prompt_set(name: str) -> PromptSet:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import route, tagged
+from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, searched
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import MOST, Settings
 from marsrl.rollout.episode import Episode
@@ -75,7 +76,7 @@ class SearchTeam(Orchestration):
         inputs = episode.inputs(ask)
         found = [self._found(episode, sample) for sample in inputs if sample.agent == "search"]
         advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")
-        history = "\n".join(found) or "Nothing has been searched for yet."
+        history = "\n".join(found) or NOTHING_SEARCHED
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, advice, history)
 
     def parse(self, sample: Sample) -> Sample:
@@ -113,4 +114,4 @@ class SearchTeam(Orchestration):
             return "<information>There was no query between <search> and </search>.</information>"
         output = episode.output(self._call(episode, query))
         found = "" if output is None else output.text
-        return f"<search>{query.answer}</search>\n<information>{found}</information>"
+        return searched(query.answer, found)

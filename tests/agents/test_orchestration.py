@@ -396,7 +396,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         build_orchestration("verifier_corrector", {"solvr": AgentConfig()}, "math")
     with pytest.raises(ValueError, match="has no agent 'solvr'; it has solver, verifier1"):
         TEAM.parse(sample("s", "solvr"))
-    with pytest.raises(ValueError, match="chain, drmas_math, math"):
+    with pytest.raises(ValueError, match="chain, drmas_math, facts, math"):
         build_orchestration("verifier_corrector", {}, "maths")
 
 

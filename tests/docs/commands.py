@@ -133,6 +133,7 @@ WAYS = {
     "python trainer/main.py --dry-run --config own_task.yaml": PRINTS,
     "marsrl try orchestration=debate rollout.group_size=2": PRINTS,
     "marsrl init --shape tiny --tokenizer bytes /tmp/tiny": PRINTS,
+    "marsrl init --shape tiny --tokenizer facts /tmp/facts-model": PRINTS,
     "marsrl evaluate task=math policies.main.model=/path/to/Qwen3-0.6B data.eval=problems.jsonl": OUR_MODEL,
     "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl": OUR_MODEL,
     "marsrl report runs/NAME": ON_A_RUN,

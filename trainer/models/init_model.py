@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from marsrl.rollout.agents.render import load_tokenizer
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.registry import TOKENIZERS
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 
@@ -52,7 +52,7 @@ def init_model(
 ) -> Path:
     """Write the directory `out` and return it: weights, config, generation_config, tokenizer with chat template.
 
-    tokenizer: "bytes", "arithmetic", or a Hugging Face directory whose tokenizer is copied. Matrices are normal with
+    tokenizer: "bytes", "arithmetic", "facts", or a Hugging Face directory whose tokenizer is copied. Matrices are normal with
     std 0.05; what writes into the residual stream (o_proj, down_proj) is scaled by 1 / sqrt(2 layers). The same seed
     gives the same weights.
     """
@@ -80,13 +80,13 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     """(vocabulary size, end token id, padding token id)."""
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
-    elif tokenizer == "arithmetic":
-        write_arithmetic_tokenizer(out)
+    elif tokenizer in TOKENIZERS:
+        TOKENIZERS[str(tokenizer)](out)
     elif Path(tokenizer).is_dir():
         load_tokenizer(Path(tokenizer)).save_pretrained(str(out))
     else:
         raise ValueError(
-            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic or a Hugging Face directory"
+            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic, facts or a Hugging Face directory"
         )
     loaded = load_tokenizer(out)
     if loaded.eos_token_id is None:

@@ -1,0 +1,49 @@
+"""Tokenizers of whole words, for policies that are made from nothing: a word, an id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+END = "<|end|>"
+
+# Only an assistant's turn ends with the end token: it is the one that the model has to write.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} "
+    "{% if message['role'] == 'assistant' %}<|end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def padded(words: Sequence[str], multiple: int = 64) -> tuple[str, ...]:
+    """The words, and reserved ones up to a multiple; at least one, which stands for all that is unknown."""
+    return (*words, *(f"<r{index}>" for index in range(-len(words) % multiple or multiple)))
+
+
+def write_word_tokenizer(directory: str | Path, vocabulary: Sequence[str], gaps: str, apart: str) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template into an existing directory.
+
+    vocabulary: CONTROL first; its last word stands for unknown ones. gaps, apart: regular expressions of what is no part of a
+    word, and of what is a word wherever it stands.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Sequence as InTurn
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = vocabulary[-1]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = InTurn([Split(Regex(gaps), "removed"), Split(Regex(apart), "isolated")])
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in (*CONTROL, unknown)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=CONTROL[0],
+        eos_token=END,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(str(directory))
