@@ -91,8 +91,9 @@ def test_the_others_stop_and_the_next_start_goes_on_from_the_last_checkpoint(tmp
     why = f"silent for run.silence_s = 10 s: rank 1 {place}; checkpoint .* is whole: go on with run.name=killed run.resume=auto"
     assert re.search(f"marsrl: rank 0 stops: {why}", output), output[-6000:]
     assert re.search(f"marsrl: the run failed: RankLost: {why}", output), output[-6000:]
-    cause = output[output.index("Root Cause") :]  # ended by rank 0: torchrun's SIGTERM does not reach it
-    assert "rank      : 1 (local_rank: 1)" in cause and "SIGKILL" in cause, output[-6000:]
+    # ended by rank 0: torchrun's SIGTERM does not reach it; which of the two torchrun calls the cause is a matter of a second
+    ends = output[output.index("killed_rank_worker.py FAILED") :]
+    assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s*exitcode  : -9", ends), output[-6000:]
     assert alive(silent.pid) == []
     last = int(latest.read_text().strip().removeprefix("step_"))
     rows = read_metrics(tmp_path / "killed" / "metrics.jsonl")
