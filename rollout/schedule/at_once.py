@@ -64,13 +64,13 @@ class AtOnce:
         """
         asked = [_Completion(episode, ask, self.team.prompt(episode, ask)) for episode, ask in asks]
         going, waiting = asked, list[_Completion]()
-        while going:
+        while going or waiting:
             self._decode([each for each in going if each.prompt is not None], seed)
             for each in [each for each in going if each.prompt is None]:
                 self._end(each, Finish.LENGTH)
             self._close([each for each in going if each.said is not None])
             waiting += [each for each in going if each.said is None]
-            going = self._after_waiting(waiting)
+            going = self._after_waiting(waiting) if waiting else []
             waiting = [each for each in waiting if each.uid in each.episode.waiting]
         return [each.said for each in asked if each.said is not None]
 

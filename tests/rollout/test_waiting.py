@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -123,9 +123,14 @@ class Renderer(LetterRenderer):
         return self.completion_ids("".join(f"|{message.content}" for message in messages) + "\n")
 
 
-def team_of(config: RolloutConfig, tools: Looker | None, kind: type[Orchestration] = Seeker) -> Team:
-    agents = {"solver": AgentConfig(stop=["</look>", "</ask>"]), "helper": AgentConfig()}
-    engine = ScriptedEngine(script, decode=LetterRenderer().decode, tokens_per_step=3)
+def team_of(
+    config: RolloutConfig,
+    tools: Looker | None,
+    kind: type[Orchestration] = Seeker,
+    says: Callable[[DecodeRequest], list[int]] = script,
+) -> Team:
+    agents = {name: AgentConfig(stop=["</look>", "</ask>"]) for name in ("solver", "helper")}
+    engine = ScriptedEngine(says, decode=LetterRenderer().decode, tokens_per_step=3)
     pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=config.deadline_s)
     orchestration = kind(agents, "math", None, config)
     return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, judge, tools=tools)  # type: ignore[dict-item, arg-type]
@@ -136,9 +141,9 @@ def config_of(**options: object) -> RolloutConfig:
     return letter_config(**base | options)
 
 
-def played(config: RolloutConfig, tools: Looker, steps: int = 3) -> dict[str, Sample]:
+def played(config: RolloutConfig, team: Team, steps: int = 3) -> dict[str, Sample]:
     """By uid, all samples of so many batches."""
-    team, source = team_of(config, tools), letter_problems(8)
+    source = letter_problems(8)
     samples = []
     if not config.overlap:
         scheduler = Scheduler(config, team, source, seed=3)
@@ -194,7 +199,7 @@ def is_right(sample: Sample) -> bool:
 def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say(options: dict[str, object]) -> None:
     tools = Looker()
     config = config_of(**options)
-    samples = played(config, tools, steps=3 if config.segments == 1 else 16)
+    samples = played(config, team_of(config, tools), steps=3 if config.segments == 1 else 16)
     assert len(samples) >= 6 and {sample.agent for sample in samples.values()} == {"solver", "helper"}
     assert all(is_right(sample) for sample in samples.values()), [s.text for s in samples.values() if not is_right(s)]
     assert {f"{uid.partition('/')[0]}/solver:0" for uid in samples} <= {
@@ -249,6 +254,39 @@ def test_evaluation_plays_them_too() -> None:
     assert not fixed.answers and not fixed.outputs and len(episodes[0].outputs) == 1
     (again,) = player.answer([(fixed, episodes[0].ask("solver"))], 0)
     assert again.text == ENDED[0] and tools.called.total() == 5
+
+
+class Pair(Seeker):
+    """The helper waits until the Solver, which gets more than it has room for, has ended."""
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        return [episode.ask("solver"), episode.ask("helper")]
+
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        if sample.agent == "solver":
+            return "x" * 200
+        return "(over)" if episode.is_over(episode.ask("solver")) else None
+
+
+def waits_once(request: DecodeRequest) -> list[int]:
+    known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
+    whole = "=7" if "(over)" in known else "<ask>me</ask>"
+    begun = known.rpartition("(over)")[2]
+    return [*map(ord, whole[len(begun) :]), *([END] if whole == "=7" else [])]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, None])
+def test_a_sample_goes_on_when_another_that_waited_has_ended(overlap: int | None) -> None:
+    config = config_of(overlap=overlap or 0, pipeline="trajectory", group_size=1, prompts_per_step=1)
+    team = team_of(config, None, Pair, waits_once)
+    if overlap is None:
+        episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
+        samples = AtOnce(team, VERSIONS, 200, Sampling()).answer([(episode, a) for a in team.follow(episode)[0]], 0)
+    else:
+        samples = list(played(config, team, steps=1).values())
+    said = {sample.agent: sample for sample in samples}
+    assert said["solver"].finish is Finish.LENGTH and said["solver"].turn == 0
+    assert said["helper"].text == "<ask>me</ask>(over)=7" and said["helper"].finish is Finish.STOP
 
 
 class Stuck(Seeker):
