@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,3 +319,26 @@ def test_a_command_replaces_no_file_of_a_run(
 def test_what_cannot_be_planned_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--config", str(CONFIGS / "qwen3_30b_a3b.yaml"), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
+    own = "model: Qwen3-8B, dtype: bfloat16, layout: {tensor: 2}, recompute: full"
+    other = own.replace("Qwen3-8B", "Qwen3-4B")
+    words = [
+        f"policies={{solver: {{{own}, engines: 5}}, verifier: {{{other}, engines: 3}}}}",
+        "agents.solver.policy=solver",
+        "agents.verifier.policy=verifier",
+    ]
+    near = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    assert any("share 8 GPUs, solver 5, verifier 3" in note and "no other split" in note for note in near.notes)
+    words[0] = words[0].replace("engines: 5", "engines: 1").replace("engines: 3", "engines: 7")
+    far = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    (note,) = (note for note in far.notes if "share 8 GPUs, solver 1, verifier 7" in note)
+    found = re.search(r"in (\d+) s; solver (\d), verifier (\d) would take (\d+) s", note)
+    assert found is not None
+    before, solver, verifier, after = map(int, found.groups())
+    assert solver + verifier == 8 and solver > verifier and after < before / 2
+    alone = max(policy.rollout.seconds for policy in near.policies)
+    assert after <= round(alone)  # no worse than by hand
+    one = make_plan(read_config(CONFIGS / "drmas_math.yaml")[0], 8, "h100-80g")
+    assert not any("share" in note and "engines" in note for note in one.notes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
@@ -97,6 +98,41 @@ def rollout_time(
     rate = concurrency / iteration
     seconds = hw.tail(segments) * samples * response / (setup.num_engines * rate)
     return RolloutTime(seconds, concurrency, rate)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engines of one policy have to do in a step: so many completions of so many tokens on average."""
+
+    setup: EngineSetup
+    memory: EngineMemory
+    samples: float
+    response: float
+
+
+def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu, segments: int) -> dict[str, int]:
+    """Engines of each policy that share so many GPUs, at least one each: of all splits the one that is done first.
+
+    One more engine goes to whoever would be done last, as long as there is room for it.
+    """
+    counts = dict.fromkeys(loads, 1)
+    left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
+    while True:
+        last = max(loads, key=lambda name: _seconds(loads[name], counts[name], gpu, segments))
+        left -= loads[last].setup.tensor_parallel
+        if left < 0:
+            return counts
+        counts[last] += 1
+
+
+def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu, segments: int) -> float:
+    """Seconds until the last of the policies has decoded its completions."""
+    return max(_seconds(load, counts[name], gpu, segments) for name, load in loads.items())
+
+
+def _seconds(load: Load, num_engines: int, gpu: hw.Gpu, segments: int) -> float:
+    setup = replace(load.setup, num_engines=num_engines)
+    return rollout_time(setup, load.memory, gpu, load.samples, load.response, segments).seconds
 
 
 def sync_time(shape: ModelShape, dtype: str, gpu: hw.Gpu, num_gpus: int) -> SyncTime:

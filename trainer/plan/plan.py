@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from marsrl.rollout.config import MOST_RANKS, RolloutConfig
@@ -14,10 +15,13 @@ from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
 from marsrl.trainer.plan.engines import (
     EngineMemory,
     EngineSetup,
+    Load,
     RolloutTime,
     SyncTime,
     engine_memory,
     rollout_time,
+    slowest,
+    split_engines,
     sync_time,
 )
 from marsrl.trainer.plan.models import find_shape, warm_start_shape
@@ -116,12 +120,14 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     of_node = int(hw.GPUS_PER_NODE.value)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others=num_gpus > of_node)
     policies, notes = [], _notes_on_engines(config, num_gpus)
+    loads: dict[str, Load] = {}
     for name, policy in config.trained_policies.items():
         if policy.model is None and config.task != "arithmetic":
             raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-        planned, more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
+        planned, loads[name], more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
         policies.append(planned)
         notes += more
+    notes += _notes_on_the_split(loads, gpu, config)
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
@@ -143,7 +149,7 @@ def _policy(
     num_gpus: int,
     gpu: hw.Gpu,
     mean_response: float | None,
-) -> tuple[PolicyPlan, list[str]]:
+) -> tuple[PolicyPlan, Load, list[str]]:
     shape = find_shape(policy.model) if policy.model else warm_start_shape(policy.shape)
     config = within_positions(config, name, shape.max_positions)
     longest = longest_sequence(config, name)
@@ -173,7 +179,8 @@ def _policy(
     )
     near = nearest(layout, shape, trainers).words if problem else ""
     notes = _notes_on_lengths(config, planned) + _notes_on_its_engines(planned, setup, gpu)
-    return planned, notes + _notes_on_layouts(planned, policy, trainers, gpu, near)
+    load = Load(setup, engine, work.sequences, response)
+    return planned, load, notes + _notes_on_layouts(planned, policy, trainers, gpu, near)
 
 
 def _work(config: RunConfig, name: str, response: float) -> Work:
@@ -245,6 +252,29 @@ def _notes_on_its_engines(planned: PolicyPlan, setup: EngineSetup, gpu: hw.Gpu) 
         f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization, "
         "or take larger GPUs"
     ]
+
+
+def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
+    """How the policies' engines share their GPUs, and what would be faster."""
+    if (
+        len(loads) < 2
+        or config.rollout.placement == "local"
+        or not all(load.memory.kv_tokens for load in loads.values())
+    ):
+        return []
+    segments = config.rollout.segments
+    now = {name: load.setup.num_engines for name, load in loads.items()}
+    num_gpus = sum(load.setup.num_engines * load.setup.tensor_parallel for load in loads.values())
+    best = split_engines(loads, num_gpus, gpu, segments)
+    seconds, least = (slowest(loads, counts, gpu, segments) for counts in (now, best))
+    said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
+    if least > 0.9 * seconds:
+        return [f"{said}; no other split is faster by a tenth"]
+    return [f"{said}; {_listed(best)} would take {least:.0f} s (policies.<name>.engines)"]
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _notes_on_layouts(planned: PolicyPlan, policy: PolicyConfig, trainers: int, gpu: hw.Gpu, near: str) -> list[str]:
