@@ -163,15 +163,20 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         kind = BackgroundScheduler if config.rollout.overlap else Scheduler
         scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
         stack.callback(scheduler.close)
-        evaluator = Evaluator(
-            team,
-            config.evaluate,
-            checked.task,
-            max_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
-            policies=config.policies,
-        )
-        yield Driver(directory, console, team, scheduler, evaluator)
+        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team))
+
+
+def make_evaluator(checked: Checked, team: Team) -> Evaluator:
+    """Of the team, on the task's held-out problems."""
+    config = checked.config
+    return Evaluator(
+        team,
+        config.evaluate,
+        checked.task,
+        max_tokens=config.rollout.max_response_tokens,
+        seed=config.run.seed,
+        policies=config.policies,
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress, Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial
+from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial, tokens_behind
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Sample, ToolCall
@@ -99,8 +99,7 @@ class AtOnce:
         for policy, pool in self.team.pools.items():
             own = [each for each in going if self.team.agents[each.ask.agent].policy == policy]
             requests = [self._request(each, seed) for each in own]
-            before, progress = self.num_decoded, self.progress
-            behind = None if progress is None else lambda tokens, p=progress, n=before: p(n + tokens)
+            behind = tokens_behind(self.num_decoded, self.progress)
             results = pool.generate(requests, version=self.versions[policy], on_progress=behind) if requests else []
             for each, result in zip(own, results, strict=True):
                 self._take(each, result)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from marsrl.rollout.engines.protocol import Progress
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Ask, BoolArray, FloatArray, IntArray, Sample, Segment
@@ -83,3 +84,8 @@ class Instance:
 
     episodes: dict[str, Episode] = field(default_factory=dict)
     held: list[Sample] = field(default_factory=list)
+
+
+def tokens_behind(done: int, progress: Progress | None) -> Progress | None:
+    """Progress of a call that comes after others which decoded `done` tokens."""
+    return None if progress is None else lambda tokens: progress(done + tokens)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
-from marsrl.rollout.schedule.partial_rollouts import OpenAsk
+from marsrl.rollout.schedule.partial_rollouts import OpenAsk, tokens_behind
 from marsrl.rollout.types import Finish, Sample
 
 _PROGRESS_S = 0.2
@@ -46,7 +46,7 @@ class Scheduler(Ledger):
         if self.config.pipeline == "trajectory":
             while self.state.pending or self.state.open:
                 done = sum(int(batch.metrics["rollout/tokens"]) for batch in batches)
-                batches.append(self._stage(versions, _behind(done, progress), new_problems=False))
+                batches.append(self._stage(versions, tokens_behind(done, progress), new_problems=False))
         counts: Counter[str] = Counter()
         for batch in batches:
             counts.update(batch.metrics)
@@ -114,7 +114,7 @@ class Scheduler(Ledger):
         for policy, pool in self.team.pools.items():
             own = [(opened, index) for opened, index in work if self.policy_of(opened.ask.agent) == policy]
             requests = [self.request(opened, index) for opened, index in own]
-            behind = _behind(self.counts["rollout/tokens"], progress)
+            behind = tokens_behind(self.counts["rollout/tokens"], progress)
             results = self._play(pool, requests, versions[policy], behind) if requests else []
             for (opened, index), result in zip(own, results, strict=True):
                 partial, finish = self.extended(opened, index, result)
@@ -160,8 +160,3 @@ class Scheduler(Ledger):
         for (opened, index, _), sample in zip(finished, judged, strict=True):
             del opened.partial[index]
             opened.finished[index] = sample
-
-
-def _behind(done: int, progress: Progress | None) -> Progress | None:
-    """Progress of a call that comes after others which decoded `done` tokens."""
-    return None if progress is None else lambda tokens: progress(done + tokens)

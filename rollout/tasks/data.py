@@ -155,6 +155,12 @@ class DataCursor:
         return order
 
 
+def draw_held_out(problems: Sequence[Problem], num_problems: int, task: str, seed: int) -> list[Problem]:
+    """A seeded draw without replacement, in the order of the list; all of them if there are fewer."""
+    order = random.Random(f"{task}/held-out/{seed}").sample(range(len(problems)), len(problems))
+    return [problems[index] for index in sorted(order[:num_problems])]
+
+
 def _files(path: Path) -> list[Path]:
     """The data files behind a path, in order."""
     if path.is_file():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from marsrl.rollout.rewards.workers import RewardPool
-from marsrl.rollout.tasks.data import DataCursor
+from marsrl.rollout.tasks.data import DataCursor, draw_held_out
 from marsrl.rollout.types import Problem, Reward
 
 
@@ -35,8 +34,7 @@ class ListedTask:
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """A seeded draw without replacement, all of them if there are fewer; [] without evaluation data."""
-        order = random.Random(f"{self.name}/held-out/{seed}").sample(range(len(self._held_out)), len(self._held_out))
-        return [self._held_out[index] for index in sorted(order[:num_problems])]
+        return draw_held_out(self._held_out, num_problems, self.name, seed)
 
     def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
         return self._pool.judge(answers)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
 
 from marsrl.rollout.tasks.config import QaOptions
-from marsrl.rollout.tasks.data import DataCursor, right_answers
+from marsrl.rollout.tasks.data import DataCursor, draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.tools.documents import Document
@@ -64,8 +63,7 @@ class QaTask:
         """A seeded draw; from a file without replacement, all of them if there are fewer."""
         if self._world is not None and not self._held_out:
             return self._world.held_out(num_problems, seed)
-        order = random.Random(f"qa/held-out/{seed}").sample(range(len(self._held_out)), len(self._held_out))
-        return [self._held_out[index] for index in sorted(order[:num_problems])]
+        return draw_held_out(self._held_out, num_problems, self.name, seed)
 
     def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
         return [self._judgement(problem, answer) for problem, answer in answers]

@@ -13,7 +13,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.schedule.ledger import Batch, RolloutState
-from marsrl.rollout.schedule.scheduler import Scheduler, _behind
+from marsrl.rollout.schedule.partial_rollouts import tokens_behind
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group
 
@@ -71,8 +72,8 @@ def test_each_policy_decodes_its_agents_under_its_own_version_and_progress_is_to
 
 def test_progress_goes_on_from_what_was_decoded_before() -> None:
     told: list[int] = []
-    behind = _behind(5, told.append)
-    assert behind is not None and _behind(5, None) is None
+    behind = tokens_behind(5, told.append)
+    assert behind is not None and tokens_behind(5, None) is None
     behind(3)
     assert told == [8]
     scheduler, _ = player()

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from marsrl.trainer.build import open_team
-from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import ConfigError, read_config
 from marsrl.trainer.report.console import RunConsole
@@ -53,14 +52,7 @@ def _evaluated(config_file: str | None, settings: Sequence[str], console: RunCon
     for warning in checked.warnings:
         console.warning(warning)
     with open_team(checked, models) as team:
-        evaluator = Evaluator(
-            team,
-            config.evaluate,
-            checked.task,
-            max_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
-            policies=config.policies,
-        )
+        evaluator = make_evaluator(checked, team)
         versions = dict.fromkeys(config.policies, 0)
         with console.progress("evaluation", unit="tokens") as bar:
             evaluator.make_probe(versions, bar.update)
