@@ -51,16 +51,19 @@ class Episode:
         *inputs: Sample,
         num_samples: int = 1,
         turn: int = 0,
+        index: int = 0,
         group: str | None = None,
     ) -> Ask:
         """The call of an agent that shows it these samples.
 
         Args:
             turn: tells apart calls of one agent with the same last input.
+            index: tells apart those of one turn, for different prompts.
             group: a name within the rollout instance of what the samples are compared with. Default: with each other, where
                 the instance is this one episode; else with all of this agent's, in every episode of it.
         """
-        name = f"{inputs[-1].uid if inputs else self.id}/{agent}{f'#{turn}' if turn else ''}"
+        number = f"#{turn}.{index}" if index else f"#{turn}" if turn else ""
+        name = f"{inputs[-1].uid if inputs else self.id}/{agent}{number}"
         if group is None:
             of = name if self.id == self.rollout_id else f"{self.rollout_id}/{agent}"
         else:
@@ -135,7 +138,7 @@ class Episode:
 
     def wait(self, sample: Sample) -> None:
         """The sample has paused; its text so far is kept."""
-        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text)
+        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text, turn_text=sample.turn_text)
 
     @property
     def open_calls(self) -> list[ToolCall]:

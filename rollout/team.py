@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
@@ -181,6 +182,9 @@ class Team:
     ) -> Sample:
         """A completion that has ended or paused as a parsed Sample, not judged yet; an error where the orchestration's
         parser raises."""
+        renderer = self.renderer(ask.agent)
+        text = renderer.decode(partial.token_ids)
+        turn_text, in_thought = _turn(renderer, prompt.text, partial, text)
         sample = Sample(
             uid=f"{ask.id}:{index}",
             rollout_id=episode.rollout_id,
@@ -194,11 +198,13 @@ class Team:
             rollout_logprobs=partial.logprobs,
             segments=partial.segments,
             finish=finish,
-            text=self.renderer(ask.agent).decode(partial.token_ids),
+            text=text,
             prompt_text=prompt.text,
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
             turn=partial.turn,
+            turn_text=turn_text,
+            in_thought=in_thought,
         )
         try:
             parsed = self.orchestration.parse(sample)
@@ -235,3 +241,28 @@ class Team:
         note = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
         _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=error)
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
+
+
+def _turn(renderer: ChatRenderer, prompt_text: str, partial: Partial, text: str) -> tuple[str, bool]:
+    """(what the policy wrote since it last went on, does that begin within a thought?); text: of all tokens.
+
+    Behind a turn that it ended, the messages that follow say so, as the prompt does at first; behind a pause, its own words
+    before do. What strangers wrote counts for nothing.
+    """
+    begins = prompt_text.rstrip().endswith(THINK_OPEN)
+    if not partial.turn:
+        return text, begins
+    ids, own = partial.token_ids, partial.is_sampled
+    last, in_thought, has_ended = "", begins, False
+    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1):  # all own, or none of it
+        words = renderer.decode(ids[run])
+        if own[run[0]]:
+            last, begins = words, in_thought
+            opened, closed = words.rfind(THINK_OPEN), words.rfind(THINK_CLOSE)
+            in_thought = opened > closed or (begins and closed < 0)
+            has_ended = int(ids[run[-1]]) in renderer.stop_ids
+        else:
+            if has_ended:
+                in_thought = words.rstrip().endswith(THINK_OPEN)
+            last, begins = "", in_thought
+    return last, begins

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from marsrl.rollout.agents.parsers import THINK_OPEN, visible
+from marsrl.rollout.agents.parsers import visible
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -110,7 +110,7 @@ class Orchestration:
         if self._is_compat(sample.agent):
             compat = prompts.compat
             return replace(sample, shown=compat.report(sample.text), answer=None, verdict=compat.verdict(sample.text))
-        shown = visible(sample.text, sample.prompt_text.rstrip().endswith(THINK_OPEN))
+        shown = visible(sample.turn_text, sample.in_thought)
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         if shown is None or sample.finish is not Finish.STOP:
             return read

@@ -156,6 +156,15 @@ class ChatRenderer:
             parts.append(text if is_control else broken)
         return "".join(parts)
 
+    def num_tokens(self, text: str) -> int:
+        """Of a text within a message."""
+        return len(self.completion_ids(text))
+
+    def first_tokens(self, text: str, max_tokens: int) -> str:
+        """The text where it has no more tokens than this, else that of its first ones."""
+        ids = self.completion_ids(text)
+        return text if len(ids) <= max_tokens else self._text(ids[:max_tokens].tolist())
+
     def completion_ids(self, text: str) -> IntArray:
         """[N] int32: a completion that came as text, in ordinary tokens only, without an end."""
         return np.asarray(self._encode_pieces(list(self._break_controls(text))), np.int32)

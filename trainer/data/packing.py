@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from marsrl import kernels
+from marsrl.rollout.first_fit import first_fit_decreasing
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
@@ -120,12 +121,11 @@ def plan_micro_batches(
             f"packing: a sequence has {longest} tokens but trainer.max_tokens_per_micro_batch is {max_tokens}; raise it, or "
             "lower rollout.max_response_tokens or the agents' max_input_tokens"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     clip_of = [(None, None)] * len(lengths) if clips is None else clips
     bins = [
         b
         for clip in dict.fromkeys(clip_of)
-        for b in _first_fit([i for i in order if clip_of[i] == clip], lengths, max_tokens)
+        for b in _first_fit([i for i in range(len(lengths)) if clip_of[i] == clip], lengths, max_tokens)
     ]
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
     while len(bins) < num_bins:
@@ -145,19 +145,9 @@ def _cost(length: int) -> float:
     return length * (1.0 + length / 16384.0)
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        for b, free in enumerate(room):
-            if lengths[i] <= free:
-                bins[b].append(i)
-                room[b] -= lengths[i]
-                break
-        else:
-            bins.append([i])
-            room.append(max_tokens - lengths[i])
-    return bins
+def _first_fit(members: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins = first_fit_decreasing([lengths[i] for i in members], max_tokens)
+    return [[members[place] for place in each] for each in bins]
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:

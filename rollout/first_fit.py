@@ -1,0 +1,34 @@
+"""Sizes into bins of one capacity: first-fit-decreasing, at most 11/9 of the fewest bins and 6/9 of one (Dosa, 2007)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """The bins as indices of sizes, the largest first; equal ones in their order. n sizes take n log n steps.
+
+    Raises:
+        ValueError: a size is negative, or larger than the capacity.
+    """
+    if any(not 0 <= size <= capacity for size in sizes):
+        raise ValueError(f"first fit: sizes from {min(sizes)} to {max(sizes)}, expected 0 to the capacity, {capacity}")
+    num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    room = [capacity] * (2 * num_leaves)  # a tree: of each node the most room of the bins below it, unopened ones too
+    bins: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size, node = sizes[index], 1
+        while node < num_leaves:
+            node *= 2
+            node += room[node] < size  # the leftmost bin with room for it
+        if node - num_leaves == len(bins):
+            bins.append([])
+        bins[node - num_leaves].append(index)
+        room[node] -= size
+        while node > 1:
+            most = max(room[node], room[node ^ 1])
+            node //= 2
+            if room[node] == most:
+                break
+            room[node] = most
+    return bins
