@@ -70,7 +70,7 @@ class Episode:
             of = f"{self.rollout_id}/{group}"
         return Ask(name, agent, tuple(sample.uid for sample in inputs), num_samples, of)
 
-    def call(self, tool: str, by: Sample, index: int = 0, **arguments: object) -> ToolCall:
+    def call(self, tool: str, by: Sample, index: int = 0, /, **arguments: object) -> ToolCall:
         """The call of a tool for this sample, which has ended or waits.
 
         Args:
@@ -138,7 +138,7 @@ class Episode:
 
     def wait(self, sample: Sample) -> None:
         """The sample has paused; its text so far is kept."""
-        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text, turn_text=sample.turn_text)
+        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text)
 
     @property
     def open_calls(self) -> list[ToolCall]:

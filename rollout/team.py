@@ -147,6 +147,15 @@ class Team:
                 self._fail(episode, "outcomes", error)
         return {}
 
+    def metrics(self, episode: Episode) -> Mapping[str, float]:
+        """Of an episode that has ended; none of one that failed."""
+        if not episode.error:
+            try:
+                return self.orchestration.metrics(episode)
+            except Exception as error:
+                self._fail(episode, "metrics", error)
+        return {}
+
     def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
         if not isinstance(each, Ask | ToolCall):
             raise TypeError(f"expected episode.ask(...) and episode.call(...), found {type(each).__name__}")
@@ -184,7 +193,7 @@ class Team:
         parser raises."""
         renderer = self.renderer(ask.agent)
         text = renderer.decode(partial.token_ids)
-        turn_text, in_thought = _turn(renderer, prompt.text, partial, text)
+        turn_start, in_thought = _turn(renderer, prompt.text, partial, text)
         sample = Sample(
             uid=f"{ask.id}:{index}",
             rollout_id=episode.rollout_id,
@@ -203,7 +212,7 @@ class Team:
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
             turn=partial.turn,
-            turn_text=turn_text,
+            turn_start=turn_start,
             in_thought=in_thought,
         )
         try:
@@ -243,17 +252,17 @@ class Team:
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 
-def _turn(renderer: ChatRenderer, prompt_text: str, partial: Partial, text: str) -> tuple[str, bool]:
-    """(what the policy wrote since it last went on, does that begin within a thought?); text: of all tokens.
+def _turn(renderer: ChatRenderer, prompt_text: str, partial: Partial, text: str) -> tuple[int, bool]:
+    """(the character of `text`, all tokens', where its present turn begins; does that begin within a thought?).
 
-    Behind a turn that it ended, the messages that follow say so, as the prompt does at first; behind a pause, its own words
-    before do. What strangers wrote counts for nothing.
+    Behind a turn that the policy ended, the messages that follow say so, as the prompt does at first; behind a pause, its own
+    words before do. What strangers wrote counts for nothing.
     """
-    begins = prompt_text.rstrip().endswith(THINK_OPEN)
+    begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
     if not partial.turn:
-        return text, begins
+        return 0, begins
     ids, own = partial.token_ids, partial.is_sampled
-    last, in_thought, has_ended = "", begins, False
+    last, has_ended = "", False
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1):  # all own, or none of it
         words = renderer.decode(ids[run])
         if own[run[0]]:
@@ -265,4 +274,4 @@ def _turn(renderer: ChatRenderer, prompt_text: str, partial: Partial, text: str)
             if has_ended:
                 in_thought = words.rstrip().endswith(THINK_OPEN)
             last, begins = "", in_thought
-    return last, begins
+    return len(text) - len(last), begins

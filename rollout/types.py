@@ -144,8 +144,8 @@ class Sample:
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
     sampled) cover the completion only, end token included. is_sampled [N] is False where the policy did not choose the
-    token: a tool or another agent wrote it, while the sample waited. turn: how often it has gone on so; turn_text: what it has
-    written since, the end of `text`, all of it its own words; in_thought: these begin within a thought (<think>).
+    token: a tool or another agent wrote it, while the sample waited. turn: how often it has gone on so; turn_start: the
+    character of `text` from which all is its own since; in_thought: that begins within a thought (<think>).
     segments partition [0, N) by the policy version that decoded them. shown: what other agents see of it, "" where it never
     said anything. verdict: True = "correct"; answer: a final answer; None = not parsable, or not what the agent is asked for.
     outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
@@ -173,8 +173,13 @@ class Sample:
     outcome: float = MISSING
     routed_experts: ExpertArray | None = None
     turn: int = 0
-    turn_text: str = ""
+    turn_start: int = 0
     in_thought: bool = False
+
+    @property
+    def turn_text(self) -> str:
+        """What it has written in its present turn; nothing in it is a stranger's."""
+        return self.text[self.turn_start :]
 
     @property
     def oldest_version(self) -> int:
@@ -189,7 +194,6 @@ class Sample:
             is_sampled=_NO_TOKENS.astype(np.bool_),
             rollout_logprobs=_NO_TOKENS.astype(np.float32),
             text="",
-            turn_text="",
             prompt_text="",
             routed_experts=None,
         )

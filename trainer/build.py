@@ -214,6 +214,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.orchestration_options,
             config.rollout,
             config.evaluate,
+            config.tools.names,
+            {name: renderers[agent.policy] for name, agent in config.agents.items()},
         )
         records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
         judge = WatchedJudge(checked.task.judge)

@@ -180,6 +180,11 @@ class CreditConfig(Settings):
         "that plays alone: orchestration=solver)",
     )
     count_zero_groups: bool = Field(True, description="samples of groups without spread count in the denominator")
+    balance: Annotated[Literal["off", "uniform"], OFF] = Field(
+        "off",
+        description="uniform: of each agent's samples for a problem as many are trained as rollout.group_size has, drawn from "
+        "more, or fewer repeated, after their advantages (MARS)",
+    )
     denominator: Literal["all", "agent"] = Field(
         "all",
         description="whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' "
@@ -484,7 +489,7 @@ class RunConfig(Settings):
                     "agent out of credit.train_agents"
                 )
         for name in find_orchestration(self.orchestration).tools:
-            if getattr(self.tools, name, None) is None:
+            if name not in self.tools.names:
                 known = ", ".join(ToolsConfig.model_fields)
                 raise ValueError(
                     f"orchestration={self.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "

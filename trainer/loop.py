@@ -24,7 +24,13 @@ def train(run: Run) -> None:
         if batch is not None:
             with run.timed("credit"):
                 credited = credit(
-                    batch.groups, config.credit, run.agents, success=config.mpt.success, keep_zero=run.keeps_zero
+                    batch.groups,
+                    config.credit,
+                    run.agents,
+                    success=config.mpt.success,
+                    keep_zero=run.keeps_zero,
+                    group_size=config.rollout.group_size,
+                    seed=config.run.seed,
                 )
                 run.note_credit(credited)
         for policy, learner in run.learners.items():

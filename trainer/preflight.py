@@ -93,6 +93,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         task.prompts,
         config.orchestration_options,
         config.rollout,
+        tools=config.tools.names,
     )
     check_tools(config.tools, orchestration.tools, documents_of(task))
     for name, policy in config.policies.items():

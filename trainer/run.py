@@ -26,7 +26,7 @@ from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics
 from marsrl.trainer.report.grad_spikes import GradSpikes
-from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
+from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.samples_log import write_samples
@@ -330,7 +330,8 @@ class Run:
         assert driver.metrics is not None
         driver.row.update(driver.spikes.found(driver.row))
         cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | driver.episode_clock.metrics()
-        driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
+        counted = {**batch.metrics, **team_metrics(batch.metrics)}
+        driver.metrics.log(step, {**counted, **summary, **cost, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):
             self.console.warning(warning)

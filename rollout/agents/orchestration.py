@@ -14,13 +14,14 @@ The same class plays in training, in evaluation and in `marsrl try`. Those that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from marsrl.rollout.agents.parsers import visible
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.episode import Episode
@@ -39,6 +40,8 @@ class Orchestration:
         options: as Options has them.
         rollout: group_size, G; picks, outputs of one agent and rollout instance that are handed on, where a team picks.
         evaluate: how `follow` plays an episode whose purpose is to evaluate.
+        tools: that the config has set.
+        renderers: by agent, for teams to which it matters how many tokens a text has.
     """
 
     class Options(Settings):
@@ -47,8 +50,10 @@ class Orchestration:
     name: ClassVar[str] = ""
     agents: ClassVar[tuple[AgentSpec, ...]] = ()
     is_one_episode: ClassVar[bool] = False
-    tools: ClassVar[tuple[str, ...]] = ()
-    """What `follow` may call (episode.call), by the names that `tools` of the config has."""
+    tools: tuple[str, ...] = ()
+    """What `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
+    optional_tools: ClassVar[tuple[str, ...]] = ()
+    """What it calls beside where the config has set them; of an instance, those are among `tools`."""
     probed: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
@@ -59,11 +64,15 @@ class Orchestration:
         options: Settings | None = None,
         rollout: RolloutConfig | None = None,
         evaluate: EvaluateConfig | None = None,
+        tools: Collection[str] = (),
+        renderers: Mapping[str, ChatRenderer] | None = None,
     ) -> None:
         self.options = self.Options() if options is None else options
         rollout = rollout or RolloutConfig()
         self.group_size, self.num_picks = rollout.group_size, rollout.picks
         self.evaluate = evaluate or EvaluateConfig()
+        self.tools = (*self.tools, *(name for name in self.optional_tools if name in tools))
+        self.renderers = dict(renderers or {})
         self.specs = {spec.name: spec for spec in self.agents}
         self.settings = self.whole_team(agents)
         self._prompts: dict[str, PromptSet] = {
@@ -153,6 +162,10 @@ class Orchestration:
         last = self.outcome(episode)
         value = 0.0 if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
+
+    def metrics(self, episode: Episode) -> Mapping[str, float]:
+        """Of an episode that has ended, of any names: team/<name> is their mean over the episodes that ended in a step."""
+        return {}
 
     def most_samples(self) -> dict[str, int]:
         """Of a rollout instance, by agent, for plans; {} where the team does not say."""

@@ -81,7 +81,7 @@ class ChatRenderer:
         if room < 1:
             return None
         ids, shown = list(template[0]), [parts[0]]
-        for position, num_kept in enumerate(_shares([len(content) for content in contents], room)):
+        for position, num_kept in enumerate(even_shares([len(content) for content in contents], room)):
             content, text = contents[position], parts[2 * position + 1]
             if num_kept < len(content):
                 num_first = (num_kept + 1) // 2 if cut == "middle" else 0
@@ -213,7 +213,7 @@ class ChatRenderer:
         return [i for i in ids if i == unknown or i not in self._control_ids]
 
 
-def _shares(lengths: Sequence[int], room: int) -> list[int]:
+def even_shares(lengths: Sequence[int], room: int) -> list[int]:
     """How much of each length is kept, `room` in all: the longest are cut first, down to one length."""
     kept = [0] * len(lengths)
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):

@@ -15,6 +15,8 @@ class Role(StrEnum):
     ROUTER = "router"  # question, what was found -> is it enough to answer? (Dr. MAS's Verifier for search)
     SEARCHER = "searcher"  # question, what was found -> query
     ANSWERER = "answerer"  # question, what was found -> answer
+    REASONER = "reasoner"  # question -> a call of a tool, or the answer; turn by turn (MARS's System 2)
+    DISTILLER = "distiller"  # question, purpose, what a tool found -> what matters of it (MARS's System 1)
     DEBATER = "debater"  # problem, own solution, solutions of others -> solution
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
+from marsrl.rollout.orchestrations.dual_system import DualSystem
 from marsrl.rollout.orchestrations.search_team import SearchTeam
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.solver_verifier import SolverVerifier
@@ -16,7 +18,7 @@ from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.own_classes import is_own, own_class
 
 ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
-    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam)
+    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam, DualSystem)
 }
 
 OptionValues = Mapping[str, int | float | str | bool | None]
@@ -54,10 +56,12 @@ def build_orchestration(
     options: OptionValues | None = None,
     rollout: RolloutConfig | None = None,
     evaluate: EvaluateConfig | None = None,
+    tools: Collection[str] = (),
+    renderers: Mapping[str, ChatRenderer] | None = None,
 ) -> Orchestration:
     """The orchestration of this name with these settings (see Orchestration); ValueError says which is wrong."""
     kind = find_orchestration(name)
-    return kind(agents, default_prompts, read_options(name, options or {}), rollout, evaluate)
+    return kind(agents, default_prompts, read_options(name, options or {}), rollout, evaluate, tools, renderers)
 
 
 def _of_file(name: str) -> type[Orchestration]:

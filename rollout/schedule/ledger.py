@@ -360,6 +360,8 @@ class Ledger:
         if not episode.is_at_its_end:
             return
         self._note_episode(episode, has_ended=True)
+        self.counts["rollout/episodes"] += 1
+        self.counts.update({f"team/{name}": value for name, value in self.team.metrics(episode).items()})
         instance = self.state.instances[episode.rollout_id]
         if self.trains_whole:
             outcomes = self.team.outcomes(episode)

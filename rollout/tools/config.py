@@ -66,3 +66,8 @@ class ToolsConfig(Settings):
     """The tools that agents can call, by name."""
 
     search: SearchConfig | None = Field(None, description="kind: index (a corpus file) or http (a retrieval server)")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tools that are set."""
+        return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)

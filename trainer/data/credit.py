@@ -7,6 +7,7 @@ answered, nor on who is trained. Only then is it cut, by policy (Credited.of) an
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ import torch
 
 from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
@@ -27,18 +29,20 @@ class Credited:
     groups: every group, trained or not, with the rewards that were credited (the outcome where credit.reward_scheme says
     so). sequences: the trained samples that have a gradient. counted: the sampled tokens of each trained sample that is
     in the loss's denominator, by uid (algorithms: those with a reward; zero-spread groups when credit.count_zero_groups).
+    copies: how many samples each of them stands for, by uid, where not one (credit.balance), in gradient and denominator.
     advantages: of every trained sample with a reward, by uid, for the samples log.
     """
 
     groups: tuple[Group, ...] = ()
     sequences: tuple[TrainSequence, ...] = ()
     counted: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
     advantages: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Those of the denominator."""
-        return sum(self.counted.values())
+        return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
         """The part of these agents; nothing is computed again."""
@@ -48,6 +52,7 @@ class Credited:
             groups,
             tuple(sequence for sequence in self.sequences if sequence.uid in uids),
             {uid: count for uid, count in self.counted.items() if uid in uids},
+            {uid: number for uid, number in self.copies.items() if uid in uids},
             {uid: value for uid, value in self.advantages.items() if uid in uids},
         )
 
@@ -59,6 +64,8 @@ def credit(
     *,
     success: float = 1.0,
     keep_zero: bool = False,
+    group_size: int = 1,
+    seed: int = 0,
 ) -> Credited:
     """Advantages of all samples, and the sequences that enter packing.
 
@@ -69,6 +76,7 @@ def credit(
         success: the credited reward before penalties from which a sample is positive (mpt.success), if its advantage is
             above 0 too.
         keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
+        group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
 
     A sample without a reward is in no statistic, no sequence and no denominator. An advantage of exactly 0 (a group
     without spread, a singleton) leaves the sample out of packing.
@@ -89,13 +97,15 @@ def credit(
         std=config.std,
         singleton=config.singleton,
     ).tolist()
+    trained = [(s, a) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
+    copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
     sequences = []
     counted: dict[str, int] = {}
     advantages: dict[str, float] = {}
-    for sample, value in zip(samples, advantage, strict=True):
-        if sample.reward.is_missing or not config.trains(sample.agent):
-            continue
+    for sample, value in trained:
         advantages[sample.uid] = value
+        if copies.get(sample.uid, 1) == 0:
+            continue
         enters = value != 0.0 or keep_zero
         if enters or config.count_zero_groups:
             counted[sample.uid] = int(sample.is_sampled.sum())
@@ -116,7 +126,25 @@ def credit(
                     routed_experts=sample.routed_experts,
                 )
             )
-    return Credited(tuple(groups), tuple(sequences), counted, advantages)
+    several = {uid: number for uid, number in copies.items() if number > 1}
+    return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
+
+
+def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
+    """How many copies of each sample, by uid, make `number` of every agent's in every rollout instance (MARS, section 3.3).
+
+    Of more, so many are drawn, the others have 0; fewer are all taken equally often, and those that are drawn once more. Every
+    sample of one agent and instance is as likely to be drawn, so the mean over the copies is expected to be that over them.
+    """
+    uids: dict[tuple[str, str], list[str]] = {}
+    for sample in samples:
+        uids.setdefault((sample.rollout_id, sample.agent), []).append(sample.uid)
+    copies: dict[str, int] = {}
+    for (rollout_id, agent), own in uids.items():
+        each, rest = divmod(number, len(own))
+        drawn = set(random.Random(derive_seed(seed, "balance", rollout_id, agent)).sample(sorted(own), rest))
+        copies.update({uid: each + (uid in drawn) for uid in own})
+    return copies
 
 
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:

@@ -62,12 +62,12 @@ def _averaged(credited: Credited, agent_of: Mapping[str, str], average: Average)
     """The samples of these uids with their denominators: one number for all, or a weight of each sample."""
     totals: Counter[str] = Counter()  # by agent
     for uid, agent in agent_of.items():
-        totals[agent] += average.size(credited.counted[uid])
+        totals[agent] += credited.copies.get(uid, 1) * average.size(credited.counted[uid])
 
     def weight(sequence: TrainSequence) -> float:
         of_sample = max(1, credited.counted[sequence.uid]) if average.aggregation == "sequence" else 1
         of_agent = max(1, totals[agent_of[sequence.uid]]) if average.denominator == "agent" else 1
-        return 1 / (of_sample * of_agent)
+        return credited.copies.get(sequence.uid, 1) / (of_sample * of_agent)
 
     sequences = tuple(
         replace(sequence, weight=weight(sequence)) for sequence in credited.sequences if sequence.uid in agent_of

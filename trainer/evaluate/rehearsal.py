@@ -75,7 +75,8 @@ def rehearse(
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config)[0]
     task = build_task(config.task, config.task_options, train, train)
-    names = find_orchestration(config.orchestration).tools
+    kind = find_orchestration(config.orchestration)
+    names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]
     check_tools(config.tools, names, documents_of(task))
     with (
         contextlib.closing(task),
@@ -97,7 +98,13 @@ def rehearse(
         team = Team(
             {name: agent.model_copy(update=own) for name, agent in config.agents.items()},
             build_orchestration(
-                config.orchestration, config.agents, task.prompts, config.orchestration_options, rollout
+                config.orchestration,
+                config.agents,
+                task.prompts,
+                config.orchestration_options,
+                rollout,
+                tools=config.tools.names,
+                renderers=dict.fromkeys(config.agents, renderer),
             ),
             {"main": renderer},
             {"main": EnginePool(LocalReplicas([engine]))},
@@ -107,7 +114,8 @@ def rehearse(
         )
         scheduler = Scheduler(rollout, team, _One(problem), seed=config.run.seed, trains_whole=config.trains_whole)
         groups = scheduler.next_batch({"main": 0}).groups
-    return problem, credit(groups, config.credit, config.agents)
+    size, seed = config.rollout.group_size, config.run.seed
+    return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
 
 
 def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -> Tree:

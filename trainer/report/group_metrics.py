@@ -39,7 +39,7 @@ def summarise(
         reward/{agent}/correct        the task's judgement before penalties, over known ones
         reward/{agent}/missing        number of samples without reward
         advantage/{agent}/fraction_zero
-        response_length/{agent}/mean, max, clip_ratio   tokens; share that hit the global maximum
+        response_length/{agent}/mean, min, max, clip_ratio   tokens; share that hit the global maximum
         verdicts/{agent}/fraction_wrong, missing        of readable verdicts; share of samples without one
         verdicts/{agent}/recall_wrong                   of readable verdicts about wrong solutions, the share that says "wrong"
                                                         (detection recall, arXiv:2511.11373, Figure 5)
@@ -75,6 +75,12 @@ def summarise(
         if agent in verifiers if verifiers is not None else any(sample.verdict is not None for sample in own):
             metrics.update(_verdict_metrics(agent, own))
     return metrics
+
+
+def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
+    """team/{name}, of the batch's metrics, as means over the episodes that ended in it (Orchestration.metrics)."""
+    num_episodes = counted.get("rollout/episodes", 0)
+    return {name: total / num_episodes for name, total in counted.items() if name.startswith("team/")}
 
 
 def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
@@ -114,6 +120,7 @@ def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(sample.token_ids) for sample in samples]
     return {
         f"response_length/{agent}/mean": _mean(lengths),
+        f"response_length/{agent}/min": min(lengths),
         f"response_length/{agent}/max": max(lengths),
         f"response_length/{agent}/clip_ratio": _mean([sample.finish is Finish.LENGTH for sample in samples]),
     }

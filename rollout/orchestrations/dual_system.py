@@ -1,0 +1,223 @@
+"""One policy in two parts: System 2 reasons and calls tools, System 1 reads for it what they find (MARS, arXiv:2510.04935)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.parsers import tagged
+from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, stated_purpose, tool_response
+from marsrl.rollout.agents.render import ChatRenderer, even_shares
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import MOST, MOST_TOKENS, AgentConfig, Settings
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.first_fit import first_fit_decreasing
+from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
+
+_BETWEEN = "\n\n"  # two outputs in a bin
+_READ_ITSELF = ("python",)  # a tool whose output System 2 reads as it is
+
+
+class _Wanted(NamedTuple):
+    """A call of a tool as System 2 wrote it."""
+
+    tool: str
+    arguments: dict[str, object]
+    purpose: str
+
+
+class DualSystem(Orchestration):
+    """System 2 takes turns: in each it thinks, and then calls a tool, answers, or does neither, and goes on.
+
+        system2 -call-> tool -outputs-> bins -> system1, one a bin -distillates-> system2 -call-> ... -> answer
+
+    Outputs of search and scholar are packed into bins by first-fit-decreasing on their tokens. A bin holds what System 1 may
+    read, less its instructions, the question and the purpose; an output that is longer is cut, and has a bin of its own.
+    System 1 reads all bins side by side, and what it writes of them is System 2's next message, in the bins' order, not
+    sampled and counted in its length. What python prints, and every error, System 2 reads itself.
+
+    A turn with a call and an answer calls; a call that cannot be read, or of a tool that is not there, is answered by an error
+    text. The last turn calls nothing: with an answer it ends the episode, without one its outcome is 0. What both systems are
+    trained by is that outcome (credit.reward_scheme=outcome). It calls the tools that the config has set.
+    """
+
+    class Options(Settings):
+        max_turns: int = Field(10, gt=0, le=MOST, description="of System 2")
+        distil: bool = Field(True, description="false: no System 1, System 2 reads all outputs itself (max_found_tokens)")
+        max_found_tokens: int = Field(
+            8192,
+            gt=0,
+            le=MOST_TOKENS,
+            description="without System 1: tokens of a call's outputs; the longest lose their ends first, down to one length",
+        )
+        show_purpose: bool = Field(
+            True,
+            description="System 1 is told what a call was for (MARS, equation 2); its template E.1 does not say it",
+        )
+
+    name = "dual_system"
+    agents = (AgentSpec("system2", Role.REASONER), AgentSpec("system1", Role.DISTILLER))
+    optional_tools = ("search", "scholar", "python")
+    options: DualSystem.Options
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._bins = lru_cache(maxsize=64)(self._pack)  # asked for once to ask, and again for each prompt
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asked: list[Ask | ToolCall] = [episode.ask("system2")]
+        for sample in self._waiting(episode):
+            wanted = self._wanted(sample)
+            if isinstance(wanted, _Wanted):
+                asked.append(self._call(episode, sample, wanted))
+                asked += [ask for ask, _ in self._readings(episode, sample, wanted)]
+        return asked
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        role = self.spec(ask.agent).role
+        if ask.agent == "system2":
+            return self.prompt(ask.agent, role, episode, report="\n".join(TOOLS[name] for name in self.tools))
+        (sample,) = episode.inputs(ask)
+        wanted = self._wanted(sample)
+        assert isinstance(wanted, _Wanted)
+        (found,) = (text for each, text in self._readings(episode, sample, wanted) if each.id == ask.id)
+        return self.prompt(ask.agent, role, episode, found, self._purpose(wanted))
+
+    def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
+        wanted = self._wanted(sample)
+        if wanted is None:
+            return (Message("user", NEXT_TURN),)
+        if isinstance(wanted, str):
+            return (Message("user", tool_response(f"error: {wanted}")),)
+        output = episode.output(self._call(episode, sample, wanted))
+        if output is None:
+            return None
+        if output.is_error or wanted.tool in _READ_ITSELF:
+            return (Message("user", tool_response(output.text)),)
+        if not self.options.distil:
+            return (Message("user", tool_response(self._cut(output))),)
+        asks = [ask for ask, _ in self._readings(episode, sample, wanted)]
+        if not all(episode.is_over(ask) for ask in asks):
+            return None
+        said = [episode.said(ask) for ask in asks]
+        read = [NOTHING_READ if each is None or not each.shown else each.shown for each in said]
+        return (Message("user", tool_response(_BETWEEN.join(read) or NOTHING_READ)),)
+
+    def parse(self, sample: Sample) -> Sample:
+        """shown: of System 2 the words of its present turn. finish WAITING where the turn calls, or does not answer."""
+        read = super().parse(sample)
+        if sample.agent == "system1":
+            return replace(read, answer=None)
+        if read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
+            return read
+        if read.answer is None or tagged("tool_call", read.shown) is not None:
+            return replace(read, answer=None, finish=Finish.WAITING)
+        return read
+
+    def needs_judge(self, sample: Sample) -> bool:
+        return sample.agent == "system2" and super().needs_judge(sample)
+
+    def is_readable(self, sample: Sample) -> bool:
+        return bool(sample.shown) if sample.agent == "system1" else super().is_readable(sample)
+
+    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
+        """System 2's: the task's. Of a distillate: did it say anything? What it was worth, only the outcome tells."""
+        if sample.agent == "system2" or sample.finish is not Finish.STOP:
+            return super().reward(episode, ask, sample, judged)
+        readable = float(self.is_readable(sample))
+        return Reward(readable, MISSING, {"readable": readable}, "" if readable else "nothing said")
+
+    def outcomes(self, episode: Episode) -> dict[str, float]:
+        """The correctness of System 2's answer: 0 without one, unknown where its engine or its judge failed."""
+        (last,) = episode.samples(episode.ask("system2")) or (None,)
+        value = MISSING if last is None else last.reward.correct
+        return {sample.uid: value for answer in episode.answers.values() for sample in answer}
+
+    def metrics(self, episode: Episode) -> Mapping[str, float]:
+        """turns and answered; calls of each tool; failed_calls, that could not be read or had an error; distillates."""
+        reasoned = episode.samples(episode.ask("system2"))
+        num_waits = sum(sample.turn for sample in reasoned)
+        tools = [call.tool for call in episode.calls.values()]
+        return {
+            "turns": num_waits + len(reasoned),
+            "answered": sum(sample.answer is not None for sample in reasoned),
+            "turns_without_call": num_waits - len(tools),
+            "failed_calls": sum(output.is_error for output in episode.outputs.values()),
+            "distillates": sum(ask.agent == "system1" for ask in episode.asks.values()),
+            **{f"calls/{name}": tools.count(name) for name in self.tools},
+        }
+
+    @staticmethod
+    def _waiting(episode: Episode) -> list[Sample]:
+        return [sample for sample in episode.waiting.values() if sample.agent == "system2"]
+
+    @staticmethod
+    def _call(episode: Episode, sample: Sample, wanted: _Wanted) -> ToolCall:
+        return episode.call(wanted.tool, sample, **wanted.arguments)
+
+    def _wanted(self, sample: Sample) -> _Wanted | str | None:
+        """The call in System 2's present turn; what is wrong with it; or None where there is none."""
+        text = tagged("tool_call", sample.shown)
+        if text is None:
+            return None
+        try:
+            call = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return f"the call is not JSON ({str(error)[:100]})"
+        if not isinstance(call, dict) or not {"tool", "arguments"} <= call.keys() <= {"tool", "arguments", "purpose"}:
+            return 'the call has to be {"tool": ..., "arguments": {...}, "purpose": ...}'
+        tool, arguments, purpose = call["tool"], call["arguments"], call.get("purpose", "")
+        if tool not in self.tools:
+            return f"there is no tool {str(tool)[:100]!r}; there are: {', '.join(self.tools) or 'none'}"
+        if not isinstance(arguments, dict) or not isinstance(purpose, str):
+            return '"arguments" has to be an object, "purpose" a text'
+        return _Wanted(tool, arguments, purpose)
+
+    def _purpose(self, wanted: _Wanted) -> str:
+        return stated_purpose(wanted.purpose) if self.options.show_purpose and wanted.purpose else ""
+
+    def _readings(self, episode: Episode, sample: Sample, wanted: _Wanted) -> list[tuple[Ask, str]]:
+        """System 1's asks about the outputs of this call, with the bin that each reads; none as long as there are none."""
+        output = episode.output(self._call(episode, sample, wanted))
+        if output is None or output.is_error or wanted.tool in _READ_ITSELF or not self.options.distil:
+            return []
+        found = self._bins(episode.problem.question, self._purpose(wanted), output)
+        return [
+            (episode.ask("system1", sample, turn=sample.turn, index=index), text) for index, text in enumerate(found)
+        ]
+
+    def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
+        """What a tool found, in bins; () where question and purpose leave System 1 no room to read anything."""
+        renderer, settings = self._reads("system1")
+        empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, report=purpose)
+        capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])
+        between = renderer.num_tokens(_BETWEEN)
+        if capacity <= between:
+            return ()
+        found = [renderer.first_tokens(text, capacity - between) for text in _texts(output)]
+        sizes = [min(capacity, renderer.num_tokens(text) + between) for text in found]
+        return tuple(
+            _BETWEEN.join(found[i] for i in sorted(members)) for members in first_fit_decreasing(sizes, capacity)
+        )
+
+    def _cut(self, output: ToolOutput) -> str:
+        """All that a tool found, in max_found_tokens."""
+        renderer, _ = self._reads("system2")
+        texts = _texts(output)
+        room = self.options.max_found_tokens - (len(texts) - 1) * renderer.num_tokens(_BETWEEN)
+        kept = even_shares([renderer.num_tokens(text) for text in texts], max(0, room))
+        return _BETWEEN.join(renderer.first_tokens(text, n) for text, n in zip(texts, kept, strict=True) if n)
+
+    def _reads(self, agent: str) -> tuple[ChatRenderer, AgentConfig]:
+        return self.renderers[agent], self.settings[agent]
+
+
+def _texts(output: ToolOutput) -> Sequence[str]:
+    """Pages, papers, or whatever else a tool found, each by itself."""
+    return [output.text]
