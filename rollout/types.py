@@ -9,9 +9,10 @@ Token ids travel; text is decoded once for parsing and viewing and is never toke
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -132,10 +133,29 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool said: text that a model can read, of an error too."""
+    """What a tool said: text that a model can read, of an error too.
+
+        ToolOutput("12.5")                          a text
+        ToolOutput.of(["first page", "second"])     pages or papers: parts, which can be read one by one
+
+    text: all of it, parts on lines of their own. part_ends: where in it each part ends, () of what has none: a checkpoint keeps
+    every character once.
+    """
 
     text: str
     is_error: bool = False
+    part_ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> ToolOutput:
+        """The output of these parts."""
+        return cls("\n".join(parts), part_ends=tuple(end - 1 for end in accumulate(len(part) + 1 for part in parts)))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """One text a page or paper; () of an error, of nothing found and of what a tool says in one piece."""
+        starts = (0, *(end + 1 for end in self.part_ends))
+        return tuple(self.text[start:end] for start, end in zip(starts, self.part_ends, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,12 @@ class ToolLimits(Settings):
         le=MOST_RANKS,
         description="calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends",
     )
-    max_output_chars: int = Field(16_000, gt=0, le=MOST_TOKENS, description="a longer output is cut, with a mark")
+    max_output_chars: int = Field(
+        16_000,
+        gt=0,
+        le=MOST_TOKENS,
+        description="of one output, all its parts together; the longest of them are cut to fit, with a mark",
+    )
     cache_mib: int = Field(64, ge=0, le=MOST_MIB, description="outputs kept for calls that are repeated, MiB; 0: none")
     cache_entries: int = Field(100_000, gt=0, le=MOST, description="outputs kept, at most")
 

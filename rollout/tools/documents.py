@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +50,13 @@ def read_corpus(path: str | Path) -> Iterator[Document]:
         raise ValueError(f"{file} holds no document; expected lines of {{id, title, text}}")
 
 
-def shown(documents: Sequence[Document]) -> str:
-    """What an agent reads of documents, in the form of Search-R1."""
-    if not documents:
-        return "No documents match."
-    return "\n".join(f"Doc {i}(Title: {d.title}) {d.text}" for i, d in enumerate(documents, start=1))
+def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
+    """What an agent reads of documents, in the form of Search-R1: a part each, the same document once.
+
+    kind: what it is called before its number.
+    """
+    parts = [f"{kind} {i}(Title: {d.title}) {d.text}" for i, d in enumerate(dict.fromkeys(documents), start=1)]
+    return parts or "No documents match."
 
 
 def _document(row: Mapping[str, object], line: int) -> Document:

@@ -1,6 +1,6 @@
 """Calls of tools side by side, none of which can fail, hang or flood its caller.
 
-    submit(ToolCall) -> queue of the tool -> thread -> Tool.run -> text, cut at the cap -> Future[ToolOutput]
+    submit(ToolCall) -> queue of the tool -> thread -> Tool.run -> text or parts, cut at the cap -> Future[ToolOutput]
                 |-> cache: the same call was answered before, or is under way: it is not run again
 
 Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ UNKNOWN = "unknown"
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of an error or a name in a text for the model
 _ENTRY_BYTES = 200  # of an entry of the cache beside its text, about
-_COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated")
+_COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
 _Key = tuple[str, str]  # tool, arguments in one spelling
 
@@ -130,7 +130,7 @@ class ToolPool:
         return future
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut."""
+        """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
         with self._changed:
             taken = {name: lane.counts for name, lane in self._lanes.items()}
             if self._unknown["calls"]:
@@ -233,6 +233,7 @@ class ToolPool:
     def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
         counts["calls"] += 1
         counts["errors"] += output.is_error
+        counts["parts"] += len(output.part_ends)
         if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller wants it no more
             future.set_result(output)
 
@@ -279,18 +280,36 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     """What the tool says, and whether it was cut; every failure of its is an output."""
     name, most = lane.tool.name, lane.limits.max_output_chars
     try:
-        text = lane.tool.run(run.arguments)
-        if not isinstance(text, str):
-            raise TypeError(f"its output is {type(text).__name__}, expected text")
+        said = lane.tool.run(run.arguments)
+        parts = [said] if isinstance(said, str) else said
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            raise TypeError(f"its output is {type(said).__name__}, expected text or a list of texts")
     except ToolError as error:
         return _error(str(error)), False
     except BaseException as error:  # SystemExit too: the thread would end without a word, and the call with it
         _log.warning("tool %s failed: %s", name, error, exc_info=error)
         return _error(f"{name} failed: {type(error).__name__}: {error}"), False
-    shown = text[:most].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no tokens
-    if len(text) <= most:
-        return ToolOutput(shown), False
-    return ToolOutput(f"{shown}\n[cut: the first {most:,} of {len(text):,} characters]"), True
+    longest = _longest([len(part) for part in parts], most)
+    kept = [_cut(part, longest) for part in parts]
+    return ToolOutput(kept[0]) if isinstance(said, str) else ToolOutput.of(kept), any(
+        len(part) > longest for part in parts
+    )
+
+
+def _longest(sizes: Sequence[int], most: int) -> int:
+    """The length to which longer parts are cut, so that all have `most` characters together: a long page leaves room for others."""
+    for num_before, size in enumerate(sorted(sizes)):
+        if size > (share := most // (len(sizes) - num_before)):
+            return share
+        most -= size
+    return max(sizes, default=0)
+
+
+def _cut(text: str, longest: int) -> str:
+    shown = text[:longest].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no tokens
+    if len(text) <= longest:
+        return shown
+    return f"{shown}\n[cut: the first {longest:,} of {len(text):,} characters]"
 
 
 def _error(text: str) -> ToolOutput:

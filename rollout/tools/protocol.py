@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+
+MOST_QUERIES = 8
+"""Of one call."""
+
+_MOST_SHOWN = 80  # characters of an argument in a message
 
 
 class ToolError(Exception):
@@ -13,14 +19,18 @@ class ToolError(Exception):
 class Tool(Protocol):
     """Something agents call, from several threads at once; ToolPool bounds its time and its output.
 
-    is_deterministic: the same arguments have the same answer for as long as a run lasts, so that it may be kept.
+    argument: the name of the one text that it can be called with. is_deterministic: the same arguments have the same answer for
+    as long as a run lasts, so that it may be kept.
     """
 
     name: str
+    argument: str
     is_deterministic: bool
 
-    def run(self, arguments: Mapping[str, object]) -> str:
-        """The answer, as text. arguments: what the model wrote, any JSON object.
+    def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
+        """The answer: a text, or its parts (pages, papers), each a text that can be read by itself.
+
+        arguments: what the model wrote, any JSON object.
 
         Raises:
             ToolError: what the caller is to read instead of an answer.
@@ -39,3 +49,20 @@ def text_argument(arguments: Mapping[str, object], name: str) -> str:
     if not isinstance(value, str):
         raise ToolError(f"{name!r} is {type(value).__name__}, expected text")
     return value
+
+
+def query_arguments(arguments: Mapping[str, object]) -> list[str]:
+    """The different queries of {"query": text} or {"queries": [texts]}; ToolError says what else was found."""
+    if list(arguments) != ["queries"]:
+        queries = [text_argument(arguments, "query")]
+    else:
+        given = arguments["queries"]
+        if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
+            raise ToolError(f"'queries' is {repr(given)[:_MOST_SHOWN]}, expected a list of texts")
+        if len(given) > MOST_QUERIES:
+            raise ToolError(f"'queries' has {len(given):,} texts, expected at most {MOST_QUERIES}")
+        queries = list(dict.fromkeys(given))
+    for query in queries:
+        if not query.strip():
+            raise ToolError("the query has no words" if len(queries) == 1 else "one of the queries has no words")
+    return queries

@@ -16,13 +16,17 @@ from marsrl.rollout.http_line import HttpLine, Refused, read_json
 from marsrl.rollout.http_line import shown as excerpt
 from marsrl.rollout.tools.config import HttpSearch
 from marsrl.rollout.tools.documents import Document, from_contents, shown
-from marsrl.rollout.tools.protocol import ToolError, text_argument
+from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
 
 class Retrieval:
-    """The tool: {"query": text} -> the top_k documents as text, or a ToolError where the server has none to give."""
+    """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, a request a query, in turn.
+
+    A ToolError where the server has none to give to one of them.
+    """
 
     name = "search"
+    argument = "query"
     is_deterministic = True  # a corpus does not change while a run lasts
 
     def __init__(self, options: HttpSearch) -> None:
@@ -39,20 +43,20 @@ class Retrieval:
             timeout_key="request_timeout_s",
         )
 
-    def run(self, arguments: Mapping[str, object]) -> str:
-        query = text_argument(arguments, "query")
-        if not query.strip():
-            raise ToolError("the query has no words")
-        query = query.encode("utf-8", "replace").decode("utf-8")  # servers differ about half of a surrogate pair
-        asked = {"queries": [query], "query": query, "topk": self._top_k, "return_scores": True}
+    def run(self, arguments: Mapping[str, object]) -> str | list[str]:
         try:
-            return shown(self._line.post(json.dumps(asked).encode(), self._documents, random.Random(query)))
+            return shown(document for query in query_arguments(arguments) for document in self._search(query))
         except Refused as error:
             raise ToolError(f"{self._url}: {error}") from error
 
     def close(self) -> None:
         """Searches under way fail; may be called twice."""
         self._line.cut()
+
+    def _search(self, query: str) -> list[Document]:
+        query = query.encode("utf-8", "replace").decode("utf-8")  # servers differ about half of a surrogate pair
+        asked = {"queries": [query], "query": query, "topk": self._top_k, "return_scores": True}
+        return self._line.post(json.dumps(asked).encode(), self._documents, random.Random(query))
 
     def _documents(self, answer: bytes) -> list[Document]:
         value = read_json(answer)

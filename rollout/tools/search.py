@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
-from marsrl.rollout.tools.protocol import ToolError, text_argument
+from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
 _FORM = "1"  # of the file; another one is made anew
 _WORD = re.compile(r"[^\W_]+")
@@ -103,19 +103,20 @@ def open_index(corpus: str | Path, file: str | Path | None = None) -> SearchInde
 
 
 class IndexSearch:
-    """The tool: {"query": text} -> the top_k documents as text."""
+    """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries."""
 
     name = "search"
+    argument = "query"
     is_deterministic = True
 
     def __init__(self, index: SearchIndex, top_k: int) -> None:
         self._index, self._top_k = index, top_k
 
-    def run(self, arguments: Mapping[str, object]) -> str:
-        query = text_argument(arguments, "query")
-        if not _words(query):
+    def run(self, arguments: Mapping[str, object]) -> str | list[str]:
+        queries = query_arguments(arguments)
+        if not any(map(_words, queries)):
             raise ToolError("the query has no words")
-        return shown([document for document, _ in self._index.search(query, self._top_k)])
+        return shown(document for query in queries for document, _ in self._index.search(query, self._top_k))
 
     def close(self) -> None:
         self._index.close()

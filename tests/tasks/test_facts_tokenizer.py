@@ -31,7 +31,7 @@ def test_every_word_that_an_agent_reads_is_one_token(role: Role, renderer: ChatR
     index = build_index(world.documents)
     for number, problem in enumerate(world.held_out(60, seed=0)):
         names = [world.people[number % 40], world.places[number % 40]][: number % 3]
-        finds = [searched(name, shown([found for found, _ in index.search(name, 3)])) for name in names]
+        finds = [searched(name, "\n".join(shown(found for found, _ in index.search(name, 3)))) for name in names]
         report = "\n".join(finds) or NOTHING_SEARCHED
         prompt, text = renderer.render(FACTS.fill(role, problem=problem.question, report=report))
         assert UNKNOWN not in prompt

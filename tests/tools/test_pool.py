@@ -10,9 +10,12 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tools.config import ToolLimits
-from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.tools.pool import ToolPool, _longest
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 
@@ -21,13 +24,14 @@ SOON_S = 30.0  # far more than anything here takes
 
 class Scripted:
     name = "echo"
+    argument = "text"
 
     def __init__(self, run: Callable[[Mapping[str, object]], object], is_deterministic: bool = True) -> None:
         self._run, self.is_deterministic = run, is_deterministic
         self.seen: list[Mapping[str, object]] = []
         self.num_closed = 0
 
-    def run(self, arguments: Mapping[str, object]) -> str:
+    def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
         self.seen.append(arguments)
         return self._run(arguments)  # type: ignore[return-value]
 
@@ -118,6 +122,10 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
         (raises(MemoryError()), "error: echo failed: MemoryError: "),
         (lambda arguments: b"bytes", "error: echo failed: TypeError: its output is bytes, expected text"),
         (lambda arguments: None, "error: echo failed: TypeError: its output is NoneType, expected text"),
+        (
+            lambda arguments: ["page", 7],
+            "error: echo failed: TypeError: its output is list, expected text or a list of texts",
+        ),
         (raises(ValueError("a" * 50_000_000)), "error: echo failed: ValueError: aaa"),
         (raises(ValueError("\ud800")), "error: echo failed: ValueError: ?"),
     ],
@@ -144,6 +152,37 @@ def test_50_mb_are_cut_at_the_cap_and_say_so() -> None:
 def test_an_output_of_exactly_the_cap_is_whole() -> None:
     with pool_of(Scripted(lambda arguments: "x" * 1000), max_output_chars=1000) as pool:
         assert answers(pool, [call("1")])["1"].text == "x" * 1000 and pool.take_counts()["tools/echo/truncated"] == 0
+
+
+def test_parts_are_kept_apart_and_counted() -> None:
+    with pool_of(Scripted(lambda arguments: ["one\ntwo", "", "three"])) as pool:
+        first, again = (answers(pool, [call(id)])[id] for id in "12")
+        counts = pool.take_counts()
+    assert first == again and first.text == "one\ntwo\n\nthree" and first.parts == ("one\ntwo", "", "three")
+    assert (counts["tools/echo/parts"], counts["tools/echo/cached"]) == (6, 1)
+
+
+def test_of_parts_beyond_the_cap_the_longest_are_cut_and_none_is_lost() -> None:
+    sizes = [50, 10, 5000, 300]
+    with pool_of(Scripted(lambda arguments: ["x" * size for size in sizes]), max_output_chars=400) as pool:
+        output, counts = answers(pool, [call("1")])["1"], pool.take_counts()
+    assert [part.count("x") for part in output.parts] == [50, 10, 170, 170] and counts["tools/echo/truncated"] == 1
+    assert output.parts[2].endswith("x\n[cut: the first 170 of 5,000 characters]")
+    assert all(part == "x" * size for part, size in zip(output.parts[:2], sizes, strict=False))
+
+
+@given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 200))
+def test_what_is_kept_of_parts_fills_the_cap_and_no_more(sizes: list[int], most: int) -> None:
+    longest = _longest(sizes, most)
+    kept, more = (sum(min(size, length) for size in sizes) for length in (longest, longest + 1))
+    assert kept <= most and (kept == sum(sizes) or more > most)
+
+
+@given(st.lists(st.text("ab\n", max_size=4), max_size=5))
+def test_an_output_of_parts_is_one_text_and_survives_a_checkpoint(parts: list[str]) -> None:
+    output = decode(ToolOutput, encode(ToolOutput.of(parts)))
+    assert output.parts == tuple(parts) and output.text == "\n".join(parts)
+    assert ToolOutput("one\ntwo").parts == () == ToolOutput.of([]).parts
 
 
 def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:

@@ -38,7 +38,8 @@ def ask(reply: Any, query: str = "capital of Peru", **changes: object) -> tuple[
         url = server.base_url.replace("/v1", "/retrieve")
         with closing(Retrieval(options(url, **changes))) as tool:
             try:
-                return tool.run({"query": query}), server
+                said = tool.run({"query": query})
+                return said if isinstance(said, str) else "\n".join(said), server
             except ToolError as error:
                 return f"ToolError: {error}", server
 
@@ -168,7 +169,20 @@ def test_closing_ends_a_search_that_waits() -> None:
         gate.set()
 
 
-@pytest.mark.parametrize("arguments", [{}, {"query": 7}, {"query": " "}, {"queries": ["x"]}])
+def test_several_queries_are_a_request_each_and_one_that_fails_is_the_answer() -> None:
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        found = [{"contents": f'"{body["query"]}"\ntext'}, {"contents": '"Both"\ntext'}]
+        handler.send(404 if body["query"] == "gone" else 200, json.dumps({"result": [found]}).encode())
+
+    with completions_server(reply) as server, closing(Retrieval(options(server.base_url))) as tool:
+        parts = ["Doc 1(Title: a) text", "Doc 2(Title: Both) text", "Doc 3(Title: b) text"]
+        assert tool.run({"queries": ["a", "b"]}) == parts
+        assert [body["queries"] for body in server.bodies] == [["a"], ["b"]]
+        with pytest.raises(ToolError, match="HTTP 404"):
+            tool.run({"queries": ["a", "gone"]})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"query": 7}, {"query": " "}, {"queries": "x"}])
 def test_arguments_are_checked_before_anything_is_sent(arguments: dict[str, object]) -> None:
     with closing(Retrieval(options())) as tool, pytest.raises(ToolError) as error:
         tool.run(arguments)
@@ -281,7 +295,7 @@ def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> No
             assert line.startswith(f"2 documents of {corpus} at http://127.0.0.1:"), line + process.stderr.read()
             url = line.split()[-1]
             with closing(Retrieval(options(url))) as tool:
-                assert tool.run({"query": "Andes"}) == "Doc 1(Title: Peru) A country.\nIn the Andes."
+                assert tool.run({"query": "Andes"}) == ["Doc 1(Title: Peru) A country.\nIn the Andes."]
             assert httpx.post(url, json={"queries": ["Andes"], "topk": 1}).json()["result"][0][0]["id"] == "peru"
             process.send_signal(signal.SIGINT)
             assert process.wait(30.0) == 0 and process.stderr.read() == ""

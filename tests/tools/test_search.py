@@ -108,6 +108,14 @@ def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: Search
         ({"query": "lima", "top_k": 1000}, "found 'query', 'top_k'"),
         ({"query": ["lima"]}, "'query' is list, expected text"),
         ({"query": None}, "'query' is NoneType, expected text"),
+        ({"queries": "lima"}, "'queries' is 'lima', expected a list of texts"),
+        ({"queries": []}, r"'queries' is \[\], expected a list of texts"),
+        ({"queries": ["lima", 7]}, r"'queries' is \['lima', 7\], expected a list of texts"),
+        ({"queries": ["lima", " "]}, "one of the queries has no words"),
+        ({"queries": ["*", "-"]}, "the query has no words"),
+        ({"queries": ["lima"] * 9}, "'queries' has 9 texts, expected at most 8"),
+        ({"queries": [["x" * 10_000_000]]}, r"'queries' is \[\['x{70,80}, expected a list of texts"),
+        ({"queries": ["lima"], "query": "lima"}, "found 'queries', 'query'"),
     ],
 )
 def test_the_tool_says_which_arguments_it_takes(index: SearchIndex, arguments: dict[str, object], said: str) -> None:
@@ -116,11 +124,23 @@ def test_the_tool_says_which_arguments_it_takes(index: SearchIndex, arguments: d
 
 
 def test_documents_are_shown_as_search_r1_shows_them(index: SearchIndex) -> None:
-    assert IndexSearch(index, 2).run({"query": "capital of Peru"}) == (
-        "Doc 1(Title: Lima) Lima is the capital of Peru.\n"
-        "Doc 2(Title: Peru) Peru borders Chile, and its singers are sung to."
-    )
+    assert IndexSearch(index, 2).run({"query": "capital of Peru"}) == [
+        "Doc 1(Title: Lima) Lima is the capital of Peru.",
+        "Doc 2(Title: Peru) Peru borders Chile, and its singers are sung to.",
+    ]
     assert IndexSearch(index, 3).run({"query": "atlantis"}) == "No documents match." == shown([])
+
+
+def test_several_queries_find_each_document_once_in_their_order(index: SearchIndex) -> None:
+    tool = IndexSearch(index, 2)
+    asked = {"queries": ["band", "capital of Peru", "atlantis", "chile", "band"]}
+    assert [part[:19] for part in tool.run(asked)] == [
+        "Doc 1(Title: The Wh",
+        "Doc 2(Title: Lima) ",
+        "Doc 3(Title: Peru) ",
+    ]
+    assert tool.run({"queries": ["atlantis", "***"]}) == "No documents match."
+    assert tool.run({"queries": ["capital of Peru"]}) == tool.run({"query": "capital of Peru"})
 
 
 def test_documents_come_back_as_they_were(index: SearchIndex) -> None:
