@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import IntArray, Message
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
@@ -211,15 +212,6 @@ class ChatRenderer:
         unknown = self._tokenizer.unk_token_id
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
         return [i for i in ids if i == unknown or i not in self._control_ids]
-
-
-def even_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How much of each length is kept, `room` in all: the longest are cut first, down to one length."""
-    kept = [0] * len(lengths)
-    for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
-        kept[index] = min(lengths[index], room // (len(lengths) - place))
-        room -= kept[index]
-    return kept
 
 
 def load_tokenizer(directory: Path) -> Any:

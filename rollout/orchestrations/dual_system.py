@@ -13,11 +13,11 @@ from pydantic import Field
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import tagged
 from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, stated_purpose, tool_response
-from marsrl.rollout.agents.render import ChatRenderer, even_shares
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import MOST, MOST_TOKENS, AgentConfig, Settings
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.first_fit import first_fit_decreasing
+from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # two outputs in a bin
@@ -220,4 +220,4 @@ class DualSystem(Orchestration):
 
 def _texts(output: ToolOutput) -> Sequence[str]:
     """Pages, papers, or whatever else a tool found, each by itself."""
-    return [output.text]
+    return output.parts or (output.text,)

@@ -18,11 +18,12 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
 from marsrl.rollout.tools.protocol import Tool, ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
@@ -289,20 +290,10 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     except BaseException as error:  # SystemExit too: the thread would end without a word, and the call with it
         _log.warning("tool %s failed: %s", name, error, exc_info=error)
         return _error(f"{name} failed: {type(error).__name__}: {error}"), False
-    longest = _longest([len(part) for part in parts], most)
-    kept = [_cut(part, longest) for part in parts]
-    return ToolOutput(kept[0]) if isinstance(said, str) else ToolOutput.of(kept), any(
-        len(part) > longest for part in parts
-    )
-
-
-def _longest(sizes: Sequence[int], most: int) -> int:
-    """The length to which longer parts are cut, so that all have `most` characters together: a long page leaves room for others."""
-    for num_before, size in enumerate(sorted(sizes)):
-        if size > (share := most // (len(sizes) - num_before)):
-            return share
-        most -= size
-    return max(sizes, default=0)
+    kept = even_shares([len(part) for part in parts], most)
+    shown = [_cut(part, length) for part, length in zip(parts, kept, strict=True)]
+    is_cut = any(length < len(part) for part, length in zip(parts, kept, strict=True))
+    return ToolOutput(shown[0]) if isinstance(said, str) else ToolOutput.of(shown), is_cut
 
 
 def _cut(text: str, longest: int) -> str:

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from marsrl.rollout.agents.prompts import MATH
-from marsrl.rollout.agents.render import ChatRenderer, even_shares, load_tokenizer
+from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
+from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from marsrl import kernels
-from marsrl.rollout.first_fit import first_fit_decreasing
+from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device

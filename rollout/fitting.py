@@ -1,4 +1,4 @@
-"""Sizes into bins of one capacity: first-fit-decreasing, at most 11/9 of the fewest bins and 6/9 of one (Dosa, 2007)."""
+"""What fits where: sizes into bins of one capacity, and a room shared among what is too large for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """The bins as indices of sizes, the largest first; equal ones in their order. n sizes take n log n steps.
+    """Sizes into bins: the indices that each holds, the largest first, equal ones in their order; n sizes take n log n steps.
+
+    The largest that is left goes to the first bin with room for it: at most 11/9 of the fewest bins and 6/9 of one (Dosa, 2007).
 
     Raises:
         ValueError: a size is negative, or larger than the capacity.
@@ -32,3 +34,12 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
                 break
             room[node] = most
     return bins
+
+
+def even_shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How much of each length is kept, `room` in all: the longest are cut first, down to one length."""
+    kept = [0] * len(lengths)
+    for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
+        kept[index] = min(lengths[index], room // (len(lengths) - place))
+        room -= kept[index]
+    return kept
