@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.parsers import (
     boxed_answer,
@@ -44,7 +44,7 @@ class PromptSet:
 
     turns: chat turns whose contents hold {problem}, {solution}, {report}. read_answer / read_verdict take visible
     text and return None where nothing can be read; example holds ANSWER, VERDICT, and where there are such roles ROUTE and
-    QUESTION, in words that they read, verdicts has the two of them, right and wrong.
+    QUESTION, in words that they read; examples has those of roles that need others, one a turn. verdicts: right and wrong.
     """
 
     name: str
@@ -54,6 +54,7 @@ class PromptSet:
     example: str
     verdicts: tuple[str, str] = ("correct", "wrong")
     compat: Compat = Compat(compat_report, compat_verdict, compat_is_valid)
+    examples: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
 
     def fill(self, role: Role, *, problem: str, solution: str = "", report: str = "") -> tuple[Message, ...]:
         """The chat for one call. One pass: a "{report}" that stands in the problem's own text stays as it is."""
@@ -319,6 +320,13 @@ QA = PromptSet(
     read_answer=lambda text: tagged("answer", text),
     read_verdict=strict_verdict,
     example="<verify>ROUTE</verify> <search>QUESTION</search> <answer>ANSWER</answer>\nVerdict: VERDICT",
+    examples={
+        Role.REASONER: (
+            '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>',
+            "<answer>ANSWER</answer>",
+        ),
+        Role.DISTILLER: ("It says: ANSWER.",),
+    },
 )
 
 NOTHING_SEARCHED = "Nothing has been searched for yet."

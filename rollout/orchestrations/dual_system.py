@@ -49,7 +49,9 @@ class DualSystem(Orchestration):
 
     class Options(Settings):
         max_turns: int = Field(10, gt=0, le=MOST, description="of System 2")
-        distil: bool = Field(True, description="false: no System 1, System 2 reads all outputs itself (max_found_tokens)")
+        distil: bool = Field(
+            True, description="false: no System 1, System 2 reads all outputs itself (max_found_tokens)"
+        )
         max_found_tokens: int = Field(
             8192,
             gt=0,

@@ -9,7 +9,6 @@ import transformers
 
 from marsrl.rollout.agents.prompts import MATH
 from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
-from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -148,7 +147,6 @@ def test_the_longest_message_is_cut_and_its_beginning_or_end_stays(byte_level: C
         assert rendered is not None and len(rendered[0]) == len(whole) - 10
         assert rendered[1] == byte_level.render([messages[0], Message("user", kept)])[1]
         assert rendered[0].tolist() == byte_level.render([messages[0], Message("user", kept)])[0].tolist()
-    assert even_shares([5, 16], 10) == [5, 5] and even_shares([16, 5, 16], 14) == [5, 4, 5] and even_shares([3, 3], 9) == [3, 3]
 
 
 def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:

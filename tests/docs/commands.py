@@ -119,8 +119,10 @@ WAYS = {
     "python trainer/main.py --dry-run rollout.group_size=16": PRINTS,
     "marsrl doctor": PRINTS,
     "marsrl try task=qa rollout.group_size=2": PRINTS,
+    "marsrl try task=qa orchestration=dual_system rollout.group_size=2": PRINTS,
     "marsrl make-facts /tmp/facts": PRINTS,
     QA: QUESTIONS,
+    "torchrun trainer/main.py task=qa orchestration=dual_system policies.main.model=/path/to/model": QUESTIONS,
     f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,
     "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(
         f"{HERE}::test_documents_are_served_until_ctrl_c",
@@ -151,6 +153,8 @@ WAYS = {
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/ulorl.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "marsrl plan --config configs/drmas_search.yaml --gpus 8 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/mars_qwen3_8b.yaml --gpus 8 --gpu h100-80g": PRINTS,
+    "marsrl plan --config configs/mars_qwen2.5_7b.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "torchrun --nnodes 3 --node-rank N --master-addr FIRST --nproc-per-node 8 trainer/main.py "
     f"--config configs/qwen3_30b_a3b.yaml {ON_GPUS % 'Qwen3-30B-A3B-Thinking-2507'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_30b_a3b_8xh100.yaml "
@@ -158,6 +162,8 @@ WAYS = {
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_math.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_search.yaml {ON_GPUS % 'Qwen2.5-7B'}": GPUS,
+    f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
+    f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen2.5_7b.yaml {ON_GPUS % 'Qwen2.5-7B-Instruct'}": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,

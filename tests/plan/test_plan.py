@@ -32,6 +32,8 @@ PLANNED_ON = {
     "drmas_math": 8,
     "ulorl": 64,
     "drmas_search": 8,
+    "mars_qwen2.5_7b": 8,
+    "mars_qwen3_8b": 8,
     "single_gpu": 1,
     "cpu_default": 2,
     "cpu_solver_verifier": 2,

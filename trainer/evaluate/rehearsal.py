@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -20,6 +22,7 @@ from rich.tree import Tree
 
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
@@ -38,6 +41,8 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.preflight import read_data
+
+_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
 """Of an agent, what it says: in the first call, in the second, and so on, and then from the first on again."""
@@ -86,9 +91,12 @@ def rehearse(
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
-        words = {name: prompt_set(agent.prompt or task.prompts) for name, agent in config.agents.items()}
+        words = {
+            spec.name: _MadeUp(prompt_set(agent.prompt or task.prompts), spec.role, agent.stop)
+            for spec, agent in ((spec, config.agents[spec.name]) for spec in kind.agents)
+        }
         engine = ScriptedEngine(
-            _script(problem, answers, words, {n: agent.stop for n, agent in config.agents.items()}, config.run.seed),
+            _script(problem, answers, words, config.run.seed),
             encode=lambda text: renderer.completion_ids(text).tolist(),
             decode=renderer.decode,
         )
@@ -144,25 +152,42 @@ def _line(sample: Sample, advantage: float | None) -> Text:
     return Text.assemble((name, "bold"), f"  {' '.join(sample.text.split())[:200]!r}  reward {reward}{note}{trained}")
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeUp:
+    """What an agent says that was given no answers: the example of its prompts."""
+
+    prompts: PromptSet
+    role: Role
+    stops: Sequence[str]
+
+    def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
+        """turn: how often its sample has gone on before."""
+        right = right_answers(problem.answer or "1")[0]
+        answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
+        verdict = coin.choice((0, 1))
+        question = _NOT_IN_A_STRING.sub(" ", problem.question)
+        made_up = {"ANSWER": answer, "VERDICT": self.prompts.verdicts[verdict], "ROUTE": ("yes", "no")[verdict]}
+        turns = self.prompts.examples.get(self.role, (self.prompts.example,))
+        filled = functools.reduce(
+            lambda text, word: text.replace(word, made_up[word]), made_up, turns[min(turn, len(turns) - 1)]
+        )
+        return _after_stops(filled.replace("QUESTION", question), self.stops, turn)
+
+
 def _script(
-    problem: Problem, answers: Answers, words: Mapping[str, PromptSet], stops: Mapping[str, Sequence[str]], seed: int
+    problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int
 ) -> Callable[[DecodeRequest], str]:
     calls: Counter[str] = Counter()
-    waits: Counter[str] = Counter()  # by uid
+    turns: Counter[str] = Counter()  # by uid
 
     def says(request: DecodeRequest) -> str:
         agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]
         calls[agent] += 1
         if agent in answers:
             return answers[agent][(calls[agent] - 1) % len(answers[agent])]
+        turns[request.uid] += 1
         coin = random.Random(derive_seed(seed, "try", request.uid))
-        right = right_answers(problem.answer or "1")[0]
-        answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
-        verdict = coin.choice((0, 1))
-        made_up = {"ANSWER": answer, "VERDICT": words[agent].verdicts[verdict], "ROUTE": ("yes", "no")[verdict]}
-        filled = functools.reduce(lambda text, word: text.replace(word, made_up[word]), made_up, words[agent].example)
-        filled, waits[request.uid] = filled.replace("QUESTION", problem.question), waits[request.uid] + 1
-        return _after_stops(filled, stops[agent], waits[request.uid] - 1)
+        return words[agent].words(problem, turns[request.uid] - 1, coin)
 
     return says
 

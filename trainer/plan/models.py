@@ -75,6 +75,7 @@ KNOWN = {
     "Qwen3-1.7B": replace(_SMALL, hidden_size=2048, ffn_size=6144),
     "Qwen3-0.6B": replace(_SMALL, hidden_size=1024, ffn_size=3072),
     "Qwen2.5-7B": _QWEN25_7B,
+    "Qwen2.5-7B-Instruct": _QWEN25_7B,
     "Qwen2.5-3B": _QWEN25_3B,
 }
 
