@@ -145,8 +145,12 @@ def test_a_search_team_passes_its_checks(command: str, desk: Desk, capsys: pytes
     words = desk.words(command, lambda name: boxing_model(desk.folder / name))
     assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    assert list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"]) == ["verifier", "search", "answer"]
-    assert "160 samples of verifier" in shown and "at most 320 samples a step" in shown
+    agents = list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"])
+    if "orchestration=dual_system" in words:
+        assert agents == ["system2", "system1"] and "40 samples of system2" in shown
+    else:
+        assert agents == ["verifier", "search", "answer"]
+        assert "160 samples of verifier" in shown and "at most 320 samples a step" in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_documents_are_served_until_ctrl_c"))

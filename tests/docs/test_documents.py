@@ -17,7 +17,11 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.read_config import _all_keys
 
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-PICTURES = {"README.md": "kernels/            fast tensor", "docs/weight_sync.md": "who holds which box"}
+PICTURES = {
+    "README.md": "kernels/            fast tensor",
+    "docs/dual_system.md": "<think>Who is the teacher",
+    "docs/weight_sync.md": "who holds which box",
+}
 
 
 def test_every_command_of_the_documents_is_in_the_table() -> None:

@@ -94,5 +94,5 @@ def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
     """Tokens of the longest prompt and completion that an agent of the policy can reach."""
-    longest_input = max(agent.max_input_tokens for agent in config.agents.values() if agent.policy == policy)
-    return longest_input + config.rollout.max_response_tokens
+    own = [agent for agent in config.agents.values() if agent.policy == policy]
+    return max(a.max_input_tokens + (a.max_response_tokens or config.rollout.max_response_tokens) for a in own)
