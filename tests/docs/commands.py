@@ -191,6 +191,9 @@ WAYS = {
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),
+    "python benchmarks/tool_overlap.py": bench(
+        "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
+    ),
     "python benchmarks/probe.py": PROBE,
     "python benchmarks/probe.py --honest 200": PROBE,
     "python benchmarks/weight_sync.py": SYNC,
