@@ -290,7 +290,7 @@ def _make_facts(add: AddParser) -> None:
     parser = _command(
         add,
         "make-facts",
-        "Write the built-in world of linked facts as files: corpus.jsonl, train.jsonl and held_out.jsonl.",
+        "Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl.",
         "marsrl make-facts /tmp/facts",
     )
     parser.add_argument("out", metavar="OUT", help="directory; the files must not be there yet")
@@ -298,7 +298,7 @@ def _make_facts(add: AddParser) -> None:
     parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
     parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, ..."
+        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."
     )
 
     def run(words: argparse.Namespace) -> int:
@@ -309,7 +309,8 @@ def _make_facts(add: AddParser) -> None:
         options = read_facts_options(words.options)
         write_linked_facts(words.out, options, words.train, words.held_out, words.seed)
         print(
-            f"{words.out}: {options.people + options.places:,} documents, {words.train:,} + {words.held_out:,} questions"
+            f"{words.out}: {options.people + options.places:,} documents, {options.papers:,} papers, "
+            f"{words.train:,} + {words.held_out:,} questions"
         )
         return 0
 

@@ -23,7 +23,7 @@ from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
-from marsrl.rollout.tasks.protocol import Task, documents_of
+from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
@@ -94,7 +94,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         config.orchestration_options,
         config.rollout,
     )
-    check_tools(config.tools, orchestration.tools, documents_of(task))
+    check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be

@@ -36,6 +36,10 @@ class FactsOptions(Settings):
 
     people: int = Field(200, ge=2, le=1600, description="of the generated world")
     places: int = Field(24, ge=2, le=40, description="of the generated world")
+    papers: int = Field(200, ge=2, le=1600, description="by people of the generated world: what tools.scholar finds")
+    about: Literal["facts", "papers"] = Field(
+        "facts", description="what is asked: facts of people and places, or of papers and those who wrote them"
+    )
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")

@@ -42,7 +42,7 @@ def f1(answer: str, right: str) -> float:
 class QaTask:
     """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes.
 
-    documents: what there is to search where no corpus is given; none where the questions are a file's.
+    documents, papers: what there is to search where no corpus is given; none where the questions are a file's.
     """
 
     name = "qa"
@@ -55,6 +55,10 @@ class QaTask:
     @property
     def documents(self) -> tuple[Document, ...]:
         return self._world.documents if self._world is not None else ()
+
+    @property
+    def papers(self) -> tuple[Document, ...]:
+        return tuple(paper.document for paper in self._world.papers) if self._world is not None else ()
 
     def problems(self, seed: int) -> ProblemSource:
         return DataCursor(self._train, seed) if self._world is None else self._world.questions(seed)

@@ -45,6 +45,15 @@ class IndexSearch(ToolLimits):
     top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
 
 
+class IndexScholar(IndexSearch):
+    """Papers of a file, in an index of the same kind."""
+
+    corpus: str | None = Field(
+        None, description="jsonl of {id, title, abstract, year, citations}; null: the task's own papers"
+    )
+    top_k: int = Field(5, gt=0, le=100, description="papers that a query shows, at most")
+
+
 class HttpSearch(ToolLimits):
     """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
 
@@ -71,3 +80,4 @@ class ToolsConfig(Settings):
     """The tools that agents can call, by name."""
 
     search: SearchConfig | None = Field(None, description="kind: index (a corpus file) or http (a retrieval server)")
+    scholar: IndexScholar | None = Field(None, description="kind: index (a file of papers)")

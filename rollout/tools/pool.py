@@ -297,7 +297,7 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
 
 
 def _longest(sizes: Sequence[int], most: int) -> int:
-    """The length to which longer parts are cut, so that all have `most` characters together: a long page leaves room for others."""
+    """The length to which longer parts are cut, so that all have `most` characters together: a long one leaves room."""
     for num_before, size in enumerate(sorted(sizes)):
         if size > (share := most // (len(sizes) - num_before)):
             return share

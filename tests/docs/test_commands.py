@@ -60,9 +60,9 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
         case ["marsrl", "try"]:
             assert "episode 000001" in shown and "advantage" in shown and not left - {"__pycache__"}
         case ["marsrl", "make-facts"]:
-            assert shown.endswith("224 documents, 10,000 + 300 questions\n")
+            assert shown.endswith("224 documents, 200 papers, 10,000 + 300 questions\n")
             assert sorted(path.name for path in Path(words[-1]).iterdir()) == [
-                *("corpus.jsonl", "held_out.jsonl", "train.jsonl")
+                *("corpus.jsonl", "held_out.jsonl", "papers.jsonl", "train.jsonl")
             ]
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
