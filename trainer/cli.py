@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _report(commands.add_parser)
     _export(commands.add_parser)
     _plan(commands.add_parser)
+    _tool(commands.add_parser)
     _serve_retrieval(commands.add_parser)
     _make_facts(commands.add_parser)
     words = parser.parse_args(arguments)
@@ -240,6 +241,33 @@ def _plan(add: AddParser) -> None:
             Path(words.json).write_text(as_json(plan) + "\n", encoding="utf-8")
         show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
         return 0
+
+    parser.set_defaults(run=run)
+
+
+def _tool(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "tool",
+        "Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error.",
+        'marsrl tool search "the home of mira holt"',
+    )
+    parser.add_argument("tool", help="of the settings `tools`: search, scholar, ...")
+    parser.add_argument("argument", help="the text that it takes, or a JSON object of its arguments")
+    parser.add_argument(
+        "--config", help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.evaluate.tool_call import call_tool
+        from marsrl.trainer.read_config import read_config
+
+        config, origin = read_config(words.config, words.settings if words.config else ["task=qa", *words.settings])
+        with origin.places_in_errors():
+            called = call_tool(config, words.tool, words.argument)
+        print(called.text())
+        return int(called.output.is_error)
 
     parser.set_defaults(run=run)
 
