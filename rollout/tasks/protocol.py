@@ -12,10 +12,11 @@ from marsrl.rollout.types import Problem, Reward
 
 @dataclass(frozen=True, slots=True)
 class CursorState:
-    """Where a source of problems stands: enough to go on exactly there. Plain numbers, for a checkpoint's JSON."""
+    """Where a source of problems stands: enough to go on exactly there. files: of each file of a mixture."""
 
     epoch: int
     position: int
+    files: tuple[CursorState, ...] = ()
 
 
 class ProblemSource(Protocol):

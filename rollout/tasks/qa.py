@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from marsrl.rollout.tasks.config import QaOptions
-from marsrl.rollout.tasks.data import DataCursor, draw_held_out, right_answers
+from marsrl.rollout.tasks.data import draw_endlessly, draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.tools.documents import Document
@@ -49,7 +49,7 @@ class QaTask:
     prompts = "qa"
 
     def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> None:
-        self._train, self._held_out, self._options = tuple(train), tuple(held_out), options
+        self._train, self._held_out, self._options = train, tuple(held_out), options
         self._world = None if train else World(options)
 
     @property
@@ -61,7 +61,7 @@ class QaTask:
         return tuple(paper.document for paper in self._world.papers) if self._world is not None else ()
 
     def problems(self, seed: int) -> ProblemSource:
-        return DataCursor(self._train, seed) if self._world is None else self._world.questions(seed)
+        return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """A seeded draw; from a file without replacement, all of them if there are fewer."""

@@ -41,6 +41,8 @@ def holds(part: Any, whole: Any) -> bool:
     """Every leaf of `part` is in `whole`."""
     if isinstance(part, dict):
         return all(name in whole and holds(below, whole[name]) for name, below in part.items())
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(holds, part, whole))
     return bool(part == whole)
 
 
