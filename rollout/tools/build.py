@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-from marsrl.rollout.tools.config import HttpSearch, IndexScholar, IndexSearch, ToolLimits, ToolsConfig
+from marsrl.rollout.tools.config import HttpSearch, IndexScholar, IndexSearch, SerpApiSearch, ToolLimits, ToolsConfig
 from marsrl.rollout.tools.documents import Document, read_corpus
 from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.pool import ToolPool
@@ -46,6 +46,10 @@ def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -
         from marsrl.rollout.tools.retrieval import Retrieval
 
         return Retrieval(settings)
+    if isinstance(settings, SerpApiSearch):
+        from marsrl.rollout.tools.serpapi import SerpApi
+
+        return SerpApi(name, settings)
     assert isinstance(settings, IndexSearch), settings
     if settings.corpus is None:
         index = build_index(documents)
@@ -66,6 +70,11 @@ def check_tools(
         settings, key = getattr(config, name, None), f"tools.{name}"
         if isinstance(settings, HttpSearch):
             _check_httpx(f"{key}.kind=http")
+        elif isinstance(settings, SerpApiSearch):
+            _check_httpx(f"{key}.kind=serpapi")
+            from marsrl.rollout.http_line import read_key
+
+            read_key(settings.api_key_env, f"{key}.api_key_env")
         elif isinstance(settings, IndexSearch) and settings.corpus is not None:
             try:
                 for _ in islice(_reader(settings)(settings.corpus), _LOOKED_AT):
