@@ -24,7 +24,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
@@ -329,7 +329,8 @@ class Run:
         }
         assert driver.metrics is not None
         driver.row.update(driver.spikes.found(driver.row))
-        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | driver.episode_clock.metrics()
+        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | tool_shares(batch.metrics)
+        cost |= driver.episode_clock.metrics()
         driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):

@@ -63,9 +63,12 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
             assert "episode 000001" in shown and "advantage" in shown and not left - {"__pycache__"}
         case ["marsrl", "make-facts"]:
             assert shown.endswith("224 documents, 200 papers, 10,000 + 300 questions\n")
-            assert sorted(path.name for path in Path(words[-1]).iterdir()) == [
+            assert sorted(path.name for path in Path(words[2]).iterdir()) == [
                 *("corpus.jsonl", "held_out.jsonl", "papers.jsonl", "train.jsonl")
             ]
+        case ["marsrl", "tool"]:
+            kind, num = ("Doc", 3) if words[2] == "search" else ("Paper", 4)
+            assert f"{kind} {num}(Title: " in shown and f" {num} parts, whole\n" in shown and not left
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
         case ["marsrl", "plan"]:
@@ -136,6 +139,7 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
             ["first", "second", "judge"],
             "at most 192 samples a step, if each agent is asked once in an episode",
         ),
+        "data.train=[{path:": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
         "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
     }
     names, batch = next(said[word] for word in command.split() if word in said)

@@ -330,7 +330,11 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
     told = [r for r in again if by_uid[r.parent_uid or ""].answer == "the home of mira holt"]
     assert told and all(found in r.prompt for r in told) and not all(found in r.prompt for r in again)
     rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
-    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in ("calls", "errors", "cached")}
+    keys = ("calls", "errors", "cached", "parts")
+    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in keys}
+    assert {row["tools/search/share"] for row in rows} == {1.0} and total["calls"] < total["parts"] <= 3 * total[
+        "calls"
+    ]
     num_queries = sum(r.agent == "search" and r.answer is not None for r in samples)
     assert total["calls"] >= num_queries > 0 and total["errors"] == 0 and total["cached"] > 0
     assert any(row.get("actor/grad_norm") for row in rows)

@@ -137,7 +137,7 @@ def escaped(text: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (401, f'{{"error": "{"x" * 170}{KEY}"}}'),  # a message is cut in the midst of it
+        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the midst of it
         (500, f"GET /search.json?q=x&api_key={KEY.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}"),
         (200, f'{{"error": "{KEY}"}}'),
         (200, json.dumps({"organic_results": [PAGE | {"title": KEY, "link": f"https://h/?k={KEY}", "snippet": KEY}]})),
