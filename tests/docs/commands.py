@@ -127,7 +127,11 @@ WAYS = {
     "marsrl make-facts /tmp/papers about=papers": PRINTS,
     'marsrl tool search "the home of mira holt"': PRINTS,
     """marsrl tool scholar '{"queries": ["sparse lattices", "papers of 1997"]}' tools.scholar.top_k=2""": PRINTS,
-    MIXED: OTHER_TEAM,
+    MIXED: Way(
+        f"{HERE}::test_several_files_pass_their_checks",
+        "with --dry-run added",
+        "drawn, killed and resumed: tests/integration/test_scripted_team.py",
+    ),
     QA: QUESTIONS,
     f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,
     "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(

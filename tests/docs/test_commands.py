@@ -139,11 +139,22 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
             ["first", "second", "judge"],
             "at most 192 samples a step, if each agent is asked once in an episode",
         ),
-        "data.train=[{path:": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
         "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
     }
     names, batch = next(said[word] for word in command.split() if word in said)
     assert agents == names and batch in shown
+
+
+@pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))
+def test_several_files_pass_their_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = desk.words(command, lambda name: boxing_model(desk.folder / name))
+    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    files = yaml.safe_load(shown[: shown.index("batch arithmetic:")])["data"]["train"]
+    assert [(file["path"], file["weight"]) for file in files] == [("problems.jsonl", 3), ("aime25.jsonl", 1)]
+    (desk.folder / "aime25.jsonl").unlink()
+    assert call([*words, "--dry-run"]) == 2
+    assert "data.train[1]: aime25.jsonl does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_a_search_team_passes_its_checks"))
