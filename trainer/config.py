@@ -491,7 +491,7 @@ class RunConfig(Settings):
                 known = ", ".join(ToolsConfig.model_fields)
                 raise ValueError(
                     f"orchestration={self.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
-                    f"set tools.{name}.kind, for search index or http"
+                    f"set tools.{name}.kind (docs/tools.md)"
                 )
         _check_sync(self.sync, self.rollout)
         for name, policy in self.policies.items():

@@ -21,10 +21,11 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
-from marsrl.rollout.tasks.data import Mixture, find_repeats, read_problems, read_train
+from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig

@@ -14,7 +14,9 @@ class TrainFile(Settings):
 
     path: str = Field(description="jsonl, parquet or HF dataset directory")
     count: int | None = Field(None, gt=0, le=MOST, description="so many of its problems, by a seeded draw")
-    weight: float | None = Field(None, gt=0, le=MOST, description="of the file in endless draws, beside the others'")
+    weight: float | None = Field(
+        None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
+    )
 
 
 EXPECTED_FILES = "expected a path, or a list of {path, count}, or of {path, weight}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marsrl.rollout.rewards.workers import RewardPool
-from marsrl.rollout.tasks.data import draw_endlessly, draw_held_out
+from marsrl.rollout.tasks.data import draw_held_out
 from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.types import Problem, Reward
 
 

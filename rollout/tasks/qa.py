@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from marsrl.rollout.tasks.config import QaOptions
-from marsrl.rollout.tasks.data import draw_endlessly, draw_held_out, right_answers
+from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import MISSING, Problem, Reward
 

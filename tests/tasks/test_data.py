@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.config import TrainFile
-from marsrl.rollout.tasks.data import DataCursor, Mixture, draw_endlessly, find_repeats, read_problems, read_train
+from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.train_files import Mixture, draw_endlessly, read_train
 from marsrl.rollout.types import Problem
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
