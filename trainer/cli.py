@@ -255,7 +255,8 @@ def _tool(add: AddParser) -> None:
     parser.add_argument("tool", help="of the settings `tools`: search, scholar, ...")
     parser.add_argument("argument", help="the text that it takes, or a JSON object of its arguments")
     parser.add_argument(
-        "--config", help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents"
+        "--config",
+        help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers",
     )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
 
@@ -263,7 +264,8 @@ def _tool(add: AddParser) -> None:
         from marsrl.trainer.evaluate.tool_call import call_tool
         from marsrl.trainer.read_config import read_config
 
-        config, origin = read_config(words.config, words.settings if words.config else ["task=qa", *words.settings])
+        built_in = [] if words.config else ["task=qa", "tools.scholar.kind=index"]
+        config, origin = read_config(words.config, [*built_in, *words.settings])
         with origin.places_in_errors():
             called = call_tool(config, words.tool, words.argument)
         print(called.text())
