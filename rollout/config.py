@@ -39,6 +39,13 @@ def http_url(key: str, value: str, expected: str, why: str) -> str:
     return value.rstrip("/")
 
 
+def variable_name(key: str, value: str) -> str:
+    """The name of an environment variable, if it is one; it is not shown where it is none: it may be the secret itself."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(f"{key} is not the name of an environment variable; put the key into one, name it here")
+    return value
+
+
 class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
@@ -138,12 +145,7 @@ class OpenAIOptions(Settings):
     @field_validator("api_key_env")
     @classmethod
     def _is_a_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            # not shown: it may be the key
-            raise ValueError(
-                "api_key_env is not the name of an environment variable; put the key into one, name it here"
-            )
-        return value
+        return None if value is None else variable_name("api_key_env", value)
 
 
 class RolloutConfig(Settings):

@@ -1,9 +1,10 @@
-"""POST requests to a server that is not trusted: sizes bounded, times bounded, failures that may pass tried again."""
+"""Requests to a server that is not trusted: sizes bounded, times bounded, failures that may pass tried again."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus, urlencode, urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -48,6 +50,7 @@ class HttpLine:
         backoff_s: float,
         max_response_kib: int,
         headers: Mapping[str, str] | None = None,
+        secret: Mapping[str, str] | None = None,
         timeout_key: str = "timeout_s",
     ) -> None:
         """Nothing is sent yet.
@@ -57,10 +60,15 @@ class HttpLine:
             timeout_s: one attempt, from connection to last byte, however slowly they drip.
             retries: further attempts after 408, 409, 429, 5xx, or a failed connection.
             backoff_s: wait before the first of them; it doubles, up to 60 s.
+            secret: parameters of every address of `get`; not logged, and taken out of the server's words where these repeat one.
         """
         self._url, self._section, self._timeout_key = url, section, timeout_key
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
         self._most_bytes = max_response_kib << 10
+        self._secret = urlencode(secret or {})
+        self._hidden = {
+            form for value in (secret or {}).values() for form in (value, quote(value, ""), quote_plus(value))
+        }
         self._is_cut = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()
         # redirects are not followed: a key goes to the host in the config and to no other; identity: a small answer stays small
@@ -76,9 +84,26 @@ class HttpLine:
         Raises:
             Refused: it is of no use (`read` raises it too), or there was none after all attempts, or the line was cut.
         """
+        headers = {"Content-Type": "application/json"}
+        return self._tried(read, jitter, method="POST", url=self._url, content=body, headers=headers)
+
+    def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
+        """The same with parameters in the address."""
+        url = f"{self._url}?{urlencode(query)}"
+        # what is sent in place of the URL, which httpx logs
+        target = f"{urlsplit(url).path}?{urlsplit(url).query}&{self._secret}"
+        return self._tried(read, jitter, method="GET", url=url, extensions={"target": target.encode()})
+
+    def hide(self, text: str) -> str:
+        """The text without the secret."""
+        for form in self._hidden:
+            text = text.replace(form, "[hidden]")
+        return text
+
+    def _tried(self, read: Callable[[bytes], Answer], jitter: random.Random, **request: Any) -> Answer:
         for attempt in range(self._retries + 1):
             try:
-                return read(self._ask(body))
+                return read(self._ask(**request))
             except _Again as error:
                 reason, wait_s = str(error), error.wait_s
             if attempt < self._retries:
@@ -101,18 +126,12 @@ class HttpLine:
             if self._is_cut.is_set():
                 _shut(info["return_value"])
 
-    def _ask(self, body: bytes) -> bytes:
+    def _ask(self, *, extensions: Mapping[str, object] | None = None, **request: Any) -> bytes:
         """The answer's bytes, at most max_response_kib of them."""
         end = time.monotonic() + self._timeout_s
         received = bytearray()
         try:
-            with self._client.stream(
-                "POST",
-                self._url,
-                content=body,
-                headers={"Content-Type": "application/json"},
-                extensions={"trace": self._trace},
-            ) as response:
+            with self._client.stream(**request, extensions={"trace": self._trace, **(extensions or {})}) as response:
                 for chunk in response.iter_raw():
                     received += chunk
                     if len(received) > self._most_bytes:
@@ -124,12 +143,25 @@ class HttpLine:
                 status, retry_after = response.status_code, response.headers.get("retry-after")
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
             raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
+        if self._hidden:
+            received = bytearray(self.hide(received.decode("latin-1")), "latin-1")
         if status == 200:
             return bytes(received)
         what = f"HTTP {status}: {received[:_MOST_SHOWN].decode('utf-8', 'replace')!r}"
         if status in (408, 409, 429) or status >= 500:
             raise _Again(what, _seconds(retry_after))
         raise Refused(what)
+
+
+def read_key(variable: str, setting: str) -> str:
+    """The secret that an environment variable holds; ValueError names the setting that names it, never the secret."""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"{setting} names {variable}, which is "
+            f"{'not a key that a header can carry' if key else 'not set or empty'}; export it before the run starts"
+        )
+    return key
 
 
 def read_json(answer: bytes) -> object:

@@ -22,7 +22,7 @@ from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
-from marsrl.rollout.tasks.protocol import documents_of
+from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
@@ -221,6 +221,6 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         judge = WatchedJudge(checked.task.judge)
         tools = None
         if orchestration.tools:
-            tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task))
+            tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task), papers_of(checked.task))
             stack.callback(tools.close)
         yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _report(commands.add_parser)
     _export(commands.add_parser)
     _plan(commands.add_parser)
+    _tool(commands.add_parser)
     _serve_retrieval(commands.add_parser)
     _make_facts(commands.add_parser)
     words = parser.parse_args(arguments)
@@ -244,6 +245,35 @@ def _plan(add: AddParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _tool(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "tool",
+        "Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error.",
+        'marsrl tool search "the home of mira holt"',
+    )
+    parser.add_argument("tool", help="of the settings `tools`: search, scholar, ...")
+    parser.add_argument("argument", help="the text that it takes, or a JSON object of its arguments")
+    parser.add_argument(
+        "--config",
+        help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers",
+    )
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.evaluate.tool_call import call_tool
+        from marsrl.trainer.read_config import read_config
+
+        built_in = [] if words.config else ["task=qa", "tools.scholar.kind=index"]
+        config, origin = read_config(words.config, [*built_in, *words.settings])
+        with origin.places_in_errors():
+            called = call_tool(config, words.tool, words.argument)
+        print(called.text())
+        return int(called.output.is_error)
+
+    parser.set_defaults(run=run)
+
+
 def _serve_retrieval(add: AddParser) -> None:
     parser = _command(
         add,
@@ -290,7 +320,7 @@ def _make_facts(add: AddParser) -> None:
     parser = _command(
         add,
         "make-facts",
-        "Write the built-in world of linked facts as files: corpus.jsonl, train.jsonl and held_out.jsonl.",
+        "Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl.",
         "marsrl make-facts /tmp/facts",
     )
     parser.add_argument("out", metavar="OUT", help="directory; the files must not be there yet")
@@ -298,7 +328,7 @@ def _make_facts(add: AddParser) -> None:
     parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
     parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, ..."
+        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."
     )
 
     def run(words: argparse.Namespace) -> int:
@@ -309,7 +339,8 @@ def _make_facts(add: AddParser) -> None:
         options = read_facts_options(words.options)
         write_linked_facts(words.out, options, words.train, words.held_out, words.seed)
         print(
-            f"{words.out}: {options.people + options.places:,} documents, {words.train:,} + {words.held_out:,} questions"
+            f"{words.out}: {options.people + options.places:,} documents, {options.papers:,} papers, "
+            f"{words.train:,} + {words.held_out:,} questions"
         )
         return 0
 

@@ -21,6 +21,7 @@ from marsrl.rollout.config import (
     VllmOptions,
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
+from marsrl.rollout.tasks.config import TrainFile, read_train_files
 from marsrl.rollout.tools.config import ToolsConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -60,8 +61,10 @@ class RunSection(Settings):
 
 
 class DataConfig(Settings):
-    train: str | None = Field(
-        None, description="jsonl, parquet or HF dataset directory; null: the task generates problems"
+    train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = Field(
+        None,
+        description="jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); "
+        "null: the task generates problems",
     )
     eval: str | None = None
     question_key: str | None = Field(
@@ -493,7 +496,7 @@ class RunConfig(Settings):
                 known = ", ".join(ToolsConfig.model_fields)
                 raise ValueError(
                     f"orchestration={self.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
-                    f"set tools.{name}.kind, for search index or http"
+                    f"set tools.{name}.kind (docs/tools.md)"
                 )
         _check_sync(self.sync, self.rollout)
         for name, policy in self.policies.items():

@@ -23,8 +23,9 @@ from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
-from marsrl.rollout.tasks.protocol import Task, documents_of
+from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
@@ -95,7 +96,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         config.rollout,
         tools=config.tools.names,
     )
-    check_tools(config.tools, orchestration.tools, documents_of(task))
+    check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
     for name, policy in config.policies.items():
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
@@ -289,7 +290,7 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
         )
 
 
-def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], list[Problem]]:
+def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
     """(train, held out): a tenth of the questions, those of the lowest hash, at most as many as an evaluation uses.
 
     The same questions whatever the order of the file, and equal questions on the same side. At least one question is
@@ -297,7 +298,10 @@ def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[list[Problem], 
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
     chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()
-    return [p for p in problems if p.question not in chosen], [p for p in problems if p.question in chosen]
+    held_out = [problem for problem in problems if problem.question in chosen]
+    if isinstance(problems, Mixture):
+        return problems.without(chosen), held_out
+    return [problem for problem in problems if problem.question not in chosen], held_out
 
 
 def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], int]:
@@ -306,13 +310,19 @@ def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], 
     Those of the files, nothing where there is no file; or what a user's own task makes of them.
     """
     data = config.data
-    read = [
-        read_problems(path, config.task, data.question_key, data.answer_key, data.on_bad_line) if path else None
-        for path in (data.train, data.eval)
-    ]
+    how = (data.question_key, data.answer_key, data.on_bad_line)
+    read = (
+        read_train(data.train, config.task, config.run.seed, *how) if data.train else None,
+        read_problems(data.eval, config.task, *how) if data.eval else None,
+    )
     train, held_out = (found.problems if found else () for found in read)
     num_skipped = sum(found.num_bad for found in read if found)
     if is_own(config.task):
+        if isinstance(train, Mixture):
+            raise ConfigError(
+                f"data.train has weights, and task={config.task} lists its problems itself, each drawn once an epoch; give "
+                "counts (data.train: [{path, count}, ...])"
+            )
         return *own_problems(config.task, config.task_options, train, held_out), num_skipped
     return train, held_out, num_skipped
 

@@ -24,7 +24,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
@@ -329,9 +329,9 @@ class Run:
         }
         assert driver.metrics is not None
         driver.row.update(driver.spikes.found(driver.row))
-        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | driver.episode_clock.metrics()
-        counted = {**batch.metrics, **team_metrics(batch.metrics)}
-        driver.metrics.log(step, {**counted, **summary, **cost, **driver.row, **timing, **speed})
+        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | tool_shares(batch.metrics)
+        cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
+        driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):
             self.console.warning(warning)

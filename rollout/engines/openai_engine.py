@@ -10,7 +10,6 @@ not trusted: sizes are bounded, types checked. A request that fails for good end
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.whole_call import generate_all
-from marsrl.rollout.http_line import HttpLine, Refused, read_json, shown
+from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key, shown
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _VERSION = 0  # of weights that never change
@@ -231,12 +230,4 @@ def _parse(answer: bytes) -> tuple[str, str]:
 
 
 def _key(options: OpenAIOptions) -> str | None:
-    if options.api_key_env is None:
-        return None
-    key = os.environ.get(options.api_key_env, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(
-            f"openai.api_key_env names {options.api_key_env}, which is "
-            f"{'not a key that a header can carry' if key else 'not set or empty'}; export it before the run starts"
-        )
-    return key
+    return None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")

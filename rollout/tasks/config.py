@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_RANKS, MOST_TOKENS, Settings
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_RANKS, MOST_TOKENS, Settings, problems_of
+
+
+class TrainFile(Settings):
+    """One of several files of problems: with a count, or with a weight."""
+
+    path: str = Field(description="jsonl, parquet or HF dataset directory")
+    count: int | None = Field(None, gt=0, le=MOST, description="so many of its problems, by a seeded draw")
+    weight: float | None = Field(
+        None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
+    )
+
+
+EXPECTED_FILES = "expected a path, or a list of {path, count}, or of {path, weight}"
+
+
+def read_train_files(value: Any) -> Any:
+    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"data.train is {value!r:.80}; {EXPECTED_FILES}")
+    files = []
+    for place, each in enumerate(value):
+        if not isinstance(each, dict | TrainFile):
+            raise ValueError(f"data.train[{place}] is {each!r:.80}; {EXPECTED_FILES}")
+        try:
+            files.append(TrainFile.model_validate(each))
+        except ValidationError as error:
+            raise ValueError(problems_of(error, f"data.train[{place}].")) from error
+        if (files[-1].count is None) == (files[-1].weight is None):
+            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {EXPECTED_FILES}")
+        if (files[-1].count is None) != (files[0].count is None):
+            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
+            raise ValueError(f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {EXPECTED_FILES}")
+    return tuple(files)
 
 
 class ArithmeticOptions(Settings):
@@ -36,6 +71,10 @@ class FactsOptions(Settings):
 
     people: int = Field(200, ge=2, le=1600, description="of the generated world")
     places: int = Field(24, ge=2, le=40, description="of the generated world")
+    papers: int = Field(200, ge=2, le=1600, description="by people of the generated world: what tools.scholar finds")
+    about: Literal["facts", "papers"] = Field(
+        "facts", description="what is asked: facts of people and places, or of papers and those who wrote them"
+    )
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")

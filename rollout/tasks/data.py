@@ -141,6 +141,11 @@ class DataCursor:
         return CursorState(self._epoch, self._position)
 
     def load(self, state: CursorState) -> None:
+        if state.files:
+            raise ValueError(
+                f"the checkpoint stands in {len(state.files)} files with a weight, but data.train has none; resume with the data "
+                "that the run was started with"
+            )
         if not 0 <= state.position <= len(self._problems):
             raise ValueError(
                 f"the checkpoint stands at problem {state.position} of an epoch, but the data has "

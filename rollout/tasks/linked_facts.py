@@ -4,8 +4,14 @@
     question  what is the river of the home of mira holt ?          (two hops)
     answer    ebb
 
+and of papers that people wrote, whose questions want both searches, the scholar's first:
+
+    paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is mira holt . ...
+    question  what is the home of the author of sparse lattices for routing ?
+    answer    tarn
+
 Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
-tokenizer of whole words covers them.
+tokenizer of whole words covers those of people and places.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,6 +29,7 @@ from marsrl.rollout.config import problems_of
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.tools.documents import Document
+from marsrl.rollout.tools.papers import Paper
 from marsrl.rollout.types import Problem
 
 _FIRST_NAMES = (
@@ -53,7 +61,25 @@ WORDS = tuple(
         [*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES],
     )
 )
-"""Every word of documents, questions and answers."""
+"""Every word of documents, and of questions and answers about people and places."""
+
+_MANNERS = (
+    "sparse dense nested robust lazy exact partial noisy joint local global hidden stable fast slow soft hard deep wide"
+)
+_THINGS = "lattices graphs kernels filters tensors proofs grammars markets games queues codes maps trees walks waves sets fields"
+_AIMS = "routing sorting parsing planning sensing pricing voting folding mixing scaling tuning pruning sharing packing dating"
+_METHODS = (
+    "annealing",
+    "sampling",
+    "bootstrapping",
+    "distillation",
+    "relaxation",
+    "induction",
+    "simulation",
+    "enumeration",
+)
+_TO_PAPERS = ("basis", "rival")
+_OF_PAPERS = ("year", "citations", "author", "method")
 
 
 class World:
@@ -72,6 +98,7 @@ class World:
             facts[person, "trade"] = rng.choice(_TRADES)
         for place in self.places:
             facts[place, "country"], facts[place, "river"] = rng.choice(_COUNTRIES), rng.choice(_RIVERS)
+        self.papers = _papers(options, self.people, facts)
         self.facts: Mapping[tuple[str, str], str] = facts
         self.documents = tuple(self._document(name, _OF_PEOPLE) for name in self.people) + tuple(
             self._document(name, _OF_PLACES) for name in self.places
@@ -88,25 +115,26 @@ class World:
         """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
         for _ in range(_MOST_DRAWS):
             hops = rng.randint(self._options.min_hops, self._options.max_hops)
-            name, relations = rng.choice(self.people), self._path(rng, hops)
+            if self._options.about == "facts":
+                name, relations = rng.choice(self.people), _path(rng, hops)
+            else:
+                name, relations = rng.choice(self.papers).title, _path_of_papers(rng, hops)
             value = name
             for relation in relations:
-                value = self.facts[value, relation]
+                value = self.facts.get((value, relation), "")  # the oldest paper has no basis
             question = f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
-            if (zlib.crc32(question.encode()) % self._options.held_out_modulus == 0) == held_out and value != name:
-                return Problem(f"facts/{'/'.join([name.replace(' ', '_'), *relations])}", question, value, "qa")
+            if (zlib.crc32(question.encode()) % self._options.held_out_modulus == 0) == held_out and value not in (
+                "",
+                name,
+            ):
+                path = "/".join([name.replace(" ", "_"), *relations])
+                return Problem(f"{self._options.about}/{path}", question, value, "qa")
+        key, names = ("people", self.people) if self._options.about == "facts" else ("papers", self.papers)
         raise ValueError(
-            f"task_options: of {_MOST_DRAWS:,} questions about {len(self.people)} people none was "
-            f"{'held out' if held_out else 'for training'}; raise people or max_hops, or change held_out_modulus "
+            f"task_options: of {_MOST_DRAWS:,} questions about {len(names)} {key} none was "
+            f"{'held out' if held_out else 'for training'}; raise {key} or max_hops, or change held_out_modulus "
             f"({self._options.held_out_modulus})"
         )
-
-    @staticmethod
-    def _path(rng: random.Random, hops: int) -> list[str]:
-        """Relations one after the other from a person: people to people, then perhaps home and what a place has."""
-        if hops >= 2 and rng.random() < 0.5:
-            return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 2)), "home", rng.choice(_OF_PLACES)]
-        return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 1)), rng.choice(_OF_PEOPLE)]
 
     def questions(self, seed: int) -> FactsSource:
         """Endless training questions."""
@@ -116,6 +144,41 @@ class World:
         """Questions that are never trained on; one may come twice, as there are only so many."""
         rng = random.Random(f"linked facts/held-out/{seed}")
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
+
+
+def _path(rng: random.Random, hops: int) -> list[str]:
+    """Relations one after the other from a person: people to people, then perhaps home and what a place has."""
+    if hops >= 2 and rng.random() < 0.5:
+        return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 2)), "home", rng.choice(_OF_PLACES)]
+    return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 1)), rng.choice(_OF_PEOPLE)]
+
+
+def _path_of_papers(rng: random.Random, hops: int) -> list[str]:
+    """Relations one after the other from a paper: papers to papers, then perhaps its author and what a person has."""
+    if hops >= 2 and rng.random() < 0.5:
+        return [*(rng.choice(_TO_PAPERS) for _ in range(hops - 2)), "author", rng.choice(_OF_PEOPLE)]
+    return [*(rng.choice(_TO_PAPERS) for _ in range(hops - 1)), rng.choice(_OF_PAPERS)]
+
+
+def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
+    """Papers by these people, each but the oldest with one before it as its basis; their facts are added."""
+    rng = random.Random(f"linked papers/{options.world_seed}")
+    names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
+    titles = rng.sample(names, options.papers)
+    papers = []
+    for place, (title, year) in enumerate(
+        zip(titles, sorted(rng.choices(range(1980, 2026), k=len(titles))), strict=True)
+    ):
+        links = {"author": rng.choice(people), "method": rng.choice(_METHODS)}
+        if place:
+            links["basis"] = rng.choice(titles[:place])
+        links["rival"] = rng.choice([other for other in titles if other != title])
+        abstract = " ".join(f"the {relation} of {title} is {value} ." for relation, value in links.items())
+        paper = Paper(title.replace(" ", "_"), title, abstract, year, rng.randrange(1000))
+        facts |= {(title, relation): value for relation, value in links.items()}
+        facts |= {(title, "year"): str(year), (title, "citations"): str(paper.citations)}
+        papers.append(paper)
+    return tuple(papers)
 
 
 class FactsSource:
@@ -141,9 +204,9 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
     given = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or not value.isdecimal():
-            raise ValueError(f"{word!r} is no option; write key=number, of {', '.join(FactsOptions.model_fields)}")
-        given[key] = int(value)
+        if not equals or not value:
+            raise ValueError(f"{word!r} is no option; write key=value, of {', '.join(FactsOptions.model_fields)}")
+        given[key] = value
     try:
         return FactsOptions.model_validate(given)
     except ValidationError as error:
@@ -151,7 +214,7 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
-    """corpus.jsonl, train.jsonl and held_out.jsonl in a folder that is made; what is there is not written over.
+    """corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl in a folder that is made; what is there is not written over.
 
     Raises:
         FileExistsError: one of the files is there.
@@ -162,6 +225,7 @@ def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict[str, object]]] = {
         "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],
+        "papers": [asdict(each) for each in world.papers],
         "train": [_row(problem) for problem in train],
         "held_out": [_row(problem) for problem in world.held_out(num_held_out, seed)],
     }

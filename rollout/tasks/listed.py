@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marsrl.rollout.rewards.workers import RewardPool
-from marsrl.rollout.tasks.data import DataCursor, draw_held_out
+from marsrl.rollout.tasks.data import draw_held_out
+from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.types import Problem, Reward
 
 
 class ListedTask:
     """Problems, and the pool that judges their answers. Close it: it owns processes.
 
-    prompts: name of the prompt set. train, held_out: problems of the two splits.
+    prompts: name of the prompt set. train, held_out: problems of the two splits, which do not change.
     """
 
     def __init__(
@@ -20,7 +22,7 @@ class ListedTask:
     ) -> None:
         self.name = name
         self.prompts = prompts
-        self._train = tuple(train)
+        self._train = train
         self._held_out = tuple(held_out)
         self._pool = pool
 
@@ -29,8 +31,8 @@ class ListedTask:
         """For its counts of timeouts and crashes."""
         return self._pool
 
-    def problems(self, seed: int) -> DataCursor:
-        return DataCursor(self._train, seed)
+    def problems(self, seed: int) -> ProblemSource:
+        return draw_endlessly(self._train, seed)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """A seeded draw without replacement, all of them if there are fewer; [] without evaluation data."""

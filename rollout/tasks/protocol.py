@@ -12,10 +12,11 @@ from marsrl.rollout.types import Problem, Reward
 
 @dataclass(frozen=True, slots=True)
 class CursorState:
-    """Where a source of problems stands: enough to go on exactly there. Plain numbers, for a checkpoint's JSON."""
+    """Where a source of problems stands: enough to go on exactly there. files: of each file of a mixture."""
 
     epoch: int
     position: int
+    files: tuple[CursorState, ...] = ()
 
 
 class ProblemSource(Protocol):
@@ -31,7 +32,8 @@ class ProblemSource(Protocol):
 class Task(Protocol):
     """A kind of problem. prompts: name of the prompt set that fits it.
 
-    A task may have `documents`, a sequence of them: what there is to search where tools.search.corpus is null.
+    A task may have `documents` and `papers`, sequences of Document: what there is to search where tools.search.corpus and
+    tools.scholar.corpus are null.
     """
 
     name: str
@@ -53,3 +55,9 @@ def documents_of(task: Task) -> Sequence[Document]:
     """The task's own documents; () of a task without."""
     documents: Sequence[Document] = getattr(task, "documents", ())
     return documents
+
+
+def papers_of(task: Task) -> Sequence[Document]:
+    """The task's own papers; () of a task without."""
+    papers: Sequence[Document] = getattr(task, "papers", ())
+    return papers

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from marsrl.rollout.tasks.config import QaOptions
-from marsrl.rollout.tasks.data import DataCursor, draw_held_out, right_answers
+from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import MISSING, Problem, Reward
 
@@ -42,22 +43,26 @@ def f1(answer: str, right: str) -> float:
 class QaTask:
     """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes.
 
-    documents: what there is to search where no corpus is given; none where the questions are a file's.
+    documents, papers: what there is to search where no corpus is given; none where the questions are a file's.
     """
 
     name = "qa"
     prompts = "qa"
 
     def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> None:
-        self._train, self._held_out, self._options = tuple(train), tuple(held_out), options
+        self._train, self._held_out, self._options = train, tuple(held_out), options
         self._world = None if train else World(options)
 
     @property
     def documents(self) -> tuple[Document, ...]:
         return self._world.documents if self._world is not None else ()
 
+    @property
+    def papers(self) -> tuple[Document, ...]:
+        return tuple(paper.document for paper in self._world.papers) if self._world is not None else ()
+
     def problems(self, seed: int) -> ProblemSource:
-        return DataCursor(self._train, seed) if self._world is None else self._world.questions(seed)
+        return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """A seeded draw; from a file without replacement, all of them if there are fewer."""

@@ -3,61 +3,96 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 
-from marsrl.rollout.tools.config import HttpSearch, ToolsConfig
+from marsrl.rollout.tools.config import HttpSearch, IndexScholar, IndexSearch, SerpApiSearch, ToolLimits, ToolsConfig
 from marsrl.rollout.tools.documents import Document, read_corpus
+from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import Tool
-from marsrl.rollout.tools.search import IndexSearch, build_index, open_index
+from marsrl.rollout.tools.search import IndexSearch as Search
+from marsrl.rollout.tools.search import build_index, open_index
 
 _LOOKED_AT = 1000  # documents of a corpus, before anything starts
 
 
-def build_tools(config: ToolsConfig, names: Sequence[str], documents: Sequence[Document]) -> ToolPool:
+def build_tools(
+    config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
+) -> ToolPool:
     """The tools of these names, which the settings have, behind a pool. Close it.
 
-    documents: the task's own, for a search without a corpus.
+    documents, papers: the task's own, for a search and a scholar without a corpus.
 
     Raises:
         ValueError: a corpus cannot be read as one.
         OSError: or not at all.
     """
-    search = config.search
-    if "search" not in names or search is None:
-        return ToolPool({})
-    tool: Tool
-    if isinstance(search, HttpSearch):
+    given = {name: settings for name in names if (settings := getattr(config, name, None)) is not None}
+    with ExitStack() as stack:
+        tools: dict[str, Tool] = {}
+        for name, settings in given.items():
+            tools[name] = build_tool(name, settings, papers if name == "scholar" else documents)
+            stack.callback(tools[name].close)
+        stack.pop_all()  # they are the pool's
+    return ToolPool(tools, given)
+
+
+def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -> Tool:
+    """One tool from its settings; see build_tools."""
+    if isinstance(settings, HttpSearch):
         from marsrl.rollout.tools.retrieval import Retrieval
 
-        tool = Retrieval(search)
+        return Retrieval(settings)
+    if isinstance(settings, SerpApiSearch):
+        from marsrl.rollout.tools.serpapi import SerpApi
+
+        return SerpApi(name, settings)
+    assert isinstance(settings, IndexSearch), settings
+    if settings.corpus is None:
+        index = build_index(documents)
     else:
-        index = build_index(documents) if search.corpus is None else open_index(search.corpus, search.index)
-        tool = IndexSearch(index, search.top_k)
-    return ToolPool({"search": tool}, {"search": search})
+        index = open_index(settings.corpus, settings.index, _reader(settings))
+    return Search(index, settings.top_k, name, "Paper" if name == "scholar" else "Doc")
 
 
-def check_tools(config: ToolsConfig, names: Sequence[str], documents: Sequence[Document]) -> None:
+def check_tools(
+    config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
+) -> None:
     """Refuse what build_tools would; of a corpus the first lines are looked at.
 
     Raises:
         ValueError, OSError: as build_tools; the text names the key.
     """
-    search = config.search
-    if "search" not in names or search is None:
-        return
-    if isinstance(search, HttpSearch):
-        if importlib.util.find_spec("httpx") is None:
-            raise ValueError("tools.search.kind=http needs the package httpx: pip install httpx (marsrl[openai])")
-    elif search.corpus is not None:
-        try:
-            for _ in islice(read_corpus(search.corpus), _LOOKED_AT):
-                pass
-        except (ValueError, OSError) as error:
-            raise ValueError(f"tools.search.corpus: {error}") from error
-    elif not documents:
-        raise ValueError(
-            "tools.search.corpus is null, and the task has no documents of its own (only task=qa without data.train has); "
-            "give a jsonl file of {id, title, text}, or tools.search.kind=http"
-        )
+    for name in names:
+        settings, key = getattr(config, name, None), f"tools.{name}"
+        if isinstance(settings, HttpSearch):
+            _check_httpx(f"{key}.kind=http")
+        elif isinstance(settings, SerpApiSearch):
+            _check_httpx(f"{key}.kind=serpapi")
+            from marsrl.rollout.http_line import read_key
+
+            read_key(settings.api_key_env, f"{key}.api_key_env")
+        elif isinstance(settings, IndexSearch) and settings.corpus is not None:
+            try:
+                for _ in islice(_reader(settings)(settings.corpus), _LOOKED_AT):
+                    pass
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{key}.corpus: {error}") from error
+        elif isinstance(settings, IndexSearch) and not (papers if name == "scholar" else documents):
+            what, form = ("papers", "{title, abstract}") if name == "scholar" else ("documents", "{id, title, text}")
+            raise ValueError(
+                f"{key}.corpus is null, and the task has no {what} of its own (only task=qa without data.train has); give a "
+                f"jsonl file of {form}, or another {key}.kind"
+            )
+
+
+def _reader(settings: IndexSearch) -> Callable[[str | Path], Iterator[Document]]:
+    return read_papers if isinstance(settings, IndexScholar) else read_corpus
+
+
+def _check_httpx(setting: str) -> None:
+    if importlib.util.find_spec("httpx") is None:
+        raise ValueError(f"{setting} needs the package httpx: pip install httpx (marsrl[openai])")

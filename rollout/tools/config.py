@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url, variable_name
 
 
 class ToolLimits(Settings):
@@ -45,12 +45,18 @@ class IndexSearch(ToolLimits):
     top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
 
 
-class HttpSearch(ToolLimits):
-    """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
+class IndexScholar(IndexSearch):
+    """Papers of a file, in an index of the same kind."""
 
-    kind: Literal["http"]
-    url: str = Field(description="http(s)://host[:port]/retrieve")
-    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+    corpus: str | None = Field(
+        None, description="jsonl of {id, title, abstract, year, citations}; null: the task's own papers"
+    )
+    top_k: int = Field(5, gt=0, le=100, description="papers that a query shows, at most")
+
+
+class ServerLimits(ToolLimits):
+    """What a server that answers for a tool may cost."""
+
     request_timeout_s: float = Field(
         10.0, gt=0, le=LONGEST_S, description="one attempt, from connection to last byte; timeout_s is all of them"
     )
@@ -58,19 +64,58 @@ class HttpSearch(ToolLimits):
     backoff_s: float = Field(0.5, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
     max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
 
+
+class HttpSearch(ServerLimits):
+    """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
+
+    kind: Literal["http"]
+    url: str = Field(description="http(s)://host[:port]/retrieve")
+    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         return http_url("url", value, "http://host[:port]/retrieve", "the config is saved")
 
 
-SearchConfig = Annotated[IndexSearch | HttpSearch, Field(discriminator="kind")]
+class SerpApiSearch(ServerLimits):
+    """Google, by a server that answers GET /search.json as SerpApi's does."""
+
+    kind: Literal["serpapi"]
+    base_url: str = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
+    api_key_env: str = Field(
+        "SERPAPI_API_KEY", description="environment variable that holds the key; never the key itself"
+    )
+    top_k: int = Field(10, gt=0, le=100, description="pages that a query shows, at most")
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return http_url("base_url", value, "http://host[:port]", "give a key by api_key_env: the config is saved")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        return variable_name("api_key_env", value)
+
+
+class SerpApiScholar(SerpApiSearch):
+    """Google Scholar, by the same."""
+
+    top_k: int = Field(5, gt=0, le=20, description="papers that a query shows, at most")
+
+
+SearchConfig = Annotated[IndexSearch | HttpSearch | SerpApiSearch, Field(discriminator="kind")]
+ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="kind")]
 
 
 class ToolsConfig(Settings):
     """The tools that agents can call, by name."""
 
-    search: SearchConfig | None = Field(None, description="kind: index (a corpus file) or http (a retrieval server)")
+    search: SearchConfig | None = Field(
+        None, description="kind: index (a corpus file), http (a retrieval server) or serpapi"
+    )
+    scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,22 @@ class Document:
         return f'"{self.title}"\n{self.text}'
 
 
+ReadRow = Callable[[Mapping[str, object], int], Document]
+"""A row of a corpus and its line -> the document."""
+
+
 def from_contents(id: str, contents: str) -> Document:
     """A document of Search-R1's form: the title in quotes on a line of its own, then the text."""
     title, _, text = contents.strip().partition("\n")
     return Document(id, title.strip().strip('"'), text)
 
 
-def read_corpus(path: str | Path) -> Iterator[Document]:
+def read_corpus(
+    path: str | Path, read_row: ReadRow | None = None, form: str = "{id, title, text}"
+) -> Iterator[Document]:
     """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
+
+    read_row, form: of lines of another form, and what to call it; it raises BadLine.
 
     Raises:
         ValueError: a line is no document (file:line: reason), or there is none.
@@ -42,12 +50,12 @@ def read_corpus(path: str | Path) -> Iterator[Document]:
         try:
             if isinstance(row, BadLine):
                 raise row
-            yield _document(row, line)
+            yield (read_row or _document)(row, line)
         except BadLine as reason:
             raise ValueError(f"{file}:{line}: {reason}") from reason
         num_read += 1
     if not num_read:
-        raise ValueError(f"{file} holds no document; expected lines of {{id, title, text}}")
+        raise ValueError(f"{file} holds no document; expected lines of {form}")
 
 
 def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
@@ -60,21 +68,29 @@ def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
 
 
 def _document(row: Mapping[str, object], line: int) -> Document:
-    name = row.get("id", line)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise BadLine(f"the id is {type(name).__name__}, expected text or a whole number")
+    name, form = row_name(row, line), "a document is {id, title, text} or {id, contents}"
     if "contents" in row and "text" not in row:
-        document = from_contents(str(name), _text(row, "contents"))
+        document = from_contents(name, row_text(row, "contents", form))
     else:
-        document = Document(str(name), _text(row, "title") if "title" in row else "", _text(row, "text"))
+        title = row_text(row, "title", form) if "title" in row else ""
+        document = Document(name, title, row_text(row, "text", form))
     if not document.text.strip() and not document.title.strip():
         raise BadLine("it has neither a title nor a text")
     return document
 
 
-def _text(row: Mapping[str, object], key: str) -> str:
+def row_name(row: Mapping[str, object], line: int) -> str:
+    """The id of a row, or its line."""
+    name = row.get("id", line)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise BadLine(f"the id is {type(name).__name__}, expected text or a whole number")
+    return str(name)
+
+
+def row_text(row: Mapping[str, object], key: str, form: str) -> str:
+    """The text of this key; BadLine says what form it should have."""
     value = row.get(key)
     if not isinstance(value, str):
         kind = "missing" if value is None else type(value).__name__
-        raise BadLine(f"{key!r} is {kind}, expected text (a document is {{id, title, text}} or {{id, contents}})")
+        raise BadLine(f"{key!r} is {kind}, expected text ({form})")
     return well_formed(value, key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-
 MOST_QUERIES = 8
 """Of one call."""
 

@@ -14,7 +14,7 @@ import re
 import sqlite3
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -78,10 +78,15 @@ def build_index(documents: Iterable[Document]) -> SearchIndex:
     return SearchIndex(file, folder)
 
 
-def open_index(corpus: str | Path, file: str | Path | None = None) -> SearchIndex:
+def open_index(
+    corpus: str | Path,
+    file: str | Path | None = None,
+    read: Callable[[str | Path], Iterator[Document]] = read_corpus,
+) -> SearchIndex:
     """The index of a corpus file.
 
     Args:
+        read: of what form its lines are.
         file: where it is kept. Made if it is missing or of another corpus (path, size, time of change); None: temporary.
 
     Raises:
@@ -89,13 +94,13 @@ def open_index(corpus: str | Path, file: str | Path | None = None) -> SearchInde
         OSError: a file cannot be read or written.
     """
     if file is None:
-        return build_index(read_corpus(corpus))
-    file, stamp = Path(file), _stamp(Path(corpus))
+        return build_index(read(corpus))
+    file, stamp = Path(file), _stamp(Path(corpus), read.__name__)
     if not file.exists() or _stamp_of(file) != stamp:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
         try:
-            _write(unfinished, read_corpus(corpus), stamp)
+            _write(unfinished, read(corpus), stamp)
             os.replace(unfinished, file)  # whole or not at all, whoever else makes it
         finally:
             unfinished.unlink(missing_ok=True)
@@ -103,20 +108,23 @@ def open_index(corpus: str | Path, file: str | Path | None = None) -> SearchInde
 
 
 class IndexSearch:
-    """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries."""
+    """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
 
-    name = "search"
+    kind: what a document is called.
+    """
+
     argument = "query"
     is_deterministic = True
 
-    def __init__(self, index: SearchIndex, top_k: int) -> None:
-        self._index, self._top_k = index, top_k
+    def __init__(self, index: SearchIndex, top_k: int, name: str = "search", kind: str = "Doc") -> None:
+        self.name, self._index, self._top_k, self._kind = name, index, top_k, kind
 
     def run(self, arguments: Mapping[str, object]) -> str | list[str]:
         queries = query_arguments(arguments)
         if not any(map(_words, queries)):
             raise ToolError("the query has no words")
-        return shown(document for query in queries for document, _ in self._index.search(query, self._top_k))
+        found = (document for query in queries for document, _ in self._index.search(query, self._top_k))
+        return shown(found, self._kind)
 
     def close(self) -> None:
         self._index.close()
@@ -146,9 +154,9 @@ def _write(file: Path, documents: Iterable[Document], stamp: str) -> None:
             connection.execute("INSERT INTO documents (documents) VALUES ('optimize')")
 
 
-def _stamp(corpus: Path) -> str:
+def _stamp(corpus: Path, form: str) -> str:
     state = corpus.stat()
-    words = f"{corpus.resolve()}/{state.st_size}/{state.st_mtime_ns}"
+    words = f"{form}/{corpus.resolve()}/{state.st_size}/{state.st_mtime_ns}"
     return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

@@ -91,6 +91,10 @@ SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_
 PROBE = bench("with our own engine: tests/megatron/test_probe_notices.py")
 OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
 QA = "torchrun trainer/main.py task=qa policies.main.model=/path/to/model"
+MIXED = (
+    "torchrun trainer/main.py task=math policies.main.model=/path/to/model "
+    '"data.train=[{path: problems.jsonl, weight: 3}, {path: aime25.jsonl, weight: 1}]"'
+)
 ON_GPUS = "policies.main.model=/models/%s data.train=problems.jsonl"
 
 WAYS = {
@@ -121,6 +125,14 @@ WAYS = {
     "marsrl try task=qa rollout.group_size=2": PRINTS,
     "marsrl try task=qa orchestration=dual_system rollout.group_size=2": PRINTS,
     "marsrl make-facts /tmp/facts": PRINTS,
+    "marsrl make-facts /tmp/papers about=papers": PRINTS,
+    'marsrl tool search "the home of mira holt"': PRINTS,
+    """marsrl tool scholar '{"queries": ["sparse lattices", "papers of 1997"]}' tools.scholar.top_k=2""": PRINTS,
+    MIXED: Way(
+        f"{HERE}::test_several_files_pass_their_checks",
+        "with --dry-run added",
+        "drawn, killed and resumed: tests/integration/test_scripted_team.py",
+    ),
     QA: QUESTIONS,
     "torchrun trainer/main.py task=qa orchestration=dual_system policies.main.model=/path/to/model": QUESTIONS,
     f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,

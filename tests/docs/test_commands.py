@@ -41,6 +41,8 @@ def holds(part: Any, whole: Any) -> bool:
     """Every leaf of `part` is in `whole`."""
     if isinstance(part, dict):
         return all(name in whole and holds(below, whole[name]) for name, below in part.items())
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(holds, part, whole))
     return bool(part == whole)
 
 
@@ -60,10 +62,13 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
         case ["marsrl", "try"]:
             assert "episode 000001" in shown and "advantage" in shown and not left - {"__pycache__"}
         case ["marsrl", "make-facts"]:
-            assert shown.endswith("224 documents, 10,000 + 300 questions\n")
-            assert sorted(path.name for path in Path(words[-1]).iterdir()) == [
-                *("corpus.jsonl", "held_out.jsonl", "train.jsonl")
+            assert shown.endswith("224 documents, 200 papers, 10,000 + 300 questions\n")
+            assert sorted(path.name for path in Path(words[2]).iterdir()) == [
+                *("corpus.jsonl", "held_out.jsonl", "papers.jsonl", "train.jsonl")
             ]
+        case ["marsrl", "tool"]:
+            kind, num = ("Doc", 3) if words[2] == "search" else ("Paper", 4)
+            assert f"{kind} {num}(Title: " in shown and f" {num} parts, whole\n" in shown and not left
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
         case ["marsrl", "plan"]:
@@ -138,6 +143,18 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     }
     names, batch = next(said[word] for word in command.split() if word in said)
     assert agents == names and batch in shown
+
+
+@pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))
+def test_several_files_pass_their_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = desk.words(command, lambda name: boxing_model(desk.folder / name))
+    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    files = yaml.safe_load(shown[: shown.index("batch arithmetic:")])["data"]["train"]
+    assert [(file["path"], file["weight"]) for file in files] == [("problems.jsonl", 3), ("aime25.jsonl", 1)]
+    (desk.folder / "aime25.jsonl").unlink()
+    assert call([*words, "--dry-run"]) == 2
+    assert "data.train[1]: aime25.jsonl does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_a_search_team_passes_its_checks"))

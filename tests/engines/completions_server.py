@@ -1,4 +1,4 @@
-"""A server that answers POST requests of JSON by a script, as OpenAI's completions are, in a thread of this process."""
+"""A server that answers POST requests of JSON, and GET requests, by a script, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 Reply = Callable[["Handler", dict[str, Any], int], None]
 """(handler, the request's JSON, how many equal requests came before): sends the whole answer."""
@@ -29,7 +30,12 @@ class Handler(BaseHTTPRequestHandler):
     now: list[int]
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def do_GET(self) -> None:
+        self._answer(dict(parse_qsl(urlsplit(self.path).query)))
+
+    def _answer(self, body: dict[str, Any]) -> None:
         with self.lock:
             before = sum(earlier == body for earlier in self.server_record.bodies)
             self.server_record.bodies.append(body)

@@ -88,6 +88,39 @@ def test_a_bad_line_of_data_says_file_and_line(tmp_path: Path, refusal: Refusal)
     assert f"{data}:2:" in message
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ("7", "data.train is 7; expected a path, or a list of {path, count}, or of {path, weight}"),
+        ("[]", "data.train is []; expected a path"),
+        ("[%s]", "data.train[0] is '/"),
+        ("[{path: %s}]", "data.train[0] wants count or weight, one of them"),
+        ("[{path: %s, count: 1, weight: 1}]", "data.train[0] wants count or weight, one of them"),
+        ("[{path: %s, count: 1}, {path: %s, weight: 1}]", "data.train[1] has a weight, and data.train[0] a count"),
+        ("[{path: %s, count: 0}]", "data.train[0].count: Input should be greater than 0"),
+        ("[{path: %s, weight: .inf}]", "data.train[0].weight: Input should be"),
+        ("[{path: %s, wieght: 1}]", "data.train[0].wieght: Extra inputs are not permitted"),
+        ("[{path: %s, count: 1}, {path: %s.gone, count: 1}]", "data.train[1]: "),
+        ("[{path: %s, count: 1}, {path: %s, count: 2}]", "has 1 problems, fewer than count = 2"),
+    ],
+)
+def test_a_list_of_files_says_which_of_them_is_wrong(files: str, said: str, tmp_path: Path, refusal: Refusal) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
+    message = refusal("task=math", f"data.train={files.replace('%s', str(data))}", "policies.main.model=/nowhere")
+    assert said in message and "command line" in message
+
+
+def test_weights_are_not_for_a_task_that_lists_its_problems(tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text(
+        "from marsrl.rollout.tasks.own_task import OwnTask\n\n\nclass Mine(OwnTask): ...\n"
+    )
+    words = [f"task={tmp_path}/mine.py:Mine", "policies.main.model=/nowhere"]
+    message = refusal(*words, f"data.train=[{{path: {tmp_path}/p.jsonl, weight: 1}}]")
+    assert "data.train has weights, and task=" in message and "give counts" in message
+
+
 def test_half_a_surrogate_pair_says_file_and_line(tmp_path: Path, refusal: Refusal) -> None:
     data = tmp_path / "p.jsonl"
     data.write_text('{"question": "1+1", "answer": "2"}\n{"question": "a\\ud800b", "answer": "2"}\n')

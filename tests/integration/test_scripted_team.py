@@ -284,6 +284,26 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert "one.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
 
 
+def test_files_with_weights_are_drawn_after_a_kill_as_if_there_had_been_none(play: Play, tmp_path: Path) -> None:
+    files = [tmp_path / "few.jsonl", tmp_path / "many.jsonl"]
+    for file, count in zip(files, (5, 40), strict=True):
+        rows = [{"question": f"{file.stem} {i}, is it 7?", "answer": "7"} for i in range(count)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = ", ".join(f"{{path: {file}, weight: {weight}}}" for file, weight in zip(files, (3, 1.5), strict=True))
+    words = [f"data.train=[{train}]", "orchestration=solver", "run.evaluate=false", "rollout.prompts_per_step=3"]
+
+    def drawn(*steps: str) -> dict[str, str]:
+        for more in steps:
+            run_directory = play(*words, *more.split())
+        samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+        run_directory.rename(tmp_path / f"runs of {len(steps)}")
+        return {r.rollout_id: r.problem_id for r in samples}
+
+    broken = drawn("run.steps=2 run.checkpoint_every=2", "run.steps=4 run.resume=auto run.name=scripted")
+    assert broken == drawn("run.steps=4") and len(broken) == 12
+    assert {problem.partition(":")[0] for problem in broken.values()} == {"0/few.jsonl", "1/many.jsonl"}
+
+
 def searches(request: DecodeRequest) -> str:
     """A team that finds out more in two of three turns."""
     rng, agent = random.Random(request.uid), request.uid.rpartition("/")[2].partition(":")[0]
@@ -310,7 +330,11 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
     told = [r for r in again if by_uid[r.parent_uid or ""].answer == "the home of mira holt"]
     assert told and all(found in r.prompt for r in told) and not all(found in r.prompt for r in again)
     rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
-    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in ("calls", "errors", "cached")}
+    keys = ("calls", "errors", "cached", "parts")
+    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in keys}
+    assert {row["tools/search/share"] for row in rows} == {1.0} and total["calls"] < total["parts"] <= 3 * total[
+        "calls"
+    ]
     num_queries = sum(r.agent == "search" and r.answer is not None for r in samples)
     assert total["calls"] >= num_queries > 0 and total["errors"] == 0 and total["cached"] > 0
     assert any(row.get("actor/grad_norm") for row in rows)

@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
 from marsrl.trainer.report.summary import AgentEstimate, Evaluation, Usage, estimate
 
 COUNTED = {
@@ -78,3 +78,9 @@ def test_teams_stand_side_by_side_with_what_an_episode_takes() -> None:
     assert "solver (big) 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 0.005" in rows
     assert "verifier (small) not measured 1.0 150.0 50.0 0.001" in rows
     assert "one.yaml 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 no price 5.0" in rows
+
+
+def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:
+    counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
+    assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
+    assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}

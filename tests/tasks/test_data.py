@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.tasks.config import TrainFile
 from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
 from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.train_files import Mixture, draw_endlessly, read_train
 from marsrl.rollout.types import Problem
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -188,6 +191,89 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match="resume with the data"):
         DataCursor(some(3), 0).load(CursorState(0, 4))
+
+
+# Several files.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two of the same name, of 30 and of 10 problems."""
+    for folder, count in (("a", 30), ("b", 10)):
+        (tmp_path / folder).mkdir()
+        rows = ({"question": f"{folder}{i}", "answer": str(i)} for i in range(count))
+        write(tmp_path / folder / "train.jsonl", *rows)
+    return [tmp_path / folder / "train.jsonl" for folder in "ab"]
+
+
+def listed(files: list[Path], **shares: tuple[float, ...]) -> list[TrainFile]:
+    [(key, values)] = shares.items()
+    return [TrainFile.model_validate({"path": str(f), key: v}) for f, v in zip(files, values, strict=True)]
+
+
+def test_of_files_with_counts_so_many_of_each_are_drawn_without_replacement(files: list[Path]) -> None:
+    train = listed(files, count=(12, 10))
+    problems = read_train(train, "math", 0).problems
+    assert [p.question[0] for p in problems] == ["a"] * 12 + ["b"] * 10
+    assert len({p.question for p in problems}) == len({p.id for p in problems}) == 22
+    assert {p.id for p in problems} >= {f"1/train.jsonl:{line}" for line in range(1, 11)}
+    again, other = (read_train(train, "math", seed).problems for seed in (0, 1))
+    assert again == problems and {p.id for p in other} != {p.id for p in problems}
+    assert read_train(str(files[1]), "math", 0).problems[0].id == "train.jsonl:1"
+
+
+def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list[Path]) -> None:
+    with pytest.raises(ValueError, match=r"data.train\[1\]: .*b/train.jsonl has 10 problems, fewer than count = 11"):
+        read_train(listed(files, count=(12, 11)), "math", 0)
+    with pytest.raises(ValueError, match=r"data.train\[1\]: .*none.jsonl does not exist"):
+        read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), "math", 0)
+    write(files[0], {"question": "q", "answer": None})
+    with pytest.raises(
+        ValueError, match=r"data.train\[0\]: .*a/train.jsonl:1: the answer|data.train\[0\]: .*train.jsonl:1"
+    ):
+        read_train(listed(files, weight=(1, 1)), "math", 0)
+
+
+def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
+    mixture = read_train(listed(files, weight=(1.0, 3.0)), "math", 0).problems
+    source = draw_endlessly(mixture, 5)
+    drawn = [source.next_problem().id for _ in range(2000)]
+    assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
+    for place, size in (("0/", 30), ("1/", 10)):
+        own = [id for id in drawn if id.startswith(place)]
+        assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 5), st.integers(0, 60), st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_a_resumed_mixture_goes_on_in_every_file(seed: int, taken: int, sizes: list[int]) -> None:
+    mixture = Mixture([[replace(p, id=f"{i}/{p.id}") for p in some(size)] for i, size in enumerate(sizes)], sizes)
+    source = draw_endlessly(mixture, seed)
+    for _ in range(taken):
+        source.next_problem()
+    state = decode(CursorState, encode(source.state()))
+    assert state == source.state() and sum(each.position for each in state.files) <= taken == state.position
+    rest = [source.next_problem().id for _ in range(40)]
+    resumed = draw_endlessly(mixture, seed)
+    resumed.load(state)
+    assert [resumed.next_problem().id for _ in range(40)] == rest
+
+
+def test_a_mixture_s_state_is_of_so_many_files() -> None:
+    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
+    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
+        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
+            draw_endlessly(problems, 0).load(state)
+    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
+        draw_endlessly(one, 0).load(CursorState(0, 1))
+
+
+def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
+    mixture = Mixture([[Problem("0", "q", "a", "math")], [Problem("1", "r", "a", "math")]], [1.0, 2.0])
+    kept = Mixture([*mixture.files[:1], [*some(2), Problem("2", "r", "a", "math")]], [1.0, 2.0]).without({"r"})
+    assert [len(file) for file in kept.files] == [1, 2] and kept.weights == (1.0, 2.0) and len(kept) == 3
+    with pytest.raises(ValueError, match=r"data.train\[1\]: all of its 1 questions are held out"):
+        mixture.without({"r"})
 
 
 def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers_placed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from marsrl.rollout.tasks.linked_facts import WORDS, World, write_linked_facts
 from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.documents import read_corpus
+from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.types import Problem
 
@@ -223,6 +225,37 @@ def test_the_document_of_a_hop_is_found_by_its_words(world: World) -> None:
     index.close()
 
 
+def test_a_question_of_papers_follows_from_papers_and_their_authors_documents() -> None:
+    world = World(FactsOptions(about="papers", max_hops=3, papers=80))
+    task = build_task("qa", {"about": "papers", "max_hops": 3, "papers": 80})
+    assert isinstance(task, QaTask) and len(task.papers) == 80 and task.documents == world.documents
+    said = {each.title: each.text for each in (*task.papers, *task.documents)}
+    source, relations = task.problems(0), set()
+    train = [source.next_problem() for _ in range(300)]
+    held_out = world.held_out(50, 0)
+    assert not {p.question for p in train} & {p.question for p in held_out}
+    for problem in (*train, *held_out):
+        path, _, value = problem.question.removeprefix("what is ").removesuffix(" ?").rpartition(" of ")
+        for relation in reversed([each.removeprefix("the ") for each in path.split(" of ")]):
+            relations.add(relation)
+            if relation in ("year", "citations"):
+                [value] = re.findall(rf"{relation.title()}: (\d+)\.", said[value])
+            else:
+                [value] = re.findall(rf"the {relation} of {value} is ([a-z ]+) \.", said[value])
+        assert value == problem.answer
+    assert relations >= {"year", "citations", "author", "method", "basis", "rival", "home", "trade"}
+    years = [paper.year or 0 for paper in world.papers]
+    assert years == sorted(years) and len({paper.title for paper in world.papers}) == 80
+    assert World(FactsOptions(max_hops=3, papers=9)).held_out(9, 0) == World(FactsOptions(max_hops=3)).held_out(9, 0)
+
+
+def test_a_paper_is_found_among_the_first_by_its_title() -> None:
+    papers = World(FactsOptions(papers=1600)).papers
+    with closing(build_index(paper.document for paper in papers)) as index:
+        for paper in papers[::40]:
+            assert paper.title in [found.title for found, _ in index.search(f"what is the year of {paper.title} ?", 5)]
+
+
 def test_a_world_too_small_for_both_splits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none was held out; raise people or max_hops, or change held_out_modulus"):
         World(FactsOptions(people=2, places=2, max_hops=1, held_out_modulus=1000))
@@ -232,6 +265,7 @@ def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
     write_linked_facts(tmp_path / "facts", FactsOptions(people=20), num_train=50, num_held_out=10, seed=3)
     world = World(FactsOptions(people=20))
     assert tuple(read_corpus(tmp_path / "facts" / "corpus.jsonl")) == world.documents
+    assert tuple(read_papers(tmp_path / "facts" / "papers.jsonl")) == tuple(paper.document for paper in world.papers)
     train = read_problems(tmp_path / "facts" / "train.jsonl", "qa").problems
     held_out = read_problems(tmp_path / "facts" / "held_out.jsonl", "qa").problems
     assert len(train) == 50 and len(held_out) == 10

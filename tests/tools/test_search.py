@@ -7,11 +7,13 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
+from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.search import IndexSearch, SearchIndex, build_index, open_index
 
@@ -208,6 +210,45 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: object, reaso
     path = write(tmp_path / "corpus.jsonl", {"text": "fine"}, line)
     with pytest.raises(ValueError, match=rf"corpus.jsonl:2: {reason}"):
         open_index(path)
+
+
+# Papers.
+
+
+def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "papers.jsonl",
+        {"id": "a", "title": "Sparse maps", "abstract": "We draw.", "year": 1997, "citations": 12, "venue": "left out"},
+        {"title": "Lost maps", "year": None, "citations": 0},
+    )
+    with closing(open_index(path, tmp_path / "index.sqlite", read_papers)) as index:
+        tool = IndexSearch(index, 5, "scholar", "Paper")
+        assert tool.name == "scholar" and tool.run({"queries": ["sparse", "maps"]}) == [
+            "Paper 1(Title: Sparse maps) Year: 1997. Citations: 12. Abstract: We draw.",
+            "Paper 2(Title: Lost maps) Citations: 0",
+        ]
+        assert tool.run({"query": "of 1997"}) == [tool.run({"query": "sparse"})[0]]
+    with pytest.raises(ValueError, match="papers.jsonl:1: 'text' is missing"):
+        open_index(path, tmp_path / "index.sqlite")  # what is kept is of papers, and made again
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"abstract": "x"}, r"'title' is missing, expected text \(a paper is {title, abstract, year, citations}\)"),
+        ({"title": " "}, "the title is empty"),
+        ({"title": "x", "abstract": 7}, "'abstract' is int, expected text"),
+        ({"title": "x", "year": True}, "'year' is True, expected a whole number"),
+        ({"title": "x", "year": "1997"}, "'year' is 1997, expected a whole number"),
+        ({"title": "x", "citations": -1}, "'citations' is -1, expected a whole number of 0 to"),
+        ({"title": "x", "citations": 10**100}, "'citations' is 10{39}, expected"),
+        (b'{"title": "\\udfff"}', "title has a lone surrogate"),
+    ],
+)
+def test_a_line_that_is_no_paper_is_named(tmp_path: Path, line: object, reason: str) -> None:
+    path = write(tmp_path / "papers.jsonl", {"title": "fine"}, line)
+    with pytest.raises(ValueError, match=rf"papers.jsonl:2: {reason}"):
+        list(read_papers(path))
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:

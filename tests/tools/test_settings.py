@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,25 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     assert preflight(read_config(None, words)[0], world_size=1).plan.lines()
     with pytest.raises(ValueError, match=r"prompt set math has no words for a router"):
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
+
+
+def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:
+    (tmp_path / "papers.jsonl").write_text('{"title": "Maps", "year": 1997}')
+    for corpus, title in ((None, "Lima"), (str(tmp_path / "papers.jsonl"), "Maps")):
+        config = ToolsConfig.model_validate(
+            {"search": {"kind": "index"}, "scholar": {"kind": "index", "corpus": corpus}}
+        )
+        check_tools(config, ["search", "scholar"], [Document("a", "Maps", "")], [LIMA])
+        with closing(build_tools(config, ["search", "scholar"], [Document("a", "Maps", "")], [LIMA])) as pool:
+            for tool, found in (("scholar", f"Paper 1(Title: {title}) "), ("search", "Doc 1(Title: Maps)")):
+                output = pool.submit(ToolCall(tool, tool, '{"queries": ["lima", "maps"]}')).result(30.0)
+                assert output.parts == (output.text,) and output.text.startswith(found)
+    with pytest.raises(ValueError, match=r"tools.scholar.corpus is null, and the task has no papers of its own"):
+        check_tools(ToolsConfig.model_validate({"scholar": {"kind": "index"}}), ["scholar"], [LIMA])
+    config = ToolsConfig.model_validate({"scholar": {"kind": "index", "corpus": str(tmp_path / "none.jsonl")}})
+    with pytest.raises(ValueError, match=r"tools.scholar.corpus: .*none.jsonl"):
+        check_tools(config, ["scholar"], ())
+    assert config.scholar is not None and config.scholar.top_k == 5
 
 
 def test_the_tools_of_a_run_answer(tmp_path: Path) -> None:

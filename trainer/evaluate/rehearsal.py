@@ -32,7 +32,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import CursorState, documents_of
+from marsrl.rollout.tasks.protocol import CursorState, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
@@ -82,10 +82,10 @@ def rehearse(
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]
-    check_tools(config.tools, names, documents_of(task))
+    check_tools(config.tools, names, documents_of(task), papers_of(task))
     with (
         contextlib.closing(task),
-        contextlib.closing(build_tools(config.tools, names, documents_of(task))) as tools,
+        contextlib.closing(build_tools(config.tools, names, documents_of(task), papers_of(task))) as tools,
         tempfile.TemporaryDirectory() as folder,
     ):
         write_byte_tokenizer(Path(folder))

@@ -39,6 +39,17 @@ def cost_metrics(
     return metrics
 
 
+def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
+    """tools/<name>/share of one step: of the calls of all tools; nothing where none was called (MARS, its figures of tool use).
+
+    Args:
+        counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
+    """
+    calls = {key: value for key, value in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
+    total = sum(calls.values())
+    return {f"{key.removesuffix('calls')}share": value / total for key, value in calls.items()} if total else {}
+
+
 def usage(
     samples: Sequence[Sample], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
 ) -> dict[str, Usage]:

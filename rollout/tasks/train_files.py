@@ -1,0 +1,111 @@
+"""Problems to train on, of one file or of several, with counts or with weights, and the order in which they are drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.tasks.config import TrainFile
+from marsrl.rollout.tasks.data import DataCursor, ReadResult, read_problems
+from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
+from marsrl.rollout.types import Problem
+
+
+class Mixture(tuple[Problem, ...]):
+    """The problems of several files, one file after the other, which draws (`draw_endlessly`) take by weight."""
+
+    files: tuple[tuple[Problem, ...], ...]
+    weights: tuple[float, ...]
+
+    def __new__(cls, files: Sequence[Sequence[Problem]], weights: Sequence[float]) -> Mixture:
+        """At least one problem a file."""
+        mixture = super().__new__(cls, (problem for file in files for problem in file))
+        mixture.files, mixture.weights = tuple(map(tuple, files)), tuple(weights)
+        return mixture
+
+    def without(self, questions: Collection[str]) -> Mixture:
+        """The same files without these questions; ValueError names one of which nothing is left."""
+        files = [[problem for problem in file if problem.question not in questions] for file in self.files]
+        for place, file in enumerate(files):
+            if not file:
+                raise ValueError(
+                    f"data.train[{place}]: all of its {len(self.files[place])} questions are held out for evaluation; give "
+                    "data.eval, or a longer file"
+                )
+        return Mixture(files, self.weights)
+
+
+def read_train(
+    train: str | Sequence[TrainFile],
+    task: str,
+    seed: int,
+    question_key: str | None = None,
+    answer_key: str | None = None,
+    on_bad_line: Literal["error", "skip"] = "error",
+) -> ReadResult:
+    """The problems of data.train: a file's or directory's, of files with counts so many of each, of files with weights a Mixture.
+
+    Ids of a list's problems begin with the place of their file, `0/train.jsonl:7`.
+
+    Raises:
+        ValueError: as read_problems; of a list the text names the place.
+    """
+    if isinstance(train, str):
+        return read_problems(train, task, question_key, answer_key, on_bad_line)
+    files: list[list[Problem]] = []
+    num_bad = 0
+    notes: list[str] = []
+    for place, file in enumerate(train):
+        try:
+            read = read_problems(file.path, task, question_key, answer_key, on_bad_line)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"data.train[{place}]: {str(error).removeprefix('data: ')}") from error
+        problems: Sequence[Problem] = read.problems
+        if file.count is not None:
+            if len(problems) < file.count:
+                raise ValueError(
+                    f"data.train[{place}]: {file.path} has {len(problems):,} problems, fewer than count = {file.count:,}; "
+                    "lower it"
+                )
+            drawn = random.Random(f"data/{seed}/count/{place}").sample(range(len(problems)), file.count)
+            problems = [problems[i] for i in sorted(drawn)]
+        files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
+        num_bad += read.num_bad
+        notes += read.notes
+    weights = [file.weight for file in train if file.weight is not None]
+    listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
+    return ReadResult(listed, num_bad, tuple(notes))
+
+
+class MixtureCursor:
+    """Endless draws from several files: which one is next is drawn by weight, and each has a cursor of its own."""
+
+    def __init__(self, mixture: Mixture, seed: int) -> None:
+        self._weights, self._seed, self._position = mixture.weights, seed, 0
+        self._cursors = [DataCursor(file, derive_seed(seed, "file", i)) for i, file in enumerate(mixture.files)]
+
+    def next_problem(self) -> Problem:
+        rng = random.Random(f"data/{self._seed}/mixture/{self._position}")
+        self._position += 1
+        return rng.choices(self._cursors, self._weights)[0].next_problem()
+
+    def state(self) -> CursorState:
+        return CursorState(0, self._position, tuple(cursor.state() for cursor in self._cursors))
+
+    def load(self, state: CursorState) -> None:
+        if len(state.files) != len(self._cursors):
+            raise ValueError(
+                f"the checkpoint stands in {len(state.files) or 'no'} files with a weight, but data.train has "
+                f"{len(self._cursors)}; resume with the data that the run was started with"
+            )
+        self._position = state.position
+        for cursor, each in zip(self._cursors, state.files, strict=True):
+            cursor.load(each)
+
+
+def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:
+    """Draws that derive from the seed alone: by weight of a mixture, else each problem once an epoch."""
+    return MixtureCursor(problems, seed) if isinstance(problems, Mixture) else DataCursor(problems, seed)

@@ -1,0 +1,107 @@
+"""Google and Google Scholar by a server that speaks SerpApi's protocol.
+
+    GET base_url/search.json?engine=google&q=...&num=10&api_key=...
+    200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
+
+of scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}.
+The key travels in the address, because the protocol has no other place for it. It is in nothing that is logged or kept: where the
+server's own words repeat it, it is taken out of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key
+from marsrl.rollout.http_line import shown as excerpt
+from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
+from marsrl.rollout.tools.documents import Document, shown
+from marsrl.rollout.tools.papers import said_of
+from marsrl.rollout.tools.protocol import ToolError, query_arguments
+
+_NOTHING = "hasn't returned any results"  # what such a server calls an error
+
+
+class SerpApi:
+    """The tool: {"query": text} or {"queries": [texts]} -> the top_k results of each, a request a query, in turn."""
+
+    argument = "query"
+    is_deterministic = True  # what was asked once in a run is not paid for again
+
+    def __init__(self, name: str, options: SerpApiSearch) -> None:
+        """Nothing is sent yet.
+
+        Raises:
+            ValueError: the variable that options.api_key_env names is not set.
+        """
+        self.name, self._top_k, self._is_scholar = name, options.top_k, isinstance(options, SerpApiScholar)
+        self._url = f"{options.base_url}/search.json"
+        self._line = HttpLine(
+            self._url,
+            f"tools.{name}.",
+            concurrency=2 * options.concurrency,  # a call that was given up may still hold its own
+            timeout_s=options.request_timeout_s,
+            retries=options.retries,
+            backoff_s=options.backoff_s,
+            max_response_kib=options.max_response_kib,
+            secret={"api_key": read_key(options.api_key_env, f"tools.{name}.api_key_env")},
+            timeout_key="request_timeout_s",
+        )
+
+    def run(self, arguments: Mapping[str, object]) -> str | list[str]:
+        try:
+            found = [result for query in query_arguments(arguments) for result in self._search(query)]
+        except Refused as error:
+            raise ToolError(self._line.hide(f"{self._url}: {error}")) from None
+        said = shown(found, "Paper" if self._is_scholar else "Doc")
+        return said if isinstance(said, str) else [self._line.hide(part) for part in said]
+
+    def close(self) -> None:
+        """Searches under way fail; may be called twice."""
+        self._line.cut()
+
+    def _search(self, query: str) -> list[Document]:
+        query = query.encode("utf-8", "replace").decode("utf-8")  # an address holds no half of a surrogate pair
+        engine = "google_scholar" if self._is_scholar else "google"
+        asked = {"engine": engine, "q": query, "num": str(self._top_k)}
+        return self._line.get(asked, self._results, random.Random(query))
+
+    def _results(self, answer: bytes) -> list[Document]:
+        value = read_json(answer)
+        results, error = (value.get("organic_results"), value.get("error")) if isinstance(value, dict) else (None, None)
+        if results is None and isinstance(error, str) and _NOTHING in error:
+            return []
+        if not isinstance(results, list):
+            raise Refused(f"expected `organic_results`, a list, found {excerpt(error or value)}")
+        return [self._document(each) for each in results[: self._top_k]]
+
+    def _document(self, result: object) -> Document:
+        title, link, snippet = (_text(result, key) for key in ("title", "link", "snippet"))
+        if not title:
+            raise Refused(f"expected a result with a `title`, found {excerpt(result)}")
+        if not self._is_scholar:
+            return Document(link, title, f"{link}\n{snippet}".strip())
+        fields = {
+            "Published": _text(_below(result, "publication_info"), "summary") or None,
+            "Citations": _below(_below(_below(result, "inline_links"), "cited_by"), "total"),
+            "Abstract": snippet or None,
+        }
+        if not isinstance(fields["Citations"], int | None):
+            raise Refused(f"expected `cited_by` with a number `total`, found {excerpt(result)}")
+        return Document(link, title, said_of(fields))
+
+
+def _below(value: object, key: str) -> object:
+    """value[key]; None where either is not there."""
+    if value is not None and not isinstance(value, dict):
+        raise Refused(f"expected an object with `{key}`, found {excerpt(value)}")
+    return None if value is None else value.get(key)
+
+
+def _text(value: object, key: str) -> str:
+    """The text of this key; "" where it is not there."""
+    found = _below(value, key)
+    if not isinstance(found, str | None):
+        raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
+    return (found or "").encode("utf-8", "replace").decode("utf-8")
