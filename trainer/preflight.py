@@ -30,7 +30,7 @@ from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
-from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan
+from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
 
 _LOOKED_AT = 64  # prompts, where all fit
@@ -97,6 +97,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
     )
     check_tools(config.tools, orchestration.tools, documents_of(task))
     for name, policy in config.policies.items():
+        longest_sequence(config, name)  # or nobody has the policy
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:

@@ -309,21 +309,20 @@ def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
 
     play = Play(letter_config(), judge=slow)
     play.scheduler.ask()
-    while len(asked) < 6:  # both problems' solvers have finished
+    while not asked or play.scheduler.is_decoding:
         play.scheduler.advance(0.0)
     play.scheduler.rest()
-    assert len(play.scheduler._judging) == 6
+    assert len(play.scheduler._judging) == len(asked) > 3
     books = decode(RolloutState, encode(play.scheduler.snapshot())).scheduler
-    assert all(
-        len(each.partial) == 3 and not each.finished for each in books.open.values()
-    )  # decoded again after a crash
+    assert sum(len(each.partial) for each in books.open.values()) == len(asked)  # decoded again after a crash
     for problem, answer, reward in asked:
         reward.set_result(judge(problem, answer).result())
     play.version = 1
     play._resume()
-    assert {len(each.finished) for each in play.scheduler.state.open.values()} == {0}
+    assert len(play.scheduler._judging) == len(asked) and not play.scheduler.state.closed
     play.scheduler.advance(0.0)
-    assert not play.scheduler._judging and {g.agent for g in play.scheduler.state.closed} == {"solver"}
+    assert not play.scheduler._judging
+    assert {g.agent for g in play.batch().groups} == {"solver"}
 
 
 def test_a_judgement_that_takes_long_holds_up_no_other() -> None:

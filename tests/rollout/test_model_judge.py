@@ -220,7 +220,7 @@ def test_engines_that_are_lost_for_good_end_the_run_and_nothing_waits(desk: Make
 
     judged = desk(by_answer, engine=Burns(lambda request: [END]))
     with pytest.raises(OSError, match="the engine burns"):
-        judged.rewards("Lima", "Rome")
+        judged.rewards("Lima")
     with pytest.raises(RuntimeError, match="the judge has failed: the engine burns"):
         judged.judge.submit(PERU, "Lima", "train")
     judged.judge.sleep()
