@@ -30,6 +30,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team, WatchedJudge
@@ -138,8 +140,8 @@ def typical_text(number: int) -> str:
     return f"What is {number} modulo 7? " + "Think step by step. " * 20
 
 
-def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-    return [Reward(0.0, 0.0) for _ in answers]
+def judge(problem: Problem, answer: str) -> Future[Reward]:
+    return known(Reward(0.0, 0.0))
 
 
 @dataclass(frozen=True)

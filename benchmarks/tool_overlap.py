@@ -10,8 +10,8 @@ program in five of them; a search takes 0 to --slowest seconds, and what it find
     stage by stage   rollout.overlap=0: all that can be decoded is, then all tools are waited for, and so on
     event by event   rollout.overlap=1: a sample goes on as soon as what it waits for is there
 
-busy: share of the time from the first request to the last result in which the engine was at a step. could have been: idle seconds
-in which some tool had ended already, so that its sample could have gone on, over the same time. `ratio:` is the share of busy time,
+busy: share of the time from the first request to the last result in which the engine was at a step. could have been: share in
+which it was idle, though some tool had ended already, so that its sample could have gone on. `ratio:` is the share of busy time,
 event by event over stage by stage.
 """
 

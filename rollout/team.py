@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,13 +19,12 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.rewards.judge import Judge
+from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.partial_rollouts import Partial
-from marsrl.rollout.types import Ask, Finish, IntArray, Problem, Reward, Sample, ToolCall, ToolOutput
+from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
-
-Judge = Callable[[Sequence[tuple[Problem, str]]], list[Reward]]
-"""The task's judgement of (problem, answer) pairs, in order; what cannot be judged gets a missing reward."""
 
 
 class Tools(Protocol):
@@ -46,25 +46,51 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """The task's judge, which tells on_call (number of answers, start, end; time.time()) of each call, where it is set."""
+    """The judge of answers: the task's, or a model in its place where it serves the episode's purpose.
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
+    Tells on_call (number of answers, start, end; time.time()) of each time from an answer that it gets while it has none to
+    when it has none again, where on_call is set.
+    """
+
+    def __init__(self, judge: Judge, model: ModelJudge | None = None) -> None:
+        self._judge, self.model = judge, model
         self.on_call: Callable[[int, float, float], None] | None = None
+        self._lock = threading.Lock()  # judgements end in threads of their own
+        self._num_open = self._num_asked = 0
+        self._start = 0.0
 
-    def __call__(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        start = time.time()
-        rewards = self._judge(answers)
-        if self.on_call is not None and answers:
-            self.on_call(len(answers), start, max(start, time.time()))  # the wall clock may be set back
+    def __call__(self, answers: Sequence[tuple[Episode, str]]) -> list[Future[Reward]]:
+        """Begin the judgement of answers to their episodes' problems."""
+        with self._lock:
+            if not self._num_open:
+                self._start, self._num_asked = time.time(), 0
+            self._num_open += len(answers)
+            self._num_asked += len(answers)
+        rewards = [self._begin(episode, answer) for episode, answer in answers]
+        for reward in rewards:
+            reward.add_done_callback(self._note_end)
         return rewards
+
+    def _begin(self, episode: Episode, answer: str) -> Future[Reward]:
+        if self.model is not None and self.model.serves(episode.purpose):
+            return self.model.submit(episode.problem, answer, episode.purpose)
+        return self._judge(episode.problem, answer)
+
+    def _note_end(self, _: Future[Reward]) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open:
+                return
+            num_asked, start = self._num_asked, self._start
+        if self.on_call is not None:
+            self.on_call(num_asked, start, max(start, time.time()))  # the wall clock may be set back
 
 
 @dataclass(frozen=True, slots=True)
 class Team:
     """Everything that is needed to have an agent answer and to judge what it said.
 
-    renderers and pools are by policy name; an agent's policy is agents[name].policy.
+    renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
 
@@ -222,21 +248,48 @@ class Team:
         except Exception as raised:
             return self._failed(sample, "parse", raised)
 
+    def begin_judging(self, finished: Sequence[tuple[Episode, Ask, Sample]]) -> list[Future[Reward] | None]:
+        """The judgements that these samples' rewards rest on; None where they need none."""
+        asked = [
+            i
+            for i, (_, _, sample) in enumerate(finished)
+            if sample.finish is not Finish.ERROR and self.orchestration.needs_judge(sample)
+        ]
+        judgements = self.judge([(finished[i][0], finished[i][2].answer or "") for i in asked])
+        found: list[Future[Reward] | None] = [None] * len(finished)
+        for i, judgement in zip(asked, judgements, strict=True):
+            found[i] = judgement
+        return found
+
+    def rewarded(self, episode: Episode, ask: Ask, sample: Sample, judgement: Reward | None) -> Sample:
+        """The sample with its reward: the orchestration's rules, over the judgement of its answer where it needs one."""
+        if sample.finish is Finish.ERROR:
+            return sample  # it keeps its missing reward and the reason
+        try:
+            reward = self.orchestration.reward(episode, ask, sample, judgement)
+            return replace(sample, reward=self._penalised(sample, reward))
+        except Exception as raised:
+            return self._failed(sample, "reward", raised)
+
     def judged(self, finished: Sequence[tuple[Episode, Ask, Sample]]) -> list[Sample]:
-        """The same samples with their rewards: the orchestration's rules, over the task's judgement where it is needed."""
-        whole = [i for i, (_, _, sample) in enumerate(finished) if sample.finish is not Finish.ERROR]
-        asked = [i for i in whole if self.orchestration.needs_judge(finished[i][2])]
-        pairs = [(finished[i][0].problem, finished[i][2].answer or "") for i in asked]
-        judgements = dict(zip(asked, self.judge(pairs), strict=True))
-        samples = [sample for _, _, sample in finished]  # an error keeps its missing reward and the reason
-        for i in whole:
-            episode, ask, sample = finished[i]
-            try:
-                reward = self.orchestration.reward(episode, ask, sample, judgements.get(i))
-                samples[i] = replace(sample, reward=self._penalised(sample, reward))
-            except Exception as raised:
-                samples[i] = self._failed(sample, "reward", raised)
-        return samples
+        """The same samples with their rewards. Waits for all judgements, which are made side by side."""
+        return [
+            self.rewarded(*each, None if judgement is None else judgement.result())
+            for each, judgement in zip(finished, self.begin_judging(finished), strict=True)
+        ]
+
+    @property
+    def all_pools(self) -> list[EnginePool]:
+        """The agents' and the judge's."""
+        model = self.judge.model
+        return [*self.pools.values(), *([] if model is None else [model.pool])]
+
+    def sleep(self) -> None:
+        """All engines give their memory to the trainer, where they share its GPUs; else nothing happens."""
+        for pool in self.pools.values():
+            pool.sleep()
+        if self.judge.model is not None:
+            self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
         """agents.<name>.format_penalty off what has neither answer nor verdict; `correct` is before penalties."""

@@ -20,7 +20,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 
 if TYPE_CHECKING:
     from rank_pair import RankPair
@@ -69,7 +69,7 @@ def scripted_team(
         build_orchestration("verifier_corrector", agents, task.prompts, None, config, evaluate),
         {"main": renderer},
         {"main": EnginePool(LocalReplicas([engine]))},
-        task.judge,
+        WatchedJudge(task.judge),
     )
     return team, engine, task
 

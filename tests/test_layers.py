@@ -39,7 +39,7 @@ ROOMS = {
     "rollout/orchestrations": {"rollout/agents"},
     "rollout/engines": {"rollout/agents", "rollout/weights"},
     "rollout/pool": {"rollout/agents", "rollout/engines"},
-    "rollout/rewards": set(),
+    "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
     "rollout/schedule": {"rollout/engines", "rollout/pool", "rollout/tasks"},
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),

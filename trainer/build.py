@@ -20,8 +20,10 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
@@ -186,27 +188,11 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
     with ExitStack() as stack:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
+        of_agents = {agent.policy for agent in config.agents.values()}
         pools: dict[str, EnginePool] = {}
-        for name, policy in config.policies.items():
-            longest = longest_sequence(config, name)
-            if policy.openai is not None:
-                deadline_s = config.rollout.deadline_s
-                pools[name] = make_openai_pool(
-                    name, models[name], policy.openai, deadline_s=deadline_s, max_model_len=longest
-                )
-            else:
-                pools[name] = make_pool(
-                    name,
-                    models[name],
-                    config.rollout_of(name),
-                    dtype=policy.dtype,
-                    max_model_len=longest,
-                    seed=config.run.seed,
-                    served=config.served_rollouts,
-                    host=checked.host,
-                    silence_s=config.run.silence_s,
-                )
-            stack.callback(pools[name].close)
+        for name in config.policies:
+            if config.judge is None or name != config.judge.policy or name in of_agents:
+                pools[name] = stack.enter_context(_pool(checked, name, models[name], config.rollout.deadline_s))
         orchestration = build_orchestration(
             config.orchestration,
             config.agents,
@@ -219,8 +205,40 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         )
         records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
         judge = WatchedJudge(checked.task.judge)
+        if config.judge is not None:
+            name = config.judge.policy
+            pool = stack.enter_context(_pool(checked, name, models[name], None))
+            model = ModelJudge(
+                pool,
+                renderers[name],
+                config.judge,
+                own=checked.task.judge,
+                seed=config.run.seed,
+                right_answers=right_answers,
+            )
+            stack.callback(model.close)
+            judge = WatchedJudge(checked.task.judge, model)
         tools = None
         if orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task), papers_of(checked.task))
             stack.callback(tools.close)
         yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)
+
+
+def _pool(checked: Checked, name: str, model_dir: str, deadline_s: float | None) -> EnginePool:
+    """The engines of a policy, or its end of a server. deadline_s: of a server's answer; None: whoever asks does not wait."""
+    config, policy = checked.config, checked.config.policies[name]
+    longest = longest_sequence(config, name)
+    if policy.openai is not None:
+        return make_openai_pool(name, model_dir, policy.openai, deadline_s=deadline_s, max_model_len=longest)
+    return make_pool(
+        name,
+        model_dir,
+        config.rollout_of(name),
+        dtype=policy.dtype,
+        max_model_len=longest,
+        seed=config.run.seed,
+        served=config.served_rollouts,
+        host=checked.host,
+        silence_s=config.run.silence_s,
+    )

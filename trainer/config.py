@@ -21,6 +21,7 @@ from marsrl.rollout.config import (
     VllmOptions,
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
+from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tasks.config import TrainFile, read_train_files
 from marsrl.rollout.tools.config import ToolsConfig
 
@@ -377,6 +378,10 @@ class RunConfig(Settings):
         description="the orchestration's agents; defaults for those not given",
     )
     tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
+    judge: JudgeConfig | None = Field(
+        None,
+        description="a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges",
+    )
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     credit: CreditConfig = CreditConfig()
@@ -498,6 +503,8 @@ class RunConfig(Settings):
                     f"orchestration={self.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
                     f"set tools.{name}.kind (docs/tools.md)"
                 )
+        if self.judge is not None:
+            self._check_judge(self.judge)
         _check_sync(self.sync, self.rollout)
         for name, policy in self.policies.items():
             if self.rollout.placement == "colocated" and policy.engines not in (None, self.rollout.engines):
@@ -542,6 +549,33 @@ class RunConfig(Settings):
                 "rollout.engine=local, or trainer.router_replay=recompute"
             )
         return self
+
+    def _check_judge(self, judge: JudgeConfig) -> None:
+        key = f"judge.policy is {judge.policy!r}"
+        policy = self.policies.get(judge.policy)
+        if policy is None:
+            raise ValueError(f"{key}, which is not under `policies` ({', '.join(self.policies)})")
+        if not policy.frozen:
+            raise ValueError(
+                f"{key}, which is trained: a judge that changes with those it judges says nothing of them; name a policy of its "
+                "own, `policies.judge: {frozen: true, model: DIRECTORY}`"
+            )
+        if policy.openai is not None:
+            return
+        agents = [name for name, agent in self.agents.items() if agent.policy == judge.policy]
+        if agents:
+            raise ValueError(
+                f"{key}, whose engines answer for agents.{agents[0]} too: the judge has engines of its own, which judge while "
+                f"others decode; give it another policy of the same model, or put policies.{judge.policy} behind a server "
+                "(engine: openai), which both can ask"
+            )
+        rollout = self.rollout
+        if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+            raise ValueError(
+                f"{key}, and with rollout.overlap={rollout.overlap} it judges while others decode, which two vLLM engines in one "
+                "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
+                "rollout.overlap=0"
+            )
 
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:

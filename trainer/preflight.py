@@ -6,7 +6,7 @@ import importlib.util
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
@@ -30,7 +31,7 @@ from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
-from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan
+from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
 
 _LOOKED_AT = 64  # prompts, where all fit
@@ -98,6 +99,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
     )
     check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
     for name, policy in config.policies.items():
+        longest_sequence(config, name)  # or nobody has the policy
         if policy.engine == "openai":
             continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
         if policy.model is not None:
@@ -119,6 +121,8 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
             )
         if policy.reference != "none" and config.loss.kl == "none":
             warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
+    if config.judge is not None:
+        warnings += _check_judge(config.judge, {of_train: train if trains else (), of_eval: held_out})
     _check_sync_backend(config)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
@@ -213,6 +217,27 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
         fate = "not be asked" if is_skipped else f"be cut (agents.{first}.long_prompts)"
         return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}"]
     return []
+
+
+def _check_judge(judge: JudgeConfig, problems: Mapping[str, Sequence[Problem]]) -> list[str]:
+    """A warning about problems without a reference answer; an error where none of those that are to be judged has one.
+
+    problems: by where they come from, those for training first; none of a task that makes its own, which have references.
+    """
+    warnings = []
+    for where, found in list(problems.items())[0 if judge.when == "always" else 1 :]:
+        num_without = sum(problem.answer is None for problem in found)
+        if found and num_without == len(found):
+            raise ConfigError(
+                f"judge.policy={judge.policy} compares answers with a reference, and of the {len(found)} problems of {where} "
+                "none has one: give reference answers, or leave the judge out and have the task judge"
+            )
+        if num_without:
+            warnings.append(
+                f"{num_without} of {len(found)} problems of {where} have no reference answer: what is answered to them is not "
+                "judged and has no reward"
+            )
+    return warnings
 
 
 def _check_files(model: str, shape: ModelShape) -> None:
@@ -328,21 +353,27 @@ def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], 
 
 
 def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:
-    """max_input_tokens of the policy's agents, lowered to what leaves room for a whole completion.
+    """max_input_tokens of the policy's agents and of its judge, lowered to what leaves room for a whole completion.
 
     Raises:
         ConfigError: a completion alone is as long as the model can be.
     """
-    room = max_positions - config.rollout.max_response_tokens
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_response_tokens is {config.rollout.max_response_tokens}, but policies.{policy}.model knows "
-            f"{max_positions} positions (max_position_embeddings); lower it"
-        )
-    agents = {
-        name: agent.model_copy(update={"max_input_tokens": min(agent.max_input_tokens, room)})
-        if agent.policy == policy
-        else agent
-        for name, agent in config.agents.items()
-    }
-    return config.model_copy(update={"agents": agents})
+
+    def room(key: str, max_response_tokens: int) -> int:
+        left = max_positions - max_response_tokens
+        if left < 1:
+            raise ConfigError(
+                f"{key} is {max_response_tokens}, but policies.{policy}.model knows {max_positions} positions "
+                "(max_position_embeddings); lower it"
+            )
+        return left
+
+    agents, judge = dict(config.agents), config.judge
+    for name in [name for name, agent in agents.items() if agent.policy == policy]:
+        left = room("rollout.max_response_tokens", config.rollout.max_response_tokens)
+        update = {"max_input_tokens": min(agents[name].max_input_tokens, left)}
+        agents[name] = agents[name].model_copy(update=update)
+    if judge is not None and judge.policy == policy:
+        left = room("judge.max_response_tokens", judge.max_response_tokens)
+        judge = judge.model_copy(update={"max_input_tokens": min(judge.max_input_tokens, left)})
+    return config.model_copy(update={"agents": agents, "judge": judge})

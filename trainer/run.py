@@ -24,7 +24,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics, tool_shares
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
@@ -41,6 +41,7 @@ from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 
+_FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
 
 
@@ -91,7 +92,7 @@ class Run:
         )
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
-            watch_engines(driver.team.pools, self.trace)
+            watch_engines(driver.team.all_pools, self.trace)
             watch_judge(driver.team, self.trace)
             driver.scheduler.on_stage = lambda: self.trace.mark("stage")
             driver.scheduler.on_episode = driver.episode_clock
@@ -214,8 +215,7 @@ class Run:
             return
         if self.driver is not None:
             with self.timed("sleep"):
-                for pool in self.driver.team.pools.values():
-                    pool.sleep()
+                self.driver.team.sleep()
         barrier()
         yield
         if torch.cuda.is_available():
@@ -245,9 +245,9 @@ class Run:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
         Raises:
-            RuntimeError: more than rollout.max_error_share of the step ended in errors; it has no completion and none is
-                under way; or trainer.max_empty_steps steps in a row had samples of which none had a gradient (on all ranks
-                at once).
+            RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
+                judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps
+                in a row had samples of which none had a gradient (on all ranks at once).
         """
         reason = ""
         if self.driver is not None and batch is not None:
@@ -255,6 +255,8 @@ class Run:
             is_last = self.num_empty_steps >= self.config.trainer.max_empty_steps
             is_over = not (self.has_trained or batch.groups or self.driver.scheduler.is_playing)
             reason = too_many_errors(batch, self.config.rollout.max_error_share)
+            if not reason and (model := self.driver.team.judge.model) is not None:
+                reason = model.too_many_missing("train", at_least=_FEWEST_JUDGED)
             if not reason and (is_last or is_over):
                 reason = why_nothing_trains(batch, self.config, self.num_empty_steps)
         told = broadcast_bytes(f"step {self.step}: {reason}".encode() if self.driver is not None else None).decode()
@@ -331,6 +333,8 @@ class Run:
         driver.row.update(driver.spikes.found(driver.row))
         cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | tool_shares(batch.metrics)
         cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
+        if self.config.judge is not None:
+            cost |= judge_metrics(batch.metrics, self.config.policies[self.config.judge.policy].price)
         driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
         write_samples(self.directory, step, batch.groups, driver.credited)
         for warning in one_sided_verdicts(batch.groups):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +14,7 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
@@ -67,9 +69,9 @@ class Problems:
         self._drawn = state.position
 
 
-def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+def judge(problem: Problem, answer: str) -> Future[Reward]:
     """Takes no time: judges work while the engines decode."""
-    return [_RIGHT if answer == problem.answer else _WRONG for problem, answer in answers]
+    return known(_RIGHT if answer == problem.answer else _WRONG)
 
 
 _RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)

@@ -203,7 +203,7 @@ def _ray_pool(
 
 
 def make_openai_pool(
-    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float, max_model_len: int
+    policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float | None, max_model_len: int
 ) -> EnginePool:
     """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
 

@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import IO
 
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.types import MISSING, Problem, Reward
 
 MATH_JUDGE = "marsrl.rollout.rewards.judge_process:math_judge"
@@ -39,8 +41,17 @@ class JudgeCounts:
     errors: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A judgement that is wanted."""
+
+    problem: Problem
+    answer: str
+    reward: Future[Reward]
+
+
 class _Worker:
-    """One judge process. job: the index it works on, None when idle; is_ready: it has loaded its judge."""
+    """One judge process. job: what it works on, None when idle; is_ready: it has loaded its judge."""
 
     def __init__(self, judge: str, arguments: str) -> None:
         # -P: the working directory is not on the path; its folder names would shadow installed packages.
@@ -55,13 +66,13 @@ class _Worker:
         self.replies = self.process.stdout.fileno()
         self._buffer = b""
         self.is_ready = False
-        self.job: int | None = None
+        self.job: _Job | None = None
         self.deadline = time.monotonic() + _START_TIMEOUT_S
 
-    def submit(self, job: int, problem: Problem, answer: str, timeout_s: float) -> None:
+    def submit(self, job: _Job, timeout_s: float) -> None:
         self.job = job
         self.deadline = time.monotonic() + timeout_s
-        line = json.dumps({"problem": asdict(problem), "answer": answer}) + "\n"
+        line = json.dumps({"problem": asdict(job.problem), "answer": job.answer}) + "\n"
         try:
             self._requests.write(line.encode())
             self._requests.flush()
@@ -80,6 +91,12 @@ class _Worker:
         self._buffer = rest
         return dict(json.loads(line))
 
+    def settle(self, reward: Reward) -> None:
+        """What it works on is judged; it is idle then."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        job.reward.set_result(reward)
+
     def kill(self) -> int:
         """End the process at once, wait for it, release the pipes; its exit code."""
         with contextlib.suppress(ProcessLookupError):  # it has ended, and has left nobody
@@ -93,10 +110,10 @@ class _Worker:
 
 
 class RewardPool:
-    """A fixed number of judge processes, started at the first call.
+    """A fixed number of judge processes, and a thread that hands them their work; started by the first answer.
 
         with RewardPool(workers=2, timeout_s=10) as pool:
-            rewards = pool.judge([(problem, r"\\frac{1}{2}"), ...])
+            reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
         judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it gives the judge,
@@ -120,34 +137,41 @@ class RewardPool:
         self._arguments = json.dumps(arguments or {})
         self._needs_reference = needs_reference
         self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
         self._counts = {"judged": 0, "timeouts": 0, "crashes": 0, "errors": 0}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards what waits, the thread and its end; workers are the thread's own
+        self._thread: threading.Thread | None = None
+        self._bell: tuple[int, int] | None = None  # a pipe that wakes the thread
         self._is_closed = False
 
     @property
     def counts(self) -> JudgeCounts:
         return JudgeCounts(**self._counts)
 
-    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        """One reward an answer, in order. Blocks; calls from several threads take turns."""
+    def submit(self, problem: Problem, answer: str) -> Future[Reward]:
+        """Begin a judgement. The future is cancelled where the pool is closed before, and fails where no judge starts.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        reward = self._without_worker(problem, answer)
+        job = _Job(problem, answer, Future())
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("RewardPool.judge: the pool is closed")
-            rewards: list[Reward | None] = [self._without_worker(problem, answer) for problem, answer in answers]
-            waiting = deque(index for index, reward in enumerate(rewards) if reward is None)
-            num_open = len(waiting)
-            while num_open:
-                while len(self._workers) < min(self._num_workers, num_open):
-                    self._workers.append(_Worker(self._judge, self._arguments))
-                for worker in self._workers:
-                    if waiting and worker.is_ready and worker.job is None:
-                        index = waiting.popleft()
-                        problem, answer = answers[index]
-                        worker.submit(index, problem, answer, self._timeout_s)
-                for index, reward in self._collect():
-                    rewards[index] = reward
-                    num_open -= 1
-            return [reward for reward in rewards if reward is not None]
+                raise RuntimeError("RewardPool.submit: the pool is closed")
+            if reward is not None:
+                return known(reward)
+            self._waiting.append(job)
+            if self._bell is None:
+                self._bell = os.pipe()
+                os.set_blocking(self._bell[1], False)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, args=self._bell[:1], name="marsrl-rewards", daemon=True
+                )
+                self._thread.start()
+            self._ring()
+        return job.reward
 
     def _without_worker(self, problem: Problem, answer: str) -> Reward | None:
         if problem.answer is None and self._needs_reference:
@@ -156,33 +180,65 @@ class RewardPool:
             return Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {self._max_answer_chars}")
         return None
 
-    def _collect(self) -> list[tuple[int, Reward]]:
-        """Wait for a reply, an end or a deadline; the rewards that this settles."""
+    def _ring(self) -> None:
+        if self._bell is not None:
+            with contextlib.suppress(BlockingIOError):  # it is full of rings that nobody has heard yet
+                os.write(self._bell[1], b"!")
+
+    # In the pool's thread.
+
+    def _serve(self, bell: int) -> None:
+        """Judgement after judgement until the pool is closed; where no judge can be started, those that wait fail."""
+        try:
+            while self._hand_out():
+                self._collect(bell)
+        except Exception as error:
+            with self._lock:
+                left, self._thread = self._take_all(), None  # the next answer tries again
+            for job in left:
+                job.reward.set_exception(error)
+
+    def _hand_out(self) -> bool:
+        """Give idle workers what waits, and start those that are missing; False where the pool is closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            num_open = len(self._waiting) + sum(worker.job is not None for worker in self._workers)
+            while len(self._workers) < min(self._num_workers, num_open):
+                self._workers.append(_Worker(self._judge, self._arguments))
+            for worker in self._workers:
+                if self._waiting and worker.is_ready and worker.job is None:
+                    worker.submit(self._waiting.popleft(), self._timeout_s)
+        return True
+
+    def _collect(self, bell: int) -> None:
+        """Wait for an answer that comes in, a reply, an end or a deadline, and settle what that settles."""
         busy = [worker for worker in self._workers if worker.job is not None or not worker.is_ready]
         with selectors.DefaultSelector() as selector:
+            selector.register(bell, selectors.EVENT_READ, None)
             for worker in busy:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
-            soonest = min(worker.deadline for worker in busy)
-            events = selector.select(max(0.0, soonest - time.monotonic()))
-        settled: list[tuple[int, Reward]] = []
+            soonest = min((worker.deadline for worker in busy), default=None)
+            events = selector.select(None if soonest is None else max(0.0, soonest - time.monotonic()))
         for key, _ in events:
             worker = key.data
+            if worker is None:
+                os.read(bell, 1 << 16)
+                continue
             reply = worker.read()
             if reply is None:
-                self._replace_ended(worker, settled)
+                self._replace_ended(worker)
             elif "ready" in reply:
                 worker.is_ready = True
             elif reply:
-                settled.append((worker.job, self._reward(reply)))
-                worker.job = None
+                worker.settle(self._reward(reply))
         now = time.monotonic()
         for worker in busy:
             is_late = (
                 now >= worker.deadline and worker in self._workers and (worker.job is not None or not worker.is_ready)
             )
             if is_late:
-                self._replace_late(worker, settled)
-        return settled
+                self._replace_late(worker)
 
     def _reward(self, reply: dict[str, object]) -> Reward:
         if "error" in reply:
@@ -192,7 +248,7 @@ class RewardPool:
         value = float(str(reply["reward"]))
         return Reward(value, value, {"answer": value})
 
-    def _replace_ended(self, worker: _Worker, settled: list[tuple[int, Reward]]) -> None:
+    def _replace_ended(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         code = worker.kill()
         if not worker.is_ready:
@@ -204,9 +260,9 @@ class RewardPool:
         self._counts["crashes"] += 1
         if worker.job is not None:
             _log.warning("a judge process crashed (code %d)", code)
-            settled.append((worker.job, Reward(MISSING, MISSING, note=f"the judge process crashed (code {code})")))
+            worker.settle(Reward(MISSING, MISSING, note=f"the judge process crashed (code {code})"))
 
-    def _replace_late(self, worker: _Worker, settled: list[tuple[int, Reward]]) -> None:
+    def _replace_late(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         worker.kill()
         if not worker.is_ready:
@@ -214,17 +270,36 @@ class RewardPool:
                 f"the judge process was not ready after {_START_TIMEOUT_S:.0f} s; is the machine overloaded?"
             )
         self._counts["timeouts"] += 1
-        assert worker.job is not None
         note = f"the judge took over {self._timeout_s:g} s and was killed"
-        settled.append((worker.job, Reward(MISSING, MISSING, note=note)))
+        worker.settle(Reward(MISSING, MISSING, note=note))
+
+    def _take_all(self) -> list[_Job]:
+        """What is open, which nobody works on any more."""
+        left = [*(worker.job for worker in self._workers if worker.job is not None), *self._waiting]
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        self._waiting.clear()
+        return left
+
+    # For whoever made the pool.
 
     def close(self) -> None:
         """Kill every worker and wait for it. Safe to call twice."""
         with self._lock:
             self._is_closed = True
-            for worker in self._workers:
-                worker.kill()
-            self._workers.clear()
+            self._ring()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            for job in self._take_all():
+                job.reward.cancel()
+                job.reward.set_running_or_notify_cancel()  # tells who waits for it
+            if self._bell is not None:
+                os.close(self._bell[0])
+                os.close(self._bell[1])
+                self._bell = None
 
     def __enter__(self) -> RewardPool:
         return self

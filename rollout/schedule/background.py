@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from marsrl.rollout.config import RolloutConfig
@@ -36,10 +35,7 @@ class BackgroundScheduler:
     def __init__(
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
     ) -> None:
-        self._judges = ThreadPoolExecutor(1, thread_name_prefix="marsrl-judge")
-        self._scheduler = EventScheduler(
-            config, team, source, seed=seed, trains_whole=trains_whole, judges=self._judges
-        )
+        self._scheduler = EventScheduler(config, team, source, seed=seed, trains_whole=trains_whole)
         self._team = team
         self._changed = threading.Condition()  # its lock guards the scheduler's books
         self._thread: threading.Thread | None = None
@@ -136,7 +132,6 @@ class BackgroundScheduler:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._judges.shutdown(cancel_futures=True)
 
     def _run(self) -> None:
         try:

@@ -23,8 +23,8 @@ from __future__ import annotations
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from marsrl.rollout.config import RolloutConfig
@@ -34,7 +34,7 @@ from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
 from marsrl.rollout.schedule.partial_rollouts import OpenAsk
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Sample
+from marsrl.rollout.types import Ask, Finish, Reward, Sample
 
 _JUDGING_S = 0.01
 _KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made from
@@ -51,15 +51,27 @@ class _Key(NamedTuple):
         return f"{self.ask_id}:{self.place}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Unjudged:
+    """A sample that has finished. judgement: of its answer; None: its reward needs none."""
+
+    episode: Episode
+    ask: Ask
+    sample: Sample
+    judgement: Future[Reward] | None
+
+    @property
+    def is_judged(self) -> bool:
+        return self.judgement is None or self.judgement.done()
+
+
 class EventScheduler(Ledger):
     """See the module. One thread at a time calls its methods; collect() alone may run beside ask, take and snapshot.
 
-        scheduler.resume({"main": 0}); scheduler.ask()
-        while (batch := scheduler.take()) is None:
-            scheduler.advance(timeout_s=0.2)
-        scheduler.rest(); ... new weights ...; scheduler.resume({"main": 1})
-
-    judges: where samples are judged beside the decoding; None: in the thread that calls advance().
+    scheduler.resume({"main": 0}); scheduler.ask()
+    while (batch := scheduler.take()) is None:
+        scheduler.advance(timeout_s=0.2)
+    scheduler.rest(); ... new weights ...; scheduler.resume({"main": 1})
     """
 
     def __init__(
@@ -70,17 +82,15 @@ class EventScheduler(Ledger):
         *,
         seed: int,
         trains_whole: bool = False,
-        judges: Executor | None = None,
     ) -> None:
         super().__init__(config, team, source, seed=seed, trains_whole=trains_whole)
         self.versions: Mapping[str, int] = {}
-        self._judges = judges
         self._is_resting = True
         self._num_asked = 0
         self._due: dict[_Key, None] = {}  # to be submitted, in order
         self._in_flight: dict[str, _Key] = {}  # by uid; at the engines
         self._decoded: Counter[_Key] = Counter()  # tokens of a segment that was aborted: it goes on with the rest
-        self._judging: dict[Future[list[Sample]], list[_Key]] = {}
+        self._judging: dict[_Key, _Unjudged] = {}
         self._awaited: set[_Key] = set()  # what the stage waits for
         self._num_awaited = 0  # when the stage began
         self._num_finished = 0  # of these
@@ -102,12 +112,13 @@ class EventScheduler(Ledger):
         return self.state.ready.pop(0)
 
     def rest(self) -> None:
-        """Engines end what they decode; the tokens are kept. Afterwards they are free for anything else."""
+        """Engines end what they decode; the tokens are kept. Afterwards they are free for anything else.
+
+        Judgements go on meanwhile: a judge has engines or processes of its own.
+        """
         self._is_resting = True
         for pool in self.team.pools.values():
             self.absorb(pool.drain())
-        while self._judging:
-            self._take_judged(wait=True)
 
     def resume(self, versions: Mapping[str, int]) -> None:
         """Go on where `rest` stopped, under these policy versions; each sample's next segment is of its policy's."""
@@ -169,7 +180,7 @@ class EventScheduler(Ledger):
         unjudged: list[tuple[_Key, Episode, Ask, Sample]] = []
         for result in results:
             key = self._in_flight.pop(result.uid)
-            opened = self.state.open[key.ask_id]  # asks lose their stragglers at rest, when nothing is in flight
+            opened = self.state.open[key.ask_id]  # asks lose their stragglers at rest, when no engine has any
             partial, finish = self.extended(opened, key.place, result)
             if finish is Finish.UNFINISHED:
                 opened.partial[key.place] = partial
@@ -187,7 +198,7 @@ class EventScheduler(Ledger):
                 else:
                     unjudged.append((key, self.episode(opened.ask), opened.ask, sample))
         self._judge([*unjudged, *self._go_on()])
-        self._take_judged(wait=False)
+        self._take_judged()
         self._end_stage_if_due()
 
     def _go_on(self) -> list[tuple[_Key, Episode, Ask, Sample]]:
@@ -201,16 +212,23 @@ class EventScheduler(Ledger):
         ]
 
     def _judge(self, unjudged: Sequence[tuple[_Key, Episode, Ask, Sample]]) -> None:
-        if unjudged:
-            keys, finished = [each[0] for each in unjudged], [each[1:] for each in unjudged]
-            if self._judges is not None:
-                self._judging[self._judges.submit(self.team.judged, finished)] = keys
-            else:
-                self._finish(keys, self.team.judged(finished))
+        judgements = self.team.begin_judging([each[1:] for each in unjudged])
+        for (key, episode, ask, sample), judgement in zip(unjudged, judgements, strict=True):
+            self._judging[key] = _Unjudged(episode, ask, sample, judgement)
 
-    def _take_judged(self, *, wait: bool) -> None:
-        for judging in [future for future in self._judging if wait or future.done()]:
-            self._finish(self._judging.pop(judging), judging.result())
+    def _take_judged(self) -> None:
+        done = {key: each for key, each in self._judging.items() if each.is_judged}
+        for key in done:
+            del self._judging[key]
+        self._finish(
+            done,
+            [
+                self.team.rewarded(
+                    each.episode, each.ask, each.sample, None if each.judgement is None else each.judgement.result()
+                )
+                for each in done.values()
+            ],
+        )
 
     def _finish(self, keys: Iterable[_Key], samples: Iterable[Sample]) -> None:
         """Judged samples into their asks; a sample stays partial until now, so that a snapshot loses nothing."""
@@ -232,6 +250,7 @@ class EventScheduler(Ledger):
                 key = _Key(opened.ask.id, index)
                 self._due.pop(key, None)
                 self._decoded.pop(key, None)
+                self._judging.pop(key, None)
                 self._awaited.discard(key)
             self._open(self.close_ask(opened))
 

@@ -151,6 +151,8 @@ class Ledger:
             self.counts["rollout/failed_requests"] += faults.failed
         if self.team.tools is not None:
             self.counts.update(self.team.tools.take_counts())
+        if self.team.judge.model is not None:
+            self.counts.update(self.team.judge.model.take_counts("train"))
 
     def episode(self, ask: Ask) -> Episode:
         """The episode of an ask that is not over."""

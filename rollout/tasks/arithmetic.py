@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem, Reward
@@ -115,12 +116,9 @@ class ArithmeticTask:
         rng = random.Random(f"arithmetic/held-out/{seed}")
         return [draw_chain(rng, self.options, held_out=True).problem() for _ in range(num_problems)]
 
-    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        rewards = []
-        for problem, answer in answers:
-            right = float(answer == problem.answer)
-            rewards.append(Reward(right, right, {"answer": right}))
-        return rewards
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        right = float(answer == problem.answer)
+        return known(Reward(right, right, {"answer": right}))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from marsrl.rollout.rewards.workers import RewardPool
 from marsrl.rollout.tasks.data import draw_held_out
@@ -38,8 +39,8 @@ class ListedTask:
         """A seeded draw without replacement, all of them if there are fewer; [] without evaluation data."""
         return draw_held_out(self._held_out, num_problems, self.name, seed)
 
-    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        return self._pool.judge(answers)
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        return self._pool.submit(problem, answer)
 
     def close(self) -> None:
         self._pool.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,8 +46,8 @@ class Task(Protocol):
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """Problems for evaluation, none of which `problems` ever yields."""
 
-    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        """One reward an answer, in order. What could not be judged is missing, never 0."""
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        """Begin a judgement (rewards/judge.py). What could not be judged is missing, never 0."""
 
     def close(self) -> None: ...
 

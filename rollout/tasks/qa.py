@@ -6,7 +6,9 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
@@ -70,8 +72,8 @@ class QaTask:
             return self._world.held_out(num_problems, seed)
         return draw_held_out(self._held_out, num_problems, self.name, seed)
 
-    def judge(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        return [self._judgement(problem, answer) for problem, answer in answers]
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        return known(self._judgement(problem, answer))
 
     def close(self) -> None:
         """Nothing to release."""

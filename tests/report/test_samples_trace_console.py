@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from made_up_run import make_group, make_sample, make_summary
 
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import MISSING, Reward
+from marsrl.rollout.types import MISSING, Problem, Reward
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.report.summary import load_summary, save_summary
@@ -95,14 +97,15 @@ class Quick:
 def test_engines_judges_other_ranks_and_marks_are_in_a_written_trace(tmp_path: Path) -> None:
     trace, other = TraceLog(tmp_path / "trace.json"), TraceLog(None)
     pools = {name: EnginePool(LocalReplicas([Quick(), Quick()])) for name in ("main", "frozen")}
-    team = Team({}, None, {}, pools, WatchedJudge(lambda answers: [None] * len(answers)))  # type: ignore
-    watch_engines(pools, trace)
+    team = Team({}, None, {}, pools, WatchedJudge(lambda problem, answer: known(Reward(1, 1))))  # type: ignore
+    watch_engines(team.all_pools, trace)
     watch_judge(team, trace)
     trace.mark("step", 7)
     for _ in range(2):
         trace.mark("stage")
     assert pools["frozen"].score([]) == [[], []]
-    team.judge([("p", "1"), ("p", "2")])  # type: ignore[list-item]
+    episode = Episode("1", "1", Problem("1", "?", "1", "math"))
+    team.judge([(episode, "1"), (episode, "2")])
     with other.span("rank/1", "pack", step=7):
         pass
     for span in other.take():
@@ -128,7 +131,7 @@ def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
     assert load_summary(path) == summary
     values = json.loads(path.read_text())
     assert values["engine"]["class"] == "LLMEngine"
-    assert set(values["after"]) == {"agents", "system", "num_episodes", "usage"}
+    assert set(values["after"]) == {"agents", "system", "num_episodes", "usage", "judge"}
     assert {"mean", "low", "high", "n"} == set(values["before"]["system"])
     values["before"]["agents"]["solver"]["mean"] = 2
     path.write_text(json.dumps(values))

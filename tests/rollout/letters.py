@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +15,9 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.tasks.data import DataCursor
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Message, Problem, Reward
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
@@ -49,8 +51,8 @@ def script(request: DecodeRequest) -> list[int]:
     return completion(request.uid)[known:]
 
 
-def judge(answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-    return [Reward(float(answer == problem.answer), float(answer == problem.answer)) for problem, answer in answers]
+def judge(problem: Problem, answer: str) -> Future[Reward]:
+    return known(Reward(float(answer == problem.answer), float(answer == problem.answer)))
 
 
 def letter_team(
@@ -58,7 +60,7 @@ def letter_team(
     *,
     script: Callable[[DecodeRequest], list[int]] = script,
     tokens_per_step: int | None = 9,
-    judge: Callable[[Sequence[tuple[Problem, str]]], list[Reward]] = judge,
+    judge: Judge = judge,
     orchestration: str = "verifier_corrector",
 ) -> tuple[Team, list[ScriptedEngine]]:
     """The team, and the engines behind it."""
@@ -66,7 +68,7 @@ def letter_team(
     engines = [ScriptedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)]
     pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
     team = build_orchestration(orchestration, agents, "math", None, config)
-    return Team(agents, team, {"main": LetterRenderer()}, {"main": pool}, judge), engines  # type: ignore[dict-item]
+    return Team(agents, team, {"main": LetterRenderer()}, {"main": pool}, WatchedJudge(judge)), engines  # type: ignore[dict-item]
 
 
 def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:

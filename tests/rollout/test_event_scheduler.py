@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import Batch, RolloutState
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Group
+from marsrl.rollout.types import Group, Problem, Reward
 
 
 class Play:
@@ -41,11 +40,10 @@ class Play:
         seed: int = 0,
         version: int = 0,
         state: RolloutState | None = None,
-        judges: Executor | None = None,
         **options: Any,
     ) -> None:
         team, self.engines = letter_team(config, **options)
-        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed, judges=judges)
+        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed)
         self.version = version
         if state is not None:
             self.scheduler.restore(state)
@@ -248,7 +246,7 @@ def test_pools_share_the_waiting_and_what_is_being_judged_is_looked_at_often() -
     play.scheduler.submit()
     team.pools["other"].submit(asks(1), version=0)
     play.scheduler.collect(0.2)
-    play.scheduler._judging[Future()] = []
+    play.scheduler._judging[None] = None  # type: ignore[index, assignment]
     play.scheduler.collect(0.2)
     play.scheduler.collect(0.002)
     assert waited == [0.1, 0.1, 0.005, 0.005, 0.001, 0.001]
@@ -302,36 +300,71 @@ def test_nothing_begins_at_rest() -> None:
     assert play.scheduler.is_decoding
 
 
-def test_rest_waits_for_what_is_being_judged() -> None:
-    may_judge = threading.Event()
+def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
+    asked: list[tuple[Problem, str, Future[Reward]]] = []
 
-    def slow_judge(answers: Any) -> Any:
-        assert may_judge.wait(10)
-        return judge(answers)
+    def slow(problem: Problem, answer: str) -> Future[Reward]:
+        asked.append((problem, answer, Future()))
+        return asked[-1][2]
 
-    with ThreadPoolExecutor(1) as judges:
-        play = Play(letter_config(), judges=judges, judge=slow_judge)
-        play.scheduler.ask()
-        while not play.scheduler._judging:
-            play.scheduler.advance(0.0)
-        threading.Timer(0.05, may_judge.set).start()
-        play.scheduler.rest()
-        assert not play.scheduler._judging
-        assert any(group.finished for group in play.scheduler.state.open.values()) or play.scheduler.state.closed
-
-
-class AtOnce(Executor):
-    """Has done what it is given when it says that it has taken it."""
-
-    def submit(self, work: Any, /, *words: Any, **options: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(work(*words, **options))
-        return done
+    play = Play(letter_config(), judge=slow)
+    play.scheduler.ask()
+    while not asked or play.scheduler.is_decoding:
+        play.scheduler.advance(0.0)
+    play.scheduler.rest()
+    assert len(play.scheduler._judging) == len(asked) > 3
+    books = decode(RolloutState, encode(play.scheduler.snapshot())).scheduler
+    assert sum(len(each.partial) for each in books.open.values()) == len(asked)  # decoded again after a crash
+    for problem, answer, reward in asked:
+        reward.set_result(judge(problem, answer).result())
+    play.version = 1
+    play._resume()
+    assert len(play.scheduler._judging) == len(asked) and not play.scheduler.state.closed
+    play.scheduler.advance(0.0)
+    assert not play.scheduler._judging
+    assert {g.agent for g in play.batch().groups} == {"solver"}
 
 
-def test_what_has_been_judged_is_taken_without_a_rest() -> None:
-    batch = Play(letter_config(), judges=AtOnce()).batch()
-    assert len(batch.groups) >= 2 and not any(s.reward.note == "not judged" for g in batch.groups for s in g.samples)
+def test_a_judgement_that_takes_long_holds_up_no_other() -> None:
+    first: list[Future[Reward]] = []
+
+    def slow_once(problem: Problem, answer: str) -> Future[Reward]:
+        if not first:
+            first.append(Future())
+            return first[0]
+        return judge(problem, answer)
+
+    play = Play(letter_config(prompts_per_step=2), judge=slow_once)
+    play.scheduler.ask()
+    while not play.scheduler.state.closed:
+        play.scheduler.advance(0.0)
+    (held,) = play.scheduler._judging  # its group waits for it; the other one is done
+    assert play.scheduler.state.closed[0].group_id != held.ask_id
+    first[0].set_result(Reward(1.0, 1.0))
+    play.batch()
+    assert not play.scheduler._judging
+
+
+def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
+    first: list[Future[Reward]] = []
+
+    def never_once(problem: Problem, answer: str) -> Future[Reward]:
+        if not first:
+            first.append(Future())
+            return first[0]
+        return judge(problem, answer)
+
+    config = letter_config(prompts_per_step=1, group_completion="drop_stragglers", max_group_age=0)
+    play = Play(config, judge=never_once)
+    play.scheduler.ask()
+    while not (first and len(next(iter(play.scheduler.state.open.values())).partial) == 1):
+        play.scheduler.advance(0.0)
+    play.scheduler.rest()
+    play.version = 1
+    play._resume()
+    assert not play.scheduler._judging and [len(g.samples) for g in play.scheduler.state.closed] == [2]
+    first[0].set_result(Reward(1.0, 1.0))
+    play.scheduler.advance(0.0)
 
 
 def test_a_picked_sample_is_asked_about_before_its_stage_has_ended() -> None:

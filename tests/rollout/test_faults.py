@@ -20,7 +20,7 @@ from marsrl.rollout.pool.retries import Retries
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group, Sample
 
 
@@ -243,7 +243,7 @@ class Team2:
         self.replicas = replicas
         self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
         orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
-        team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, judge)  # type: ignore[dict-item]
+        team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, WatchedJudge(judge))  # type: ignore[dict-item]
         kind: Any = BackgroundScheduler if is_background else EventScheduler if config.overlap else Scheduler
         self.scheduler = kind(config, team, letter_problems(60), seed=0)
         self.metrics: Counter[str] = Counter()

@@ -23,7 +23,7 @@ from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
@@ -122,7 +122,7 @@ def team_of(engine: LocalEngine, records: frozenset[str] = frozenset({"main"})) 
     agents = {name: AgentConfig() for name in AGENTS}
     pool = EnginePool(LocalReplicas([engine]), slots=32, deadline_s=60)
     orchestration = build_orchestration("verifier_corrector", agents, "math", None, RolloutConfig(group_size=3))
-    return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, judge, records)  # type: ignore[dict-item]
+    return Team(agents, orchestration, {"main": LetterRenderer()}, {"main": pool}, WatchedJudge(judge), records)  # type: ignore[dict-item]
 
 
 def played(engine: LocalEngine, segments: int, other_weights: str | None) -> list[Sample]:

@@ -26,7 +26,7 @@ from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
 
 VERSIONS = {"main": 0}
@@ -133,7 +133,7 @@ def team_of(
     engine = ScriptedEngine(says, decode=LetterRenderer().decode, tokens_per_step=3)
     pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=config.deadline_s)
     orchestration = kind(agents, "math", None, config)
-    return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, judge, tools=tools)  # type: ignore[dict-item, arg-type]
+    return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, WatchedJudge(judge), tools=tools)  # type: ignore[dict-item, arg-type]
 
 
 def config_of(**options: object) -> RolloutConfig:

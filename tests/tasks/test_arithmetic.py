@@ -50,7 +50,7 @@ def test_a_source_goes_on_exactly_where_its_state_was_taken() -> None:
 
 def test_only_the_right_digit_is_right() -> None:
     problem = parse_chain("a 3 b *7").problem()
-    assert [r.value for r in TASK.judge([(problem, "1"), (problem, "2"), (problem, "11")])] == [1, 0, 0]
+    assert [TASK.judge(problem, answer).result().value for answer in ("1", "2", "11")] == [1, 0, 0]
 
 
 def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged() -> None:

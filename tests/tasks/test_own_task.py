@@ -100,10 +100,11 @@ def test_problems_are_the_class_s_and_its_reward_is_asked_in_processes(named: Ca
         (unknown,) = task.held_out(5, seed=0)
         assert unknown.answer is None
         asked = [(train[3], "6"), (train[3], "7"), (train[3], "99"), (unknown, "200"), (train[3], "six")]
-        right, near, far, by_judge, raises = task.judge(asked)
+        right, near, far, by_judge, raises = (each.result() for each in [task.judge(*pair) for pair in asked])
         assert [r.value for r in (right, near, far, by_judge)] == [1.0, 0.25, 0.0, 1.0]
         assert raises.is_missing and "ValueError" in raises.note
-        hangs, dies, seven = task.judge([(train[3], word) for word in ("hang", "die", "seven")])
+        begun = [task.judge(train[3], word) for word in ("hang", "die", "seven")]
+        hangs, dies, seven = (each.result() for each in begun)
         assert all(each.is_missing for each in (hangs, dies, seven))
         assert "over 5 s" in hangs.note and "code 3" in dies.note and "returned 7" in seven.note
     finally:

@@ -26,7 +26,7 @@ PARIS = Problem("1", "capital?", reference(["Paris", "City of Paris"]), "qa")
 
 def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float:
     task = build_task("qa", options, [problem])
-    return task.judge([(problem, answer)])[0].value
+    return task.judge(problem, answer).result().value
 
 
 @pytest.mark.parametrize(

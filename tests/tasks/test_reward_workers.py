@@ -2,8 +2,8 @@ import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,7 @@ import pytest
 from marsrl.rollout.rewards.judge_process import compare_math
 from marsrl.rollout.rewards.workers import RewardPool
 from marsrl.rollout.tasks.data import read_problems
-from marsrl.rollout.types import Problem
+from marsrl.rollout.types import Problem, Reward
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -46,6 +46,11 @@ def problem(answer: str | None) -> Problem:
     return Problem("p", "q", answer, "math")
 
 
+def judged(pool: RewardPool, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
+    """All at once."""
+    return [each.result(120) for each in [pool.submit(*pair) for pair in answers]]
+
+
 @pytest.fixture(scope="module")
 def said_by_judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes of math_pool write to the console."""
@@ -58,7 +63,7 @@ def math_pool(said_by_judges: Path) -> Iterator[RewardPool]:
     with said_by_judges.open("wb") as said:
         os.dup2(said.fileno(), 2)
     with RewardPool(workers=2, timeout_s=60) as pool:
-        pool.judge([(problem("2"), "1+1")] * 2)  # they start with the first answers, and keep the stderr of then
+        judged(pool, [(problem("2"), "1+1")] * 2)  # they start with the first answers, and keep the stderr of then
         os.dup2(console, 2)
         os.close(console)
         yield pool
@@ -80,7 +85,7 @@ def test_equal_answers_in_other_words_are_equal_and_nobody_warns_of_it(
         ("x+1", "1+x", 1), ("1234", "1,234", 1), ("(3,4)", "(4,3)", 0), (r"\text{east}", "east", 1),
         ("5", "no idea", 0),
     ]  # fmt: skip
-    rewards = math_pool.judge([(problem(reference), answer) for reference, answer, _ in table])
+    rewards = judged(math_pool, [(problem(reference), answer) for reference, answer, _ in table])
     assert [r.value for r in rewards] == [right for _, _, right in table], rewards
     assert said_by_judges.read_text() == ""
 
@@ -100,7 +105,7 @@ def test_every_math500_answer_equals_itself_through_the_parser(math_pool: Reward
     if not path.is_file():
         pytest.skip(f"{path} is not here")
     problems = read_problems(path, "math").problems
-    rewards = math_pool.judge([(p, p.answer or "") for p in problems])
+    rewards = judged(math_pool, [(p, p.answer or "") for p in problems])
     assert [(p.answer, r) for p, r in zip(problems, rewards, strict=True) if r.value != 1] == []
 
 
@@ -109,19 +114,19 @@ def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged
     with RewardPool(
         workers=2, timeout_s=4.0, judge=odd_judge
     ) as pool:  # the others answer at once, on a busy machine too
-        rewards = pool.judge([(problem("1"), answer) for answer in answers])
+        rewards = judged(pool, [(problem("1"), answer) for answer in answers])
         values = [None if r.is_missing else r.value for r in rewards]
         assert values == [1, None, 0, None, 1, None, None, 0, 1]
         assert "killed" in rewards[1].note and "code 7" in rewards[3].note
         assert "RecursionError" in rewards[5].note and "MemoryError" in rewards[6].note
         counts = pool.counts
         assert (counts.judged, counts.timeouts, counts.crashes, counts.errors) == (5, 1, 1, 2)
-        assert [r.value for r in pool.judge([(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
+        assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
     with RewardPool(workers=1, timeout_s=60.0, judge=odd_judge) as pool:
-        part, *others = pool.judge([(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
+        part, *others = judged(pool, [(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
         assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
         assert [r.is_missing for r in others] == [True, True, True, True, False]
         assert "it returned 7, expected a number from 0 to 1" in others[0].note and "nan" in others[1].note
@@ -143,7 +148,7 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
     with RewardPool(
         workers=1, timeout_s=5.0, judge="starting:judge", arguments={"file": str(tmp_path / "pid")}
     ) as pool:
-        (reward,) = pool.judge([(problem("1"), "1")])
+        (reward,) = judged(pool, [(problem("1"), "1")])
     assert "killed" in reward.note
     with contextlib.suppress(psutil.NoSuchProcess):  # its end takes its time
         child = psutil.Process(int((tmp_path / "pid").read_text()))
@@ -153,37 +158,44 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
     with RewardPool(max_answer_chars=10) as pool:  # no process is started for these
-        nothing, endless = pool.judge([(problem(None), "1"), (problem("1"), "1" * 11)])
+        nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])
     assert nothing.is_missing and "no reference" in nothing.note
     assert endless.value == 0 and "11 characters" in endless.note
 
 
 def test_close_leaves_no_process_even_while_a_judge_hangs(odd_judge: str) -> None:
     pool = RewardPool(workers=2, timeout_s=0.1, judge=odd_judge)
-    pool.judge([(problem("1"), "1"), (problem("1"), "hang")])
+    judged(pool, [(problem("1"), "1"), (problem("1"), "hang")])
     children = [worker.process for worker in pool._workers]
     assert children
     pool.close()
     pool.close()
     assert all(child.poll() == -signal.SIGKILL for child in children)
     with pytest.raises(RuntimeError, match="closed"):
-        pool.judge([(problem("1"), "1")])
+        judged(pool, [(problem("1"), "1")])
 
 
 def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
     pool = RewardPool(workers=1, timeout_s=60.0, judge=odd_judge)
-    asker = threading.Thread(target=lambda: pool.judge([(problem("1"), "hang")]))
-    asker.start()
+    reward = pool.submit(problem("1"), "hang")
     while not (pool._workers and pool._workers[0].job is not None):
-        asker.join(0.05)
+        time.sleep(0.05)
     worker = pool._workers[0]
     worker._requests.close()  # what the end of the parent does
-    assert worker.process.wait(30) == 0
-    asker.join(30)
+    assert "crashed (code 0)" in reward.result(30).note
     assert pool.counts.crashes == 1
     pool.close()
 
 
+def test_an_answer_that_hangs_holds_up_no_other_and_close_drops_it(odd_judge: str) -> None:
+    pool = RewardPool(workers=2, timeout_s=600.0, judge=odd_judge)
+    hangs = pool.submit(problem("1"), "hang")
+    assert [pool.submit(problem("1"), "1").result(60).value for _ in range(3)] == [1, 1, 1]
+    assert not hangs.done()
+    pool.close()
+    assert hangs.cancelled()
+
+
 def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:
     with RewardPool(judge="no_such_module:judge") as pool, pytest.raises(RuntimeError, match="before it was ready"):
-        pool.judge([(problem("1"), "1")])
+        judged(pool, [(problem("1"), "1")])

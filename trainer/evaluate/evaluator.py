@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Progress, Sampling
-from marsrl.rollout.episode import Episode
+from marsrl.rollout.episode import Episode, Purpose
 from marsrl.rollout.schedule.at_once import AtOnce
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Sample
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.report.cost import usage
-from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, estimate
+from marsrl.trainer.report.cost import judge_usage, usage
+from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, JudgeUsage, estimate
 
 EVALUATION_SET, PROBE_SET = 0, 1
 """Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
@@ -70,8 +70,21 @@ class Evaluator:
         self._play(episodes, lambda _: "probe", versions, progress)
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
+        self._stop_if_unjudged("probe")
         self.probe = Probe(inputs, {episode.id: episode for episode in episodes if episode.id in used})
         return self.probe
+
+    def _stop_if_unjudged(self, purpose: Purpose) -> None:
+        model = self.team.judge.model
+        if model is not None and (reason := model.too_many_missing(purpose)):
+            raise RuntimeError(f"evaluation: {reason}")
+
+    def _judge_usage(self) -> JudgeUsage | None:
+        model = self.team.judge.model
+        if model is None:
+            return None
+        name = model.config.policy
+        return judge_usage(model.take_counts("evaluate"), name, self.policies[name].price)
 
     def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> FixedInputs:
         asks = [(episode, ask) for episode in episodes for ask in episode.asks.values() if ask.agent == agent]
@@ -86,7 +99,11 @@ class Evaluator:
         return FixedInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
     def evaluate(self, versions: Mapping[str, int], progress: Progress | None = None) -> Evaluation:
-        """Every number of the before / after table."""
+        """Every number of the before / after table.
+
+        Raises:
+            RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
+        """
         self.num_decoded = 0
         episodes = [
             Episode(f"eval{i:05d}.{draw}", f"eval{i:05d}.{draw}", problem, self.seed, "evaluate")
@@ -113,11 +130,14 @@ class Evaluator:
             elif calls:
                 found = _accuracy([sample for _, _, sample in calls])
                 agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
+        for purpose in ("evaluate", "probe"):
+            self._stop_if_unjudged(purpose)
         return Evaluation(
             agents=agents,
             system=_accuracy([self.team.outcome(episode) for episode in episodes]),
             num_episodes=len(episodes),
             usage=usage(player.answered, self.team.agents, self.policies),
+            judge=self._judge_usage(),
         )
 
     def _play(

@@ -93,6 +93,20 @@ def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion that an agent of the policy can reach."""
-    own = [agent for agent in config.agents.values() if agent.policy == policy]
-    return max(a.max_input_tokens + (a.max_response_tokens or config.rollout.max_response_tokens) for a in own)
+    """Tokens of the longest prompt and completion that an agent of the policy, or the judge by it, can reach.
+
+    Raises:
+        ValueError: nobody has the policy.
+    """
+    longest = [
+        agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
+        for agent in config.agents.values()
+        if agent.policy == policy
+    ]
+    if config.judge is not None and config.judge.policy == policy:
+        longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)
+    if not longest:
+        raise ValueError(
+            f"policies.{policy}: neither an agent (agents.<name>.policy) nor the judge (judge.policy) has it; take it out"
+        )
+    return max(longest)

@@ -132,6 +132,12 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
         )
+    if config.judge is not None:
+        judged = {"evaluate": "of evaluations", "always": "of training and of evaluations"}[config.judge.when]
+        notes.append(
+            f"policy {config.judge.policy} judges the answers {judged}: the time of that is not planned, nor whether its "
+            "weights fit"
+        )
     if len(policies) > 1:
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"

@@ -139,6 +139,8 @@ class RunConsole:
             for agent, own in used.items():
                 cell = _cell(evaluation.agents.get(agent))
                 table.add_row(Text(f"  {agent} ({own.policy})"), cell, *_per_episode([own], episodes), "")
+            if (judge := evaluation.judge) is not None:
+                table.add_row(Text(f"  judge ({judge.policy})"), "", *_per_episode([judge], episodes), "")
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)

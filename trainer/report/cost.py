@@ -1,4 +1,4 @@
-"""What agents and policies used and what that cost, by a price table, and how long episodes took."""
+"""What agents, policies and the judge used and what that cost, by a price table, and how long episodes took."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Sample
-from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.report.summary import Usage
+from marsrl.trainer.config import PolicyConfig, PriceConfig
+from marsrl.trainer.report.summary import JudgeUsage, Usage
 
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 
@@ -48,6 +48,44 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     calls = {key: value for key, value in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     total = sum(calls.values())
     return {f"{key.removesuffix('calls')}share": value / total for key, value in calls.items()} if total else {}
+
+
+def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> dict[str, float]:
+    """judge/missing_share, yes_share and agreement with the task's own judgement, and judge/spent where there is a price.
+
+    counted: metrics of a batch, or of an evaluation, as ModelJudge.take_counts has them; {} where nothing was judged.
+    """
+    calls = counted.get("judge/calls", 0)
+    if not calls:
+        return {}
+    num_missing, num_compared = counted["judge/missing"], counted["judge/compared"]
+    metrics = {"judge/missing_share": num_missing / calls}
+    if calls > num_missing:
+        metrics["judge/yes_share"] = counted["judge/yes"] / (calls - num_missing)
+    if num_compared:
+        metrics["judge/agreement"] = counted["judge/agreed"] / num_compared
+    if price is not None:
+        metrics["judge/spent"] = price.of(*(counted[f"judge/{what}"] for what in _COUNTED))
+    return metrics
+
+
+def judge_usage(counted: Mapping[str, float], policy: str, price: PriceConfig | None) -> JudgeUsage | None:
+    """The same of an evaluation; None where nothing was judged."""
+    found = judge_metrics(counted, price)
+    if not found:
+        return None
+    calls, missing, input_tokens, output_tokens = (
+        int(counted[f"judge/{what}"]) for what in ("calls", "missing", "input_tokens", "output_tokens")
+    )
+    shares = {key: found.get(f"judge/{key}") for key in ("yes_share", "agreement", "spent")}
+    return JudgeUsage(
+        policy=policy,
+        calls=calls,
+        missing=missing,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        **shares,
+    )
 
 
 def usage(

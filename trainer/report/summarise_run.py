@@ -21,7 +21,7 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     """The summary of a run that has just ended."""
     config = run.config
     info = driver.team.pools[next(iter(run.learners))].infos()[0]  # of frozen policies the summary says nothing
-    tokens = [count for pool in driver.team.pools.values() for count in pool.num_decoded()]
+    tokens = [count for pool in driver.team.all_pools for count in pool.num_decoded()]
     started = None
     if run.started:
         made = {each.model_dir: each for each in run.started.values()}.values()  # policies of one shape share it

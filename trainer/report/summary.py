@@ -94,16 +94,26 @@ class Usage(Schema):
     spent: float | None = Field(None, ge=0)
 
 
+class JudgeUsage(Usage):
+    """What a model that judged the answers used. yes_share: of those that it judged; agreement: with the task's own
+    judgement, where that is known; null where there are none. missing: answers that it left unjudged."""
+
+    missing: int = Field(ge=0)
+    yes_share: float | None = Field(None, ge=0, le=1)
+    agreement: float | None = Field(None, ge=0, le=1)
+
+
 class Evaluation(Schema):
     """One row set of the table: each agent that was asked, in the order of play, and the whole team.
 
-    usage: by agent, of the episodes that `system` is of.
+    usage: by agent, of the episodes that `system` is of; judge: of their answers, null where no model judged them.
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
     system: Estimate
     num_episodes: int = Field(0, ge=0)
     usage: dict[str, Usage] = Field(default_factory=dict)
+    judge: JudgeUsage | None = None
 
     @property
     def rows(self) -> dict[str, Estimate]:

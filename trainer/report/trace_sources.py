@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.pool.pool import EnginePool
@@ -22,10 +22,10 @@ _ENGINE_WORK = {
 }
 
 
-def watch_engines(pools: Mapping[str, EnginePool], trace: TraceLog) -> None:
+def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
     """A lane for every engine; engines are numbered over the policies, in order of the pools."""
     first = 0
-    for pool in pools.values():
+    for pool in pools:
 
         def note(replica: int, method: str, start: float, end: float, first: int = first) -> None:
             trace.add_wall(f"engine/{first + replica}", WallSpan(_ENGINE_WORK.get(method, method), start, end))

@@ -1,0 +1,43 @@
+"""Settings of a judge that is a model (`judge` of a run). Import-light: pydantic only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_TOKENS, Settings
+
+
+class JudgeConfig(Settings):
+    """A language model that judges answers in place of the task, by the protocol of Humanity's Last Exam."""
+
+    policy: str = Field(description="name under `policies` of a frozen one, whose engines or server judge")
+    when: Literal["evaluate", "always"] = Field(
+        "evaluate", description="answers of evaluations alone, or of training too; the task judges the others"
+    )
+    temperature: float = Field(0.0, ge=0, description="of the first draw; 0 takes the most likely token")
+    retries: int = Field(
+        2, ge=0, le=100, description="further draws, at temperature 0.7 or more, where a judgement cannot be read"
+    )
+    max_response_tokens: int = Field(
+        1024, gt=0, le=MOST_TOKENS, description="of a judgement; a longer one is unreadable"
+    )
+    max_input_tokens: int = Field(
+        8192, gt=0, le=MOST_TOKENS, description="of what the judge reads; an answer that does not fit in it is wrong"
+    )
+    max_answer_chars: int = Field(
+        2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong, and not asked about"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=LONGEST_S, description="an answer that is not judged by then, retries included, has no reward"
+    )
+    max_missing_share: float = Field(
+        0.2, ge=0, le=1, description="of the answers that the judge left unjudged; with more the run stops"
+    )
+    cache_entries: int = Field(
+        100_000, ge=0, le=MOST, description="judgements kept, those used last: the same answer is judged once; 0: none"
+    )
+    template_options: dict[str, bool | str] = Field(
+        default_factory=dict, description="of the judge's chat template (Qwen3: enable_thinking)"
+    )

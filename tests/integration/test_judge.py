@@ -1,0 +1,238 @@
+"""A model judges: runs and evaluations with a frozen policy of ours and with a server as the judge, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
+from completions_server import Handler, completions_server
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.build import make_pool
+from marsrl.trainer import build, cli
+from marsrl.trainer.evaluate.command import evaluate_alone
+from marsrl.trainer.loop import train
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import ConfigError, read_config
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
+
+YES, NO = (f"extracted_final_answer: it\nreasoning: so\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no"))
+
+
+def answer_in(prompt: str) -> str:
+    return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return init_model("tiny", "bytes", tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def engines(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[str], str], Callable[[str], str]], None]:
+    """engines(team, judge): all engines of ours say this, of the uid of a sample or of the answer that is judged."""
+    renderer = ChatRenderer(model)
+
+    def install(team: Callable[[str], str], judge: Callable[[str], str]) -> None:
+        def says(request: DecodeRequest) -> str:
+            is_judge = request.uid.startswith("judge/")
+            return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
+
+        engine = functools.partial(ScriptedEngine, says, encode=lambda text: renderer.encode_trusted(text).tolist())
+        monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
+        monkeypatch.setattr(
+            EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)
+        )  # no log-probs
+
+    return install
+
+
+def solve(uid: str) -> str:
+    return f"So the answer is \\boxed{{{random.Random(uid).choice(['7', '8', '9'])}}}."
+
+
+def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    data = tmp_path / "train.jsonl"
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [
+        "task=math", "orchestration=solver", f"data.train={data}", "rollout.engine=scripted", f"sync.directory={tmp_path}",
+        f"policies.main={{model: {model}, dtype: float32}}",
+        f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}",
+        "judge={policy: judge, when: always}", "rollout.prompts_per_step=4", "rollout.group_size=8",
+        "rollout.max_response_tokens=120", "evaluate.num_problems=4", *more,
+    ]  # fmt: skip
+
+
+def played(tmp_path: Path, words: list[str], resume: str = "off") -> RunDirectory:
+    checked = preflight(read_config(None, [*words, f"run.resume={resume}"])[0], world_size=1)
+    directory = RunDirectory.create(tmp_path / "runs", "judged", "math_default", resume)
+    directory.write_config(checked.config.model_dump(mode="json"))
+    with build.open_run(checked, directory) as run:
+        train(run)
+    return directory
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
+    tmp_path: Path, model: Path, engines: Any, overlap: int
+) -> None:
+    asked: list[str] = []
+    engines(solve, lambda answer: asked.append(answer) or (YES if answer == "8" else NO))  # type: ignore[func-returns-value]
+    words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
+    played(tmp_path, [*words, "run.steps=2"])
+    run = played(tmp_path, [*words, "run.steps=3"], "auto")
+    samples = [r for path in sample_files(run).values() for r in read_samples(path)]
+    assert len({r.uid for r in samples}) == len(samples) == 3 * 32
+    assert all(r.reward == (r.answer == "8") for r in samples)  # 7 is what the task calls right
+    rows = read_metrics(run.metrics)
+    assert [row.step for row in rows] == [1, 2, 3]
+    for row in rows:
+        values = row.values
+        assert values["judge/calls"] >= 20 and values["judge/missing_share"] == 0 < values["judge/yes_share"] < 1
+        assert values["judge/agreement"] < 1  # at 9 alone
+        assert values["judge/spent"] == (values["judge/input_tokens"] + 2 * values["judge/output_tokens"]) / 1e6 > 0
+    summary = load_summary(run.summary)
+    assert summary.after is not None and summary.after.judge is not None
+    judged = summary.after.judge
+    assert (judged.policy, judged.calls, judged.missing) == ("judge", 4, 0)
+    assert judged.yes_share == summary.after.system.mean and len(summary.tokens_per_engine) == 2
+    assert (
+        len(asked) <= sum(row.values["judge/calls"] for row in rows) + 200
+    )  # nothing is judged twice but for a restart
+
+
+def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
+    tmp_path: Path, model: Path, engines: Any
+) -> None:
+    engines(solve, lambda answer: "correct: yes" if answer == "7" else "\x1b[2Jwho knows?")
+    with pytest.raises(RuntimeError) as caught:
+        played(tmp_path, math_words(tmp_path, model, "run.steps=3", "run.evaluate=false", "judge.retries=0"))
+    said = str(caught.value)
+    assert said.startswith("step 1: the judge (judge.policy=judge) left ") and "\x1b" not in said
+    assert "judge.max_missing_share = 0.2; the last one: it has no line `correct:`: '\\x1b[2Jwho knows?'" in said
+    (row,) = read_metrics(tmp_path / "runs" / "judged" / "metrics.jsonl")
+    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 6  # on disk, to be looked at
+
+
+def search(uid: str) -> str:
+    return (
+        "<verify>yes</verify>"
+        if uid.rpartition("/")[2].startswith("verifier")
+        else f"<answer>{hash(uid) % 2} ways</answer>"
+    )
+
+
+def qa_words(model: Path, base_url: str) -> list[str]:
+    server = (
+        f"openai: {{base_url: '{base_url}', model: big, retries: 0, backoff_s: 0.01}}, price: {{input: 1, output: 2}}"
+    )
+    return [
+        "task=qa", "rollout.engine=scripted", "evaluate.num_problems=6", "judge.policy=judge", f"policies.main.model={model}",
+        f"policies.judge={{frozen: true, engine: openai, model: {model}, {server}}}",
+    ]  # fmt: skip
+
+
+def test_questions_are_evaluated_by_a_judge_behind_a_server(
+    tmp_path: Path, model: Path, engines: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines(search, lambda answer: "")
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        handler.complete(YES if answer_in(body["prompt"]).startswith("1") else NO)
+
+    with completions_server(reply) as server:
+        evaluate_alone(None, qa_words(model, server.base_url), str(tmp_path / "found.json"))
+    found, shown = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().err
+    judged = found["judge"]
+    assert (judged["policy"], judged["calls"], judged["missing"]) == ("judge", 6, 0)
+    assert found["system"]["mean"] == judged["yes_share"] == 1 - judged["agreement"]  # by exact match all are wrong
+    assert judged["spent"] > 0 and "judge (judge)" in shown
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 1024 for body in server.bodies)
+    assert 6 >= len(server.bodies) > 0
+
+
+def test_a_server_that_does_not_judge_stops_an_evaluation(tmp_path: Path, model: Path, engines: Any) -> None:
+    engines(search, lambda answer: "")
+    with (
+        completions_server(lambda handler, body, before: handler.send(400, b"no\x1b[31m")) as server,
+        pytest.raises(
+            RuntimeError, match=r"evaluation: the judge .* left 6 of 6 answers .* no answer: .*HTTP 400"
+        ) as caught,
+    ):
+        evaluate_alone(None, qa_words(model, server.base_url), None)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["judge.policy=other"], r"judge.policy is 'other', which is not under `policies` \(main, judge\)"),
+        (["judge.policy=main"], "judge.policy is 'main', which is trained: .*name a policy of its own"),
+        (["policies.judge.frozen=false"], "judge.policy is 'judge', which is trained"),
+        (["judge.policy=null"], "judge.policy: Input should be a valid string"),
+        (["judge.when=never"], "judge.when"),
+        (["judge.max_missing=0.1"], "judge.max_missing: unknown key; did you mean judge.max_missing_share"),
+        (["judge.max_response_tokens=1000000"], "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
+        (
+            ["agents.solver.policy=judge", "credit.train_agents=[]"],
+            r"judge.policy is 'judge', whose engines answer for agents.solver too",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
+            "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process",
+        ),
+        (["judge=null"], "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
+    ],
+)
+def test_a_judge_that_cannot_judge_is_refused(tmp_path: Path, model: Path, words: list[str], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        preflight(read_config(None, math_words(tmp_path, model, *words))[0], world_size=1)
+
+
+def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, model: Path) -> None:
+    task = tmp_path / "open_task.py"
+    task.write_text(
+        "from marsrl.rollout.tasks.own_task import OwnTask\n"
+        "class Open(OwnTask):\n"
+        "    def problems(self):\n"
+        "        return [(f'Question {i}?', str(i) if i < 5 else None) for i in range(40)]\n"
+        "    def held_out(self):\n"
+        "        return [(f'Held out {i}?', None) for i in range(4)]\n"
+        "class Half(Open):\n"
+        "    def held_out(self):\n"
+        "        return [('a?', None), ('b?', 'b')]\n"
+    )
+    words = [word for word in math_words(tmp_path, model) if not word.startswith(("task=", "data."))]
+    with pytest.raises(ConfigError, match="of the 4 problems of held_out none has one: give reference answers"):
+        preflight(read_config(None, [*words, "preset=math_default", f"task={task}:Open"])[0], world_size=1)
+    checked = preflight(read_config(None, [*words, f"task={task}:Half"])[0], world_size=1)
+    told = [warning for warning in checked.warnings if "reference" in warning]
+    assert [told[0][:28], told[1][:28]] == ["35 of 40 problems of problem", "1 of 2 problems of held_out "]
+    in_evaluation = preflight(read_config(None, [*words, f"task={task}:Half", "judge.when=evaluate"])[0], world_size=1)
+    assert sum("reference" in warning for warning in in_evaluation.warnings) == 1
+
+
+def test_the_plan_counts_the_judges_gpus_and_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["policies.judge={frozen: true, model: Qwen3-4B}", "judge.policy=judge"]
+    config = ["--config", "qwen3_8b", "--gpus", "9", "--gpu", "h100-80g"]
+    assert cli.main(["plan", *config, *words]) == 0, capsys.readouterr().err
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "policy judge judges the answers of evaluations: the time of that is not planned" in shown
