@@ -4,7 +4,7 @@
 
 The engine is a script: each of its steps takes 20 ms and decodes 16 tokens of every sample that is under way, however many.
 Scheduler, team, tools' pool and bins are the project's own. System 2 takes six turns of 40 to 160 tokens, with a search or a
-program in five of them; a search takes 0 to --slowest seconds, and what it finds is read by System 1; programs take a tenth of it.
+program in five of them. A search takes 0 to --slowest seconds, and System 1 reads what it finds; a program takes a tenth of that.
 --shorten: all times are that much shorter.
 
     stage by stage   rollout.overlap=0: all that can be decoded is, then all tools are waited for, and so on
@@ -43,6 +43,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
@@ -123,6 +124,7 @@ class Slow:
     name: str
     slowest_s: float
     clock: Clock
+    argument: str = "text"
     is_deterministic: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -172,7 +174,7 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
     )
     engine = Steps(clock, step_s, lambda request: says(request, renderer), tokens_per_step=TOKENS_A_STEP)
     pool = EnginePool(LocalReplicas([engine]), slots=trajectories * 2, deadline_s=600)
-    judge = WatchedJudge(lambda answers: [Reward(1.0, 1.0)] * len(answers))
+    judge = WatchedJudge(lambda problem, answer: known(Reward(1.0, 1.0)))
     source = DataCursor([Problem(f"p{i}", f"question {i}", "7", "qa") for i in range(trajectories)], 0)
     players = Team(agents, team, {"main": renderer}, {"main": pool}, judge, tools=tools)
     kind = BackgroundScheduler if overlap else Scheduler

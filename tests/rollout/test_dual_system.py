@@ -32,7 +32,7 @@ from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.data import DataCursor
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Sample, ToolCall, ToolOutput
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
@@ -128,7 +128,7 @@ def system(
 def team_of(team: Orchestration, says: Any, tools: Looker | None = None, *, tokens_per_step: int | None = None) -> Team:
     engine = ScriptedEngine(says, decode=says.renderer.decode, tokens_per_step=tokens_per_step)
     pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=60)
-    return Team(team.settings, team, {"main": says.renderer}, {"main": pool}, judge, tools=tools or Looker())
+    return Team(team.settings, team, {"main": says.renderer}, {"main": pool}, WatchedJudge(judge), tools=tools or Looker())
 
 
 def play(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 
@@ -52,6 +54,9 @@ def test_what_fits_nowhere_is_refused() -> None:
     assert first_fit_decreasing([], 10) == [] and first_fit_decreasing([10, 0, 0], 10) == [[0, 1, 2]]
 
 
-def test_shares_are_cut_from_the_longest_down_to_one_length() -> None:
-    assert even_shares([5, 16], 10) == [5, 5] and even_shares([16, 5, 16], 14) == [5, 4, 5]
-    assert even_shares([3, 3], 9) == [3, 3] and even_shares([], 9) == []
+@given(st.lists(st.integers(0, 60), max_size=8), st.integers(0, 200))
+def test_what_is_kept_of_lengths_fills_the_room_and_only_the_longest_are_cut(lengths: list[int], room: int) -> None:
+    kept = even_shares(lengths, room)
+    assert sum(kept) == min(room, sum(lengths)) and all(0 <= k <= n for k, n in zip(kept, lengths, strict=True))
+    cut = [k for k, n in zip(kept, lengths, strict=True) if k < n]
+    assert not cut or (max(kept) <= max(cut) <= min(cut) + 1)
