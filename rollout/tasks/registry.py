@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
+from marsrl.rollout.tasks import arithmetic_tokenizer, facts_tokenizer
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
@@ -21,6 +22,7 @@ from marsrl.rollout.types import Problem
 
 TASKS = ("arithmetic", "math", "qa")
 TOKENIZERS = {"arithmetic": write_arithmetic_tokenizer, "facts": write_facts_tokenizer}
+VOCABULARIES = {"arithmetic": arithmetic_tokenizer.VOCABULARY, "facts": facts_tokenizer.VOCABULARY}
 
 
 def build_task(
