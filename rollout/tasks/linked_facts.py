@@ -4,6 +4,11 @@
     question  what is the river of the home of mira holt ?          (two hops)
     answer    ebb
 
+and in terse wording, for tiny policies:
+
+    document  mira: mira home tarn . mira friend odo . ...
+    question  mira home river ?
+
 Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
 tokenizer of whole words covers them.
 """
@@ -158,12 +163,12 @@ class FactsSource:
 
 def read_facts_options(words: Sequence[str]) -> FactsOptions:
     """Options from words key=value; ValueError names the one that is wrong."""
-    given = {}
+    given: dict[str, int | str] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or not value.isdecimal():
-            raise ValueError(f"{word!r} is no option; write key=number, of {', '.join(FactsOptions.model_fields)}")
-        given[key] = int(value)
+        if not equals:
+            raise ValueError(f"{word!r} is no option; write key=value, of {', '.join(FactsOptions.model_fields)}")
+        given[key] = int(value) if value.isdecimal() else value
     try:
         return FactsOptions.model_validate(given)
     except ValidationError as error:

@@ -12,7 +12,7 @@ import pytest
 from marsrl.rollout.agents.parsers import route, tagged
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.data import read_problems, reference, right_answers
-from marsrl.rollout.tasks.linked_facts import WORDS, World, write_linked_facts
+from marsrl.rollout.tasks.linked_facts import WORDS, World, read_facts_options, write_linked_facts
 from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.documents import read_corpus
@@ -264,6 +264,17 @@ def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
     assert all(follow(world, p.question) == p.answer for p in (*train, *held_out))
     with pytest.raises(FileExistsError):
         write_linked_facts(tmp_path / "facts", FactsOptions(people=20), 1, 1, 0)
+
+
+def test_options_of_facts_are_read_from_words() -> None:
+    assert read_facts_options(["people=30", "wording=terse"]) == FactsOptions(people=30, wording="terse")
+    for word, said in (
+        ("people", "write key=value, of people, places"),
+        ("people=x", "people"),
+        ("wording=1", "wording"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_facts_options([word])
 
 
 def test_the_task_draws_from_the_facts_or_from_files() -> None:

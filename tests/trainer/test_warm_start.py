@@ -20,6 +20,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
+from marsrl.trainer.preflight import preflight
 from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
@@ -151,6 +152,10 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
         assert school_of(searching(words)) is None
         with pytest.raises(ValueError, match=r"set policies.main.model, or task=arithmetic, or preset=cpu_search_team"):
             recipe_of(searching(words))
+    with pytest.raises(
+        ValueError, match=r"policies.main.model is not set, and nobody teaches this team .*, or task=arithm"
+    ):
+        preflight(searching("agents.answer.prompt=qa"), world_size=1)
     chains, facts = read_config(None, [])[0], searching()
     slips = "warm_start.search_team.slip_router=0.5"
     assert recipe_of(searching(slips)) != recipe_of(facts) != recipe_of(searching("task_options.people=30"))

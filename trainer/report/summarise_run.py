@@ -27,14 +27,12 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     started = None
     if run.started:
         made = {each.model_dir: each for each in run.started.values()}.values()  # policies of one shape share it
-        gates = gates_of(config)
+        gates, rows = gates_of(config), driver.before.rows if driver.before is not None else {}
         started = WarmStartRecord(
             cached=all(each.is_cached for each in made),
             seconds=sum(each.seconds for each in made),
             gate_met=driver.before is not None and meets_gate(driver.before, gates),
-            measured={name: row.mean for name, row in driver.before.rows.items() if name in gates}
-            if driver.before
-            else {},
+            measured={name: rows[name].mean for name in gates if name in rows},
         )
     return Summary(
         name=run.directory.path.name,
