@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
     python benchmarks/learning.py preset=cpu_solver_verifier [key.sub=value ...]
+    python benchmarks/learning.py preset=cpu_search_team [key.sub=value ...]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
 for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
@@ -27,11 +28,15 @@ from marsrl.trainer.report.summary import Evaluation, Summary, load_summary
 MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
 
 
-REWARDS = {"Solver's reward": "reward/solver/mean", "reward of all samples": "reward/all/mean"}
+REWARDS = {
+    "Solver's reward": "reward/solver/mean",
+    "Answer agent's reward": "reward/answer/mean",
+    "reward of all samples": "reward/all/mean",
+}
 
 
 def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str, float]]:
-    """One run; its summary and by how many standard errors each of REWARDS rose."""
+    """One run; its summary and by how many standard errors each of REWARDS rose that the team has."""
     name = f"seed{seed}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
     subprocess.run(
@@ -39,10 +44,10 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str,
     )
     directory = Path(folder) / name
     rows = read_metrics(directory / "metrics.jsonl")
-    rises = {
-        label: rise([value for row in rows if (value := row.values.get(name)) is not None])
-        for label, name in REWARDS.items()
+    rewards = {
+        label: [value for row in rows if (value := row.values.get(name)) is not None] for label, name in REWARDS.items()
     }
+    rises = {label: rise(values) for label, values in rewards.items() if values}
     return load_summary(directory / "summary.json"), rises
 
 
@@ -65,7 +70,7 @@ def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> 
 
     wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
-    if verifier is not None:  # else the Solver is the system
+    if verifier is not None and "solver" in after.rows:  # else the Solver is the system, or there is none
         wanted[f"{verifier} +.05"] = gain(verifier) >= 0.05
         wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**wanted, "system +.10": gain("system") >= 0.10}
@@ -92,6 +97,8 @@ def main() -> int:
             )
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
+                if a.mean is None or b.mean is None:
+                    continue  # nobody judges it
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

@@ -86,7 +86,7 @@ def played(num_problems: int, model_dir: str | None, settings: Sequence[str], js
             layout = next(iter(checked.config.policies.values())).layout
             parallel.start(resolve(layout), checked.config.run.seed)
             stack.callback(parallel.stop)
-            model_dir = str(warm_start(checked.config, checked.task, RunConsole(0)).model_dir)
+            model_dir = str(warm_start(checked.config, RunConsole(0)).model_dir)
         team = stack.enter_context(open_team(checked, dict.fromkeys(checked.config.policies, model_dir)))
         play_problems(team, checked, *ROWS[0], min(num_problems, checked.config.rollout.prompts_per_step))
         rows = {}

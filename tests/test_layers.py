@@ -48,9 +48,10 @@ ROOMS = {
     "trainer/evaluate": {"trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
-    "trainer/plan": {"trainer/learner", "trainer/models"},
-    "trainer/report": {"trainer/learner", "trainer/runs"},
+    "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
+    "trainer/report": {"trainer/learner", "trainer/runs", "trainer/schools"},
     "trainer/runs": {"trainer/learner"},
+    "trainer/schools": set(),
     "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
 

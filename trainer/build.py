@@ -25,7 +25,6 @@ from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.protocol import documents_of, papers_of
-from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.config import RunConfig
@@ -69,9 +68,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         directory = directory or RunDirectory(Path(path))
         started: dict[str, WarmStart] = {}
         if any(policy.model is None for policy in config.policies.values()):
-            first = as_it_began(directory, config)
-            task = checked.task if first is config else build_task(first.task, first.task_options)
-            started = warm_starts(first, task, console)
+            started = warm_starts(as_it_began(directory, config), console)
         models = {name: policy.model or str(started[name].model_dir) for name, policy in config.policies.items()}
         trained = config.trained_policies
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}

@@ -22,7 +22,7 @@ from marsrl.rollout.config import (
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tasks.config import TrainFile, read_train_files
+from marsrl.rollout.tasks.config import SearchSlips, TrainFile, read_train_files
 from marsrl.rollout.tools.config import ToolsConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -312,15 +312,27 @@ class SyncConfig(Settings):
     )
 
 
+class SearchTeamLessons(SearchSlips):
+    """What the search team is taught about linked facts."""
+
+    drills: int = Field(4, ge=0, le=MOST, description="documents and questions about them, a step in phase 2")
+    gate: tuple[float, float] = (0.35, 0.65)
+
+
 class WarmStartConfig(Settings):
-    """Supervised traces that turn random weights into a mediocre team (the built-in arithmetic task only)."""
+    """Supervised traces that turn random weights into a mediocre team (trainer/schools).
+
+    The keys of phase 1 are called after the Solver, and those of phase 2 after the Verifier, whichever roles a team's are.
+    """
 
     lr: float = Field(3e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.01, ge=0)
     router_aux_loss: float = Field(0.01, ge=0)
     warmup_steps: int = Field(50, ge=0, le=MOST)
-    solver_batch: int = Field(32, gt=0, le=MOST, description="problems a step in phase 1 (Solver alone)")
+    solver_batch: int = Field(
+        32, gt=0, le=MOST, description="problems (search team: drills) a step in phase 1 (one role alone)"
+    )
     solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss is below it")
     max_solver_steps: int = Field(900, gt=0, le=MOST)
     team_batch: int = Field(16, gt=0, le=MOST, description="problems a step in phase 2 (all roles)")
@@ -343,6 +355,7 @@ class WarmStartConfig(Settings):
     slip_hard: float = Field(0.4, ge=0, le=1, description="slips a line in those")
     gate_solver: tuple[float, float] = (0.40, 0.65)
     gate_verifier: tuple[float, float] = (0.57, 0.70)
+    search_team: SearchTeamLessons = SearchTeamLessons()
 
 
 class RunConfig(Settings):

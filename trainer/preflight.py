@@ -21,11 +21,10 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
-from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
@@ -33,6 +32,7 @@ from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
+from marsrl.trainer.schools.registry import school_of, who_is_taught
 
 _LOOKED_AT = 64  # prompts, where all fit
 
@@ -114,10 +114,10 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
                     )
                 _check_reference(config, name, shape, world_size)
             config = within_positions(config, name, shape.max_positions)
-        elif config.task != "arithmetic":
+        elif school_of(config) is None:
             raise ConfigError(
-                f"policies.{name}.model is not set, and only the built-in task (arithmetic) has a warm-started policy of its "
-                "own; give a Hugging Face model directory (`marsrl init` makes a random one to try things with)"
+                f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
+                f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
             )
         if policy.reference != "none" and config.loss.kl == "none":
             warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
@@ -192,7 +192,9 @@ def _check_prompts(config: RunConfig, task: Task, orchestration: Orchestration, 
         model = config.policies[policy].model
         if model is None:
             model = stack.enter_context(tempfile.TemporaryDirectory())
-            write_arithmetic_tokenizer(model)
+            school = school_of(config)
+            assert school is not None
+            TOKENIZERS[school.tokenizer](model)
         renderer = ChatRenderer(model)
     lengths: list[int] = []
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"

@@ -31,7 +31,7 @@ from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import step_metrics
-from marsrl.trainer.report.summarise_run import missed_gates, summarise_run
+from marsrl.trainer.report.summarise_run import gates_of, missed_gates, summarise_run
 from marsrl.trainer.report.summary import Evaluation, save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
@@ -385,7 +385,7 @@ class Run:
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
         driver.before = self._evaluate(driver, "evaluation before")
-        if self.started and (missed := missed_gates(driver.before, self.config.warm_start)):
+        if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))

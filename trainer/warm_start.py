@@ -1,10 +1,10 @@
 """Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained ones.
 
-    phase 1   the Solver alone with few slips, short problems and single operations first, until its loss is low: the
-              arithmetic table must be there before anything else can be learned
-    phase 2   all roles from tutors that slip, until the Verifier's loss is low as well: it first copies the claim's
-              lines, and stays at chance until it works them out; then the learning rate falls. Verdict tokens weigh more
+    phase 1   one role alone, until its loss is low: what everything else stands on
+    phase 2   all roles from tutors that slip, until the loss of the one that is learned last is low as well; then the
+              learning rate falls. Verdict tokens weigh more
 
+What is taught, and whose losses count, is the school's (trainer/schools).
 The learner is the one that does RL: imitation is the policy gradient with a token's weight in the advantage's place.
 The result is cached by the hash of its recipe, and RL always starts from the cached file, so that a run from a fresh
 and one from a cached warm start are the same run.
@@ -30,27 +30,19 @@ import numpy as np
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask, draw_chain
-from marsrl.rollout.tasks.arithmetic_tutor import (
-    Trace,
-    TutorRates,
-    equality_drill,
-    solver_trace,
-    table_drill,
-    team_traces,
-)
-from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.protocol import Task
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig, WarmStartConfig
+from marsrl.rollout.tasks.trace import Trace
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.collective import barrier, rank
+from marsrl.trainer.schools.registry import SCHOOLS, school_of, who_is_taught
+from marsrl.trainer.schools.school import School
 
 RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
-WRITERS = (Role.SOLVER, Role.VERIFIER, Role.CORRECTOR, None)  # the learner's "agents": roles, and the drills
+WRITERS = (*Role, None)  # the learner's "agents": roles, and the drills
 SHAPE = "cpu_default"  # where policies.<name>.shape names none
 
 
@@ -68,24 +60,20 @@ def cache_directory() -> Path:
     return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
 
 
-def warm_starts(config: RunConfig, task: Task, console: RunConsole) -> dict[str, WarmStart]:
+def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
     """Of every policy without a model, by its name; policies of one shape start from the same weights. Collective."""
     shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.model is None}
-    made = {shape: warm_start(config, task, console, shape) for shape in dict.fromkeys(shapes.values())}
+    made = {shape: warm_start(config, console, shape) for shape in dict.fromkeys(shapes.values())}
     return {name: made[shape] for name, shape in shapes.items()}
 
 
-def warm_start(config: RunConfig, task: Task, console: RunConsole, shape: str = SHAPE) -> WarmStart:
+def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> WarmStart:
     """The warm-started policy of this recipe, shape and seed, from the cache or made now. Collective over all ranks.
 
     Raises:
-        ValueError: the task has no tutors (only the built-in arithmetic task has).
+        ValueError: no school teaches this team.
     """
-    if not isinstance(task, ArithmeticTask):
-        raise ValueError(
-            f"task {task.name}: only the built-in arithmetic task has a warm start; set policies.main.model"
-        )
-    recipe = recipe_of(config, task, shape)
+    recipe = recipe_of(config, shape)
     final = cache_directory() / name_of(recipe)
     is_cached = (final / "recipe.json").is_file()
     barrier()  # every rank has looked before one of them writes
@@ -94,7 +82,7 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole, shape: str = 
         return WarmStart(final, True, 0.0)
     start = time.monotonic()
     part = final.with_name(f"{final.name}.{os.getpid()}.part")
-    _make(config, task.options, part, console, shape)
+    _make(config, part, console, shape)
     if rank() == 0:
         (part / "recipe.json").write_text(json.dumps(recipe, indent=1))
         _move_into_place(part, final)
@@ -102,15 +90,24 @@ def warm_start(config: RunConfig, task: Task, console: RunConsole, shape: str = 
     return WarmStart(final, False, time.monotonic() - start)
 
 
-def recipe_of(config: RunConfig, task: ArithmeticTask, shape: str = SHAPE) -> dict[str, Any]:
-    """All that the warm-started policy depends on."""
+def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
+    """All that the warm-started policy depends on; ValueError where no school teaches this team."""
+    school = _school(config)
+    others = {other.section for other in SCHOOLS if other.section is not None} - {school.section}
     return {
         "recipe": RECIPE,
         "shape": shape,
         "seed": config.run.seed,
-        "settings": config.warm_start.model_dump(mode="json"),
-        "task": task.options.model_dump(mode="json"),
+        "settings": config.warm_start.model_dump(mode="json", exclude=others),
+        "task": school.options(config).model_dump(mode="json"),
     }
+
+
+def _school(config: RunConfig) -> type[School]:
+    school = school_of(config)
+    if school is None:
+        raise ValueError(f"nobody teaches this team; set policies.main.model, or {who_is_taught()}")
+    return school
 
 
 def name_of(recipe: dict[str, Any]) -> str:
@@ -128,11 +125,12 @@ def _move_into_place(part: Path, final: Path) -> None:
         shutil.rmtree(part)
 
 
-def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: RunConsole, shape: str) -> None:
+def _make(config: RunConfig, out: Path, console: RunConsole, shape: str) -> None:
     settings = config.warm_start
+    school = _school(config)(config, random.Random(f"warm start/{config.run.seed}"))
     with tempfile.TemporaryDirectory(prefix="marsrl-init-") as folder:
         initial = Path(folder) / "model"
-        init_model(shape, "arithmetic", initial, seed=config.run.seed, dtype="float32")
+        init_model(shape, school.tokenizer, initial, seed=config.run.seed, dtype="float32")
         learner = Learner(
             PolicyConfig(
                 dtype="float32",
@@ -147,43 +145,49 @@ def _make(config: RunConfig, options: ArithmeticOptions, out: Path, console: Run
             total_steps=settings.max_solver_steps + settings.max_team_steps + settings.decay_steps,
             seed=config.run.seed,
         )
-        school = School(settings, options, ChatRenderer(initial), random.Random(f"warm start/{config.run.seed}"))
+        tokens = TraceTokens(ChatRenderer(initial), settings.verdict_weight)
         place = BatchShard(
             learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align
         )
-        teach(learner, school, settings, place, console)
+        teach(learner, school, tokens, place, console)
         learner.save_hf(out)
 
 
-def teach(learner: Learner, school: School, settings: WarmStartConfig, place: BatchShard, console: RunConsole) -> None:
+def teach(learner: Learner, school: School, tokens: TraceTokens, place: BatchShard, console: RunConsole) -> None:
     """Both phases; one that does not end by itself ends with a warning."""
-    solver = RunningMean()
-    with console.progress("warm start 1/2: Solver", settings.max_solver_steps, "steps") as bar:
-        for step in range(settings.max_solver_steps):
-            lr = settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps))
-            loss = solver.add(_step(learner, school.solver_lesson(step), place, lr)[Role.SOLVER])
+    settings = school.settings
+
+    def step(lesson: list[Trace], lr: float, role: Role) -> float:
+        return _step(learner, [tokens.sequence(trace) for trace in lesson], place, lr)[role]
+
+    mean, role = RunningMean(), school.alone
+    with console.progress(f"warm start 1/2: {role.capitalize()}", settings.max_solver_steps, "steps") as bar:
+        for number in range(settings.max_solver_steps):
+            lr = settings.lr * min(1.0, (number + 1) / max(1, settings.warmup_steps))
+            loss = mean.add(step(school.first_lesson(number), lr, role))
             bar.advance(note=f"loss {loss:.3f}, next phase below {settings.solver_loss}")
-            if loss < settings.solver_loss and step >= settings.short_steps:
+            if loss < settings.solver_loss and number >= settings.short_steps:
                 break
         else:
-            console.warning(
-                f"warm start: the Solver's loss is {solver.value:.3f} after {settings.max_solver_steps} steps, going on"
-            )
-    verifier = RunningMean()
+            console.warning(_not_learned(role, mean, settings.max_solver_steps))
+    mean, role = RunningMean(), school.judged
+    whose = f"{role.capitalize()}'s loss"
     with console.progress("warm start 2/2: team", settings.max_team_steps + settings.decay_steps, "steps") as bar:
         for _ in range(settings.max_team_steps):
-            loss = verifier.add(_step(learner, school.team_lesson(), place, settings.lr)[Role.VERIFIER])
-            bar.advance(note=f"Verifier's loss {loss:.3f}, the learning rate falls below {settings.verifier_loss}")
+            loss = mean.add(step(school.team_lesson(), settings.lr, role))
+            bar.advance(note=f"{whose} {loss:.3f}, the learning rate falls below {settings.verifier_loss}")
             if loss < settings.verifier_loss:
                 break
         else:
-            console.warning(
-                f"warm start: the Verifier's loss is {verifier.value:.3f} after {settings.max_team_steps} steps, going on"
-            )
-        for step in range(settings.decay_steps):
-            lr = settings.lr * (1.0 - 0.9 * (step + 1) / settings.decay_steps)  # to a tenth
-            loss = verifier.add(_step(learner, school.team_lesson(), place, lr)[Role.VERIFIER])
-            bar.advance(note=f"Verifier's loss {loss:.3f}, learning rate {lr:.1e}")
+            console.warning(_not_learned(role, mean, settings.max_team_steps))
+        for number in range(settings.decay_steps):
+            lr = settings.lr * (1.0 - 0.9 * (number + 1) / settings.decay_steps)  # to a tenth
+            loss = mean.add(step(school.team_lesson(), lr, role))
+            bar.advance(note=f"{whose} {loss:.3f}, learning rate {lr:.1e}")
+
+
+def _not_learned(role: Role, mean: RunningMean, num_steps: int) -> str:
+    return f"warm start: the {role.capitalize()}'s loss is {mean.value:.3f} after {num_steps} steps, going on"
 
 
 class RunningMean:
@@ -212,52 +216,20 @@ def _step(learner: Learner, lesson: list[TrainSequence], place: BatchShard, lr: 
     }
 
 
-class School:
-    """Makes the lessons: traces and drills as sequences, the same on every rank."""
+class TraceTokens:
+    """Traces as sequences that the learner trains on."""
 
-    def __init__(
-        self, settings: WarmStartConfig, options: ArithmeticOptions, renderer: ChatRenderer, rng: random.Random
-    ) -> None:
-        self.settings = settings
-        self.options = options
-        self.renderer = renderer
-        self.rng = rng
-        self.rates = TutorRates(
-            settings.slip_solver,
-            settings.slip_verifier,
-            settings.slip_corrector,
-            settings.anchor,
-            settings.restate,
-            settings.hard_claims,
-            settings.slip_hard,
-        )
+    def __init__(self, renderer: ChatRenderer, verdict_weight: float) -> None:
+        self._renderer = renderer
+        self._verdict_weight = verdict_weight
         self._words = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
 
-    def solver_lesson(self, step: int) -> list[TrainSequence]:
-        """Phase 1: the Solver's traces, and single operations. The first steps have problems of 1-3, then 1-7 operations."""
-        options = self.options
-        if step < self.settings.short_steps:
-            longest = 3 if step < self.settings.short_steps // 2 else options.max_operations
-            options = options.model_copy(update={"min_operations": 1, "max_operations": longest})
-        chains = [draw_chain(self.rng, options, held_out=False) for _ in range(self.settings.solver_batch)]
-        traces = [solver_trace(self.rng, chain, self.settings.slip_solver_phase1, options) for chain in chains]
-        drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
-        drills += [table_drill(self.rng) for _ in range(self.settings.table_drills)]
-        return [self._sequence(trace) for trace in traces + drills]
-
-    def team_lesson(self) -> list[TrainSequence]:
-        """Phase 2: all three roles on the same problems."""
-        chains = [draw_chain(self.rng, self.options, held_out=False) for _ in range(self.settings.team_batch)]
-        traces = [trace for chain in chains for trace in team_traces(self.rng, chain, self.rates, self.options)]
-        drills = [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
-        return [self._sequence(trace) for trace in traces + drills]
-
-    def _sequence(self, trace: Trace) -> TrainSequence:
+    def sequence(self, trace: Trace) -> TrainSequence:
         if isinstance(trace.prompt, str):
             prompt = self._words(trace.prompt)
         else:
-            prompt = self.renderer.render(trace.prompt)[0]
-        end = [self.renderer.eos_id] if trace.ends else []
+            prompt = self._renderer.render(trace.prompt)[0]
+        end = [self._renderer.eos_id] if trace.ends else []
         completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
         return TrainSequence(
             uid="trace",
@@ -268,5 +240,5 @@ class School:
             advantage=0.0,
             agent=WRITERS.index(trace.role),
             temperature=1.0,
-            token_weights=np.array(trace.weights(self.settings.verdict_weight), np.float32),
+            token_weights=np.array(trace.weights(self._verdict_weight), np.float32),
         )

@@ -12,6 +12,7 @@ from marsrl.rollout.agents.prompts import CHAIN
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
 from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.trace import Trace
 from marsrl.rollout.types import Message
 
 
@@ -31,27 +32,6 @@ class TutorRates:
     restate: float = 0.4
     hard_claims: float = 0.5
     slip_hard: float = 0.4
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A prompt and the completion to imitate (the end token comes after it where `ends` is set).
-
-    role: who writes it; None for a drill, whose prompt is bare words that are tokenised as they stand.
-    """
-
-    role: Role | None
-    prompt: tuple[Message, ...] | str
-    completion: str
-    ends: bool = True
-
-    def weights(self, verdict_weight: float) -> list[float]:
-        """The loss weight of each token of the completion, the end token included: one token a word.
-
-        Verdict words weigh more: one word in thirty would otherwise stay at chance.
-        """
-        words = self.completion.split(" ")
-        return [verdict_weight if word in ("correct", "wrong") else 1.0 for word in words] + [1.0] * self.ends
 
 
 def solver_trace(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> Trace:

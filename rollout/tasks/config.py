@@ -78,6 +78,11 @@ class FactsOptions(Settings):
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
+    wording: Literal["sentences", "terse"] = Field(
+        "sentences",
+        description="sentences: `the home of mira holt is tarn .`, `what is the river of the home of mira holt ?`; terse, for "
+        "tiny policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`",
+    )
     held_out_modulus: int = Field(
         10, ge=2, le=MOST, description="crc32(question) % this == 0 is held out, never trained on"
     )
@@ -87,6 +92,24 @@ class FactsOptions(Settings):
         if self.min_hops > self.max_hops:
             raise ValueError(f"task_options.min_hops is {self.min_hops}, above task_options.max_hops = {self.max_hops}")
         return self
+
+    @model_validator(mode="after")
+    def _names_are_enough(self) -> FactsOptions:
+        if self.wording == "terse" and self.people > 40:
+            raise ValueError(
+                f"task_options.people is {self.people}, and with task_options.wording=terse there are 40 names; set 40 or fewer"
+            )
+        return self
+
+
+class SearchSlips(Settings):
+    """How often the search team's tutors go wrong about linked facts, as shares."""
+
+    slip_router: float = Field(0.15, ge=0, le=1, description="of what the Verifier says with a fact still missing: yes")
+    slip_searcher: float = Field(
+        0.2, ge=0, le=1, description="of the queries after the first: for another fact of the document"
+    )
+    slip_answerer: float = Field(0.25, ge=0, le=1, description="of the answers: another fact of the document")
 
 
 class QaOptions(FactsOptions):

@@ -10,6 +10,11 @@ and of papers that people wrote, whose questions want both searches, the scholar
     question  what is the home of the author of sparse lattices for routing ?
     answer    tarn
 
+and in terse wording, for tiny policies:
+
+    document  mira: mira home tarn . mira friend odo . ...
+    question  mira home river ?
+
 Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
 tokenizer of whole words covers those of people and places.
 """
@@ -88,7 +93,9 @@ class World:
     def __init__(self, options: FactsOptions) -> None:
         rng = random.Random(f"linked facts/{options.world_seed}")
         self._options = options
-        self.people = tuple(rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], options.people))
+        self._is_terse = options.wording == "terse"
+        names = _FIRST if self._is_terse else [f"{first} {last}" for first in _FIRST for last in _LAST]
+        self.people = tuple(rng.sample(names, options.people))
         self.places = tuple(rng.sample(_PLACES, options.places))
         facts: dict[tuple[str, str], str] = {}
         for person in self.people:
@@ -108,8 +115,26 @@ class World:
             self.draw(rng, held_out)
 
     def _document(self, name: str, relations: tuple[str, ...]) -> Document:
-        said = " ".join(f"the {relation} of {name} is {self.facts[name, relation]} ." for relation in relations)
+        facts = [(relation, self.facts[name, relation]) for relation in relations]
+        if self._is_terse:
+            said = " ".join(f"{name} {relation} {value} ." for relation, value in facts)
+        else:
+            said = " ".join(f"the {relation} of {name} is {value} ." for relation, value in facts)
         return Document(name.replace(" ", "_"), name, said)
+
+    def _question(self, name: str, relations: list[str]) -> str:
+        if self._is_terse:
+            return f"{' '.join([name, *relations])} ?"
+        return f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
+
+    def steps(self, problem: Problem) -> list[tuple[str, str, str]]:
+        """The facts that a question of this world follows, in order: (entity, relation, value). The last value is its answer."""
+        _, name, *relations = problem.id.split("/")
+        steps: list[tuple[str, str, str]] = []
+        for relation in relations:
+            entity = steps[-1][2] if steps else name.replace("_", " ")
+            steps.append((entity, relation, self.facts[entity, relation]))
+        return steps
 
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
         """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
@@ -122,11 +147,9 @@ class World:
             value = name
             for relation in relations:
                 value = self.facts.get((value, relation), "")  # the oldest paper has no basis
-            question = f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
-            if (zlib.crc32(question.encode()) % self._options.held_out_modulus == 0) == held_out and value not in (
-                "",
-                name,
-            ):
+            question = self._question(name, relations)
+            is_held_out = zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
+            if is_held_out == held_out and value not in ("", name):
                 path = "/".join([name.replace(" ", "_"), *relations])
                 return Problem(f"{self._options.about}/{path}", question, value, "qa")
         key, names = ("people", self.people) if self._options.about == "facts" else ("papers", self.papers)
@@ -201,7 +224,7 @@ class FactsSource:
 
 def read_facts_options(words: Sequence[str]) -> FactsOptions:
     """Options from words key=value; ValueError names the one that is wrong."""
-    given = {}
+    given: dict[str, int | str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:

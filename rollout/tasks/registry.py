@@ -9,10 +9,9 @@ from pydantic import ValidationError
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
+from marsrl.rollout.tasks import arithmetic_tokenizer, facts_tokenizer
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
-from marsrl.rollout.tasks.facts_tokenizer import write_facts_tokenizer
 from marsrl.rollout.tasks.listed import ListedTask
 from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
 from marsrl.rollout.tasks.protocol import Task
@@ -20,7 +19,11 @@ from marsrl.rollout.tasks.qa import QaTask
 from marsrl.rollout.types import Problem
 
 TASKS = ("arithmetic", "math", "qa")
-TOKENIZERS = {"arithmetic": write_arithmetic_tokenizer, "facts": write_facts_tokenizer}
+TOKENIZERS = {
+    "arithmetic": arithmetic_tokenizer.write_arithmetic_tokenizer,
+    "facts": facts_tokenizer.write_facts_tokenizer,
+}
+VOCABULARIES = {"arithmetic": arithmetic_tokenizer.VOCABULARY, "facts": facts_tokenizer.VOCABULARY}
 
 
 def build_task(

@@ -58,13 +58,17 @@ def read_corpus(
         raise ValueError(f"{file} holds no document; expected lines of {form}")
 
 
-def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
+def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
     """What an agent reads of documents, in the form of Search-R1: a part each, the same document once.
 
     kind: what it is called before its number.
     """
-    parts = [f"{kind} {i}(Title: {d.title}) {d.text}" for i, d in enumerate(dict.fromkeys(documents), start=1)]
-    return parts or "No documents match."
+    return [f"{kind} {i}(Title: {d.title}) {d.text}" for i, d in enumerate(dict.fromkeys(documents), start=1)]
+
+
+def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
+    """What a tool says of those it found."""
+    return rendered(documents, kind) or "No documents match."
 
 
 def _document(row: Mapping[str, object], line: int) -> Document:

@@ -19,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
 from commands import run_by
 from desk import Desk
 
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer import cli
 from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.metrics import read_metrics
@@ -120,8 +118,7 @@ def test_trainer_and_engine_agree_on_every_sampled_token(first_run: Path) -> Non
 def warm_started(cache: Path, config_file: Path | None) -> Path:
     """Where the warm-started policy of a config (None: the default) is kept in a cache."""
     config, _ = read_config(config_file)
-    task = ArithmeticTask(ArithmeticOptions.model_validate(config.task_options))
-    return cache / "warm_start" / name_of(recipe_of(config, task))
+    return cache / "warm_start" / name_of(recipe_of(config))
 
 
 def test_commands_on_a_run_are_as_they_are_written(

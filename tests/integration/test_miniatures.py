@@ -1,5 +1,5 @@
-"""Dr. MAS in miniature: the commands of configs/cpu_solver_verifier.yaml, a few steps of each. Does the reward rise?
-`python benchmarks/learning.py preset=cpu_solver_verifier` asks that."""
+"""Dr. MAS in miniature: the commands of configs/cpu_solver_verifier.yaml and cpu_search_team.yaml, a few steps of each. Does the
+reward rise? `python benchmarks/learning.py preset=cpu_solver_verifier`, and cpu_search_team, ask that."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
 
 from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.summary import load_summary
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +52,21 @@ def test_a_miniature_trains_every_policy_that_it_has(command: str, runner: objec
     for agent in agents:
         assert {f"drmas/{agent}/mu", f"drmas/{agent}/sigma"} <= rows[0].keys()
     assert ("verdicts/verifier/recall_wrong" in rows[0]) == (len(agents) == 2)
+
+
+@pytest.mark.parametrize("command", run_by("test_the_search_team_in_miniature_trains_by_its_outcome"))
+def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, runner: object) -> None:
+    """From a warm start that is long enough to be read, and not to be right."""
+    words = shlex.split(command)[2:]
+    steps = ("warm_start.max_solver_steps=40", "warm_start.short_steps=20", "warm_start.max_team_steps=60")
+    rest = ("warm_start.decay_steps=20", "run.steps=3")
+    directory: Path = runner.run("search-team", *words, *steps, *rest)  # type: ignore[attr-defined]
+    rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
+    assert len(rows) == 3 and sum(row["actor/updates"] or 0 for row in rows) > 0
+    for agent in ("verifier", "search", "answer"):
+        assert sum(row[f"actor/{agent}/tokens"] or 0 for row in rows) > 0
+    assert all(row["tools/search/calls"] and not row["tools/search/errors"] for row in rows)
+    summary = load_summary(directory / "summary.json")
+    assert summary.warm_start is not None and summary.before is not None
+    assert summary.warm_start.measured == {"system": summary.before.system.mean}
+    assert all(evaluation is not None and evaluation.agents["search"] for evaluation in (summary.before, summary.after))

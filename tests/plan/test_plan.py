@@ -37,6 +37,7 @@ PLANNED_ON = {
     "single_gpu": 1,
     "cpu_default": 2,
     "cpu_solver_verifier": 2,
+    "cpu_search_team": 2,
 }
 NEEDS_A_MODEL = {"math_default", "qa_default"}
 

@@ -128,7 +128,9 @@ def system(
 def team_of(team: Orchestration, says: Any, tools: Looker | None = None, *, tokens_per_step: int | None = None) -> Team:
     engine = ScriptedEngine(says, decode=says.renderer.decode, tokens_per_step=tokens_per_step)
     pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=60)
-    return Team(team.settings, team, {"main": says.renderer}, {"main": pool}, WatchedJudge(judge), tools=tools or Looker())
+    return Team(
+        team.settings, team, {"main": says.renderer}, {"main": pool}, WatchedJudge(judge), tools=tools or Looker()
+    )
 
 
 def play(

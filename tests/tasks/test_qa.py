@@ -13,7 +13,7 @@ import pytest
 from marsrl.rollout.agents.parsers import route, tagged
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.data import read_problems, reference, right_answers
-from marsrl.rollout.tasks.linked_facts import WORDS, World, write_linked_facts
+from marsrl.rollout.tasks.linked_facts import WORDS, World, read_facts_options, write_linked_facts
 from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.documents import read_corpus
@@ -256,6 +256,31 @@ def test_a_paper_is_found_among_the_first_by_its_title() -> None:
             assert paper.title in [found.title for found, _ in index.search(f"what is the year of {paper.title} ?", 5)]
 
 
+def test_in_terse_wording_the_same_holds_in_fewer_words() -> None:
+    world = World(FactsOptions(people=40, places=40, max_hops=2, wording="terse"))
+    said = {d.title: d.text for d in world.documents}
+    for problem in world.held_out(60, 0):
+        value, *relations = problem.question.removesuffix(" ?").split()
+        for relation in relations:
+            [value] = re.findall(rf"\b{value} {relation} ([a-z]+) \.", said[value])
+        assert value == problem.answer == world.steps(problem)[-1][2]
+    assert {word for text in said.values() for word in text.split()} <= set(WORDS)
+    index = build_index(world.documents)
+    assert [index.search(name, 1)[0][0].title for name in said] == list(said)
+    index.close()
+
+
+def test_a_question_s_steps_lead_to_its_answer(world: World) -> None:
+    for problem in world.held_out(60, 0):
+        steps = world.steps(problem)
+        assert [value for *_, value in steps[:-1]] == [entity for entity, *_ in steps[1:]]
+        assert steps[-1][2] == problem.answer and len(steps) == problem.question.count("the ")
+        assert (
+            f" {' of '.join(f'the {relation}' for _, relation, _ in steps[::-1])} of {steps[0][0]} ?"
+            in problem.question
+        )
+
+
 def test_a_world_too_small_for_both_splits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none was held out; raise people or max_hops, or change held_out_modulus"):
         World(FactsOptions(people=2, places=2, max_hops=1, held_out_modulus=1000))
@@ -275,6 +300,17 @@ def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
         write_linked_facts(tmp_path / "facts", FactsOptions(people=20), 1, 1, 0)
 
 
+def test_options_of_facts_are_read_from_words() -> None:
+    assert read_facts_options(["people=30", "wording=terse"]) == FactsOptions(people=30, wording="terse")
+    for word, said in (
+        ("people", "write key=value, of people, places"),
+        ("people=x", "people"),
+        ("wording=1", "wording"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_facts_options([word])
+
+
 def test_the_task_draws_from_the_facts_or_from_files() -> None:
     task = build_task("qa", {})
     assert isinstance(task, QaTask) and len(task.documents) == 224
@@ -290,6 +326,7 @@ def test_the_task_draws_from_the_facts_or_from_files() -> None:
         ({"reward": "rouge"}, "task_options.reward: Input should be 'exact' or 'f1'"),
         ({"min_hops": 3}, "task_options.min_hops is 3, above task_options.max_hops = 2"),
         ({"people": 1}, "task_options.people"),
+        ({"people": 41, "wording": "terse"}, "with task_options.wording=terse there are 40 names; set 40 or fewer"),
         ({"hops": 1}, "task_options.hops"),
     ],
 )

@@ -15,7 +15,6 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
-from marsrl.trainer.config import WarmStartConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
 from marsrl.trainer.report.summarise_run import meets_gate, missed_gates
 from marsrl.trainer.report.summary import Evaluation
@@ -121,9 +120,9 @@ def test_a_solver_alone_is_the_system_and_nothing_is_probed(tmp_path: Path, scri
     assert solver.model_dump(include={"mean", "low", "high", "n"}) == alone.system.model_dump()
     assert solver == with_critics.evaluate(VERSIONS).agents["solver"]
     assert Evaluation.model_validate_json(alone.model_dump_json()) == alone
-    low = WarmStartConfig(gate_solver=(0.9, 1.0), gate_verifier=(0.0, 0.1))
+    low = {"solver": (0.9, 1.0), "verifier1": (0.0, 0.1)}
     assert missed_gates(alone, low) == [f"solver {solver.mean}, wanted (0.9, 1.0)"]
-    assert meets_gate(alone, WarmStartConfig(gate_solver=(0.1, 0.9), gate_verifier=(0.0, 0.1)))
+    assert meets_gate(alone, {"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)})
 
 
 def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:

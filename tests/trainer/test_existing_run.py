@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.read_config import read_config
@@ -105,7 +103,7 @@ def test_with_another_seed_a_run_goes_on_from_the_warm_start_that_it_began_with(
     run.write_config(began.model_dump(mode="json"))
 
     def made(config: RunConfig) -> str:
-        return name_of(recipe_of(config, ArithmeticTask(ArithmeticOptions.model_validate(config.task_options))))
+        return name_of(recipe_of(config))
 
     other = settings("run.seed=4", "run.resume=auto", "task_options.max_operations=5")
     assert made(as_it_began(run, other)) == made(began) != made(other)

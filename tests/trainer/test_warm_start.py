@@ -13,17 +13,22 @@ from typing import Any, get_args
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
-from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.facts_tokenizer import write_facts_tokenizer
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.warm_start import WRITERS, School, recipe_of, teach, warm_starts
+from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
+from marsrl.trainer.schools.registry import SCHOOLS, school_of
+from marsrl.trainer.schools.search_school import SearchSchool
+from marsrl.trainer.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
-SOLVER, VERIFIER, CORRECTOR, DRILL = range(len(WRITERS))
+SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))
 SETTINGS = WarmStartConfig(
     lr=1.0, warmup_steps=0, solver_batch=2, team_batch=2, equality_drills=3, table_drills=4, short_steps=5,
     max_solver_steps=60, max_team_steps=50, decay_steps=9, solver_loss=0.1, verifier_loss=0.2,
@@ -57,8 +62,9 @@ def taught(tmp_path: Path) -> Callable[..., tuple[StubLearner, str]]:
 
     def run(loss: Callable[[int, int], float]) -> tuple[StubLearner, str]:
         learner, out = StubLearner(loss), io.StringIO()
-        school = School(SETTINGS, ArithmeticOptions(), ChatRenderer(tmp_path), random.Random(0))
-        teach(learner, school, SETTINGS, BatchShard(0, 1, 4096, 1), RunConsole(stream=out))  # type: ignore[arg-type]
+        school = ArithmeticSchool(RunConfig(warm_start=SETTINGS), random.Random(0))
+        tokens = TraceTokens(ChatRenderer(tmp_path), SETTINGS.verdict_weight)
+        teach(learner, school, tokens, BatchShard(0, 1, 4096, 1), RunConsole(stream=out))  # type: ignore[arg-type]
         return learner, " ".join(out.getvalue().split())
 
     return run
@@ -105,7 +111,7 @@ def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
 ) -> None:
     made: list[str] = []
 
-    def make(config: object, options: object, out: Path, console: object, shape: str) -> None:
+    def make(config: object, out: Path, console: object, shape: str) -> None:
         made.append(shape)
         out.mkdir(parents=True)
         (out / "shape").write_text(shape)
@@ -115,15 +121,14 @@ def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
     shapes = {"a": "tiny", "b": None, "c": "cpu_default", "d": "tiny"}
     policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"e": {"model": "/models/e"}}
     config = RunConfig.model_validate({"policies": policies, "agents": {"solver": {"policy": "a"}, **others("b")}})
-    task = ArithmeticTask(ArithmeticOptions())
-    found = warm_starts(config, task, RunConsole(stream=io.StringIO()))
+    found = warm_starts(config, RunConsole(stream=io.StringIO()))
     assert {name: (each.model_dir / "shape").read_text() for name, each in found.items()} == {
         "a": "tiny", "b": "cpu_default", "c": "cpu_default", "d": "tiny"
     }  # fmt: skip
     assert made == ["tiny", "cpu_default"] and not any(each.is_cached for each in found.values())
-    assert all(each.is_cached for each in warm_starts(config, task, RunConsole(stream=io.StringIO())).values())
+    assert all(each.is_cached for each in warm_starts(config, RunConsole(stream=io.StringIO())).values())
     alone = RunConfig.model_validate({})
-    assert recipe_of(alone, task) == recipe_of(config, task)  # what was cached before there were shapes still counts
+    assert recipe_of(alone) == recipe_of(config)  # what was cached before there were shapes still counts
 
 
 def others(policy: str) -> dict[str, dict[str, str]]:
@@ -135,3 +140,38 @@ def test_every_shape_that_a_policy_may_have_can_be_made() -> None:
     assert set(get_args(choice)) <= SHAPES.keys()
     with pytest.raises(ValueError, match=r"policies.a.shape is tiny, the size of a warm-started policy, .*/models/a"):
         RunConfig.model_validate({"policies": {"main": {}, "a": {"shape": "tiny", "model": "/models/a"}}})
+
+
+def searching(*words: str) -> RunConfig:
+    return read_config(None, ["preset=cpu_search_team", *words])[0]
+
+
+def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_settings_alone() -> None:
+    assert [school_of(config) for config in (RunConfig.model_validate({}), searching())] == list(SCHOOLS)
+    for words in ("task_options.wording=sentences", "agents.answer.prompt=qa", "data.train=q.jsonl"):
+        assert school_of(searching(words)) is None
+        with pytest.raises(ValueError, match=r"set policies.main.model, or task=arithmetic, or preset=cpu_search_team"):
+            recipe_of(searching(words))
+    with pytest.raises(
+        ValueError, match=r"policies.main.model is not set, and nobody teaches this team .*, or task=arithm"
+    ):
+        preflight(searching("agents.answer.prompt=qa"), world_size=1)
+    chains, facts = read_config(None, [])[0], searching()
+    slips = "warm_start.search_team.slip_router=0.5"
+    assert recipe_of(searching(slips)) != recipe_of(facts) != recipe_of(searching("task_options.people=30"))
+    assert recipe_of(read_config(None, [slips])[0]) == recipe_of(chains)
+
+
+def test_the_search_team_learns_to_read_first_and_then_in_all_its_roles(tmp_path: Path) -> None:
+    settings = ("warm_start.max_solver_steps=4", "warm_start.max_team_steps=3", "warm_start.decay_steps=2")
+    config = searching(*settings, "warm_start.short_steps=2", "warm_start.search_team.drills=0")
+    write_facts_tokenizer(tmp_path)
+    learner = StubLearner(lambda step, role: 0.5)
+    tokens = TraceTokens(ChatRenderer(tmp_path), config.warm_start.verdict_weight)
+    place, console = BatchShard(0, 1, 8192, 1), RunConsole(stream=io.StringIO())
+    teach(learner, SearchSchool(config, random.Random(0)), tokens, place, console)  # type: ignore[arg-type]
+    router, searcher, answerer = (WRITERS.index(role) for role in (Role.ROUTER, Role.SEARCHER, Role.ANSWERER))
+    assert len(learner.tokens) == 4 + 3 + 2
+    for number, row in enumerate(learner.tokens):
+        roles = {role for role, count in enumerate(row) if count}
+        assert roles == ({answerer} if number < 4 else {router, searcher, answerer})

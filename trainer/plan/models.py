@@ -80,9 +80,9 @@ KNOWN = {
 }
 
 
-def warm_start_shape(shape: str | None = None) -> ModelShape:
-    """Of the model that a policy without one starts from; shape: policies.<name>.shape."""
-    from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
+def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
+    """Of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
+    from marsrl.rollout.tasks.registry import VOCABULARIES
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.warm_start import SHAPE
 
@@ -95,7 +95,7 @@ def warm_start_shape(shape: str | None = None) -> ModelShape:
         num_kv_heads=made.num_kv_heads,
         head_size=made.head_dim,
         ffn_size=made.expert_width,
-        vocab_size=made.vocab_size or len(VOCABULARY),
+        vocab_size=made.vocab_size or len(VOCABULARIES[tokenizer]),
         max_positions=made.max_positions,
         num_experts=made.num_experts,
         experts_per_token=made.experts_per_token,

@@ -30,6 +30,7 @@ from marsrl.trainer.plan.ranking import Job, Option, option, options
 from marsrl.trainer.plan.speed import Work
 from marsrl.trainer.preflight import refusals_of, within_positions
 from marsrl.trainer.read_config import ConfigError
+from marsrl.trainer.schools.registry import school_of
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,6 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     policies, notes = [], _notes_on_engines(config, num_gpus)
     loads: dict[str, Load] = {}
     for name, policy in config.trained_policies.items():
-        if policy.model is None and config.task != "arithmetic":
-            raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
         planned, loads[name], more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
         policies.append(planned)
         notes += more
@@ -147,6 +146,14 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     return Plan(gpu_name, num_gpus, trainers, engine_gpus, tuple(policies), refused, tuple(notes), constants)
 
 
+def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
+    """Of a policy that a school makes."""
+    school = school_of(config)
+    if school is None:
+        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
+    return warm_start_shape(policy.shape, school.tokenizer)
+
+
 def _policy(
     config: RunConfig,
     name: str,
@@ -156,7 +163,7 @@ def _policy(
     gpu: hw.Gpu,
     mean_response: float | None,
 ) -> tuple[PolicyPlan, Load, list[str]]:
-    shape = find_shape(policy.model) if policy.model else warm_start_shape(policy.shape)
+    shape = find_shape(policy.model) if policy.model else _made_shape(config, name, policy)
     config = within_positions(config, name, shape.max_positions)
     longest = longest_sequence(config, name)
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from marsrl.trainer.config import WarmStartConfig
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.doctor import library_versions
 from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
-
-_GATED = ("solver", "verifier1")  # whom the warm start teaches to be mediocre
+from marsrl.trainer.schools.registry import school_of
 
 if TYPE_CHECKING:
     from marsrl.trainer.run import Driver, Run
+
+Gates = Mapping[str, tuple[float, float]]  # bounds of the mean by row of the evaluation
 
 
 def summarise_run(run: Run, driver: Driver) -> Summary:
@@ -25,15 +27,12 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     started = None
     if run.started:
         made = {each.model_dir: each for each in run.started.values()}.values()  # policies of one shape share it
-        agents = driver.before.agents if driver.before else {}
-        solver, verifier = (agents[name].mean if name in agents else None for name in _GATED)
-        met = driver.before is not None and meets_gate(driver.before, config.warm_start)
+        gates, rows = gates_of(config), driver.before.rows if driver.before is not None else {}
         started = WarmStartRecord(
             cached=all(each.is_cached for each in made),
             seconds=sum(each.seconds for each in made),
-            gate_met=met,
-            solver=solver,
-            verifier=verifier,
+            gate_met=driver.before is not None and meets_gate(driver.before, gates),
+            measured={name: rows[name].mean for name in gates if name in rows},
         )
     return Summary(
         name=run.directory.path.name,
@@ -61,17 +60,23 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
     )
 
 
-def meets_gate(before: Evaluation, settings: WarmStartConfig) -> bool:
+def gates_of(config: RunConfig) -> Gates:
+    """Of the team that the warm start teaches; none where nobody does."""
+    school = school_of(config)
+    return school.gates(config.warm_start) if school is not None else {}
+
+
+def meets_gate(before: Evaluation, gates: Gates) -> bool:
     """Is the warm-started team mediocre: good enough to learn from its own samples, with room to become better?"""
-    return not missed_gates(before, settings)
+    return not missed_gates(before, gates)
 
 
-def missed_gates(before: Evaluation, settings: WarmStartConfig) -> list[str]:
-    """For each agent that is worse or better than it should be: what was found and what was wanted, for people."""
+def missed_gates(before: Evaluation, gates: Gates) -> list[str]:
+    """For each row that is worse or better than it should be: what was found and what was wanted, for people."""
     missed = []
-    for name, (low, high) in zip(_GATED, (settings.gate_solver, settings.gate_verifier), strict=True):
-        if name in before.agents:
-            mean = before.agents[name].mean
+    for name, (low, high) in gates.items():
+        if name in before.rows:
+            mean = before.rows[name].mean
             if mean is None or not low <= mean <= high:
                 missed.append(f"{name} {mean}, wanted {(low, high)}")
     return missed

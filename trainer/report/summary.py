@@ -140,13 +140,12 @@ class EngineRecord(Schema):
 
 
 class WarmStartRecord(Schema):
-    """How the untrained policy became a mediocre team. solver, verifier: what the gate measured."""
+    """How the untrained policy became a mediocre team. measured: the means that its gates were asked of, by row."""
 
     cached: bool
     seconds: float = Field(ge=0)
     gate_met: bool
-    solver: float | None = None
-    verifier: float | None = None
+    measured: dict[str, float | None] = Field(default_factory=dict)
 
 
 class Summary(Schema):

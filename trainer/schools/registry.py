@@ -1,0 +1,20 @@
+"""Which team is taught by whom."""
+
+from __future__ import annotations
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
+from marsrl.trainer.schools.school import School
+from marsrl.trainer.schools.search_school import SearchSchool
+
+SCHOOLS: tuple[type[School], ...] = (ArithmeticSchool, SearchSchool)
+
+
+def school_of(config: RunConfig) -> type[School] | None:
+    """Who teaches the team of these settings; None: nobody, and its policies need models."""
+    return next((school for school in SCHOOLS if school.teaches(config)), None)
+
+
+def who_is_taught() -> str:
+    """For people: the settings with which a policy needs no model."""
+    return ", or ".join(school.wants for school in SCHOOLS)
