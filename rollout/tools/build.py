@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from itertools import islice
 
-from marsrl.rollout.tools.config import HttpSearch, ToolsConfig
+from marsrl.rollout.tools.config import HttpSearch, SearchConfig, ToolLimits, ToolsConfig
 from marsrl.rollout.tools.documents import Document, read_corpus
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import Tool
@@ -21,21 +21,27 @@ def build_tools(config: ToolsConfig, names: Sequence[str], documents: Sequence[D
     documents: the task's own, for a search without a corpus.
 
     Raises:
-        ValueError: a corpus cannot be read as one.
+        ValueError: a corpus cannot be read as one; this machine has no sandbox for tools.python.
         OSError: or not at all.
     """
-    search = config.search
-    if "search" not in names or search is None:
-        return ToolPool({})
-    tool: Tool
+    tools: dict[str, Tool] = {}
+    limits: dict[str, ToolLimits] = {}
+    if "search" in names and config.search is not None:
+        tools["search"], limits["search"] = _search(config.search, documents), config.search
+    if "python" in names and config.python is not None:
+        from marsrl.rollout.tools.python.tool import PythonInterpreter
+
+        tools["python"], limits["python"] = PythonInterpreter(config.python), config.python
+    return ToolPool(tools, limits)
+
+
+def _search(search: SearchConfig, documents: Sequence[Document]) -> Tool:
     if isinstance(search, HttpSearch):
         from marsrl.rollout.tools.retrieval import Retrieval
 
-        tool = Retrieval(search)
-    else:
-        index = build_index(documents) if search.corpus is None else open_index(search.corpus, search.index)
-        tool = IndexSearch(index, search.top_k)
-    return ToolPool({"search": tool}, {"search": search})
+        return Retrieval(search)
+    index = build_index(documents) if search.corpus is None else open_index(search.corpus, search.index)
+    return IndexSearch(index, search.top_k)
 
 
 def check_tools(config: ToolsConfig, names: Sequence[str], documents: Sequence[Document]) -> None:
@@ -44,6 +50,10 @@ def check_tools(config: ToolsConfig, names: Sequence[str], documents: Sequence[D
     Raises:
         ValueError, OSError: as build_tools; the text names the key.
     """
+    if "python" in names and config.python is not None:
+        from marsrl.rollout.tools.python.launcher import choose_launcher
+
+        choose_launcher(config.python)
     search = config.search
     if "search" not in names or search is None:
         return
