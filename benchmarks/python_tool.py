@@ -2,16 +2,17 @@
 
     python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
 
-All calls go through a ToolPool with as many threads and interpreters ready. Overhead is the time from submit to the output, less the
-snippet's own:
+All calls go through a ToolPool with as many threads and interpreters ready. Overhead is the time from submit to the output, less
+the snippet's own:
 
     alone        one call after the other of `1 + 1`, which takes no time
     at once      all calls together of a snippet that waits 0.2 s and prints: it wants no processor itself
     neighbours   32 honest calls at once, without and with 8 hostile ones that have begun before: endless loops in several
                  processes, memory, output, files, threads and recursion
 
-Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `ratio:` is
-30 ms over the median overhead of the calls at once. `load` is the machine's at the start: other work on it shows in every number.
+Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load`
+is the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the
+median overhead of the calls at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
+# ruff: noqa: E501 - a snippet stays on its row
 """Code that a model may write and that nobody wants run. Each says what it could do.
 
-`attempt(call, ...)` stands before every snippet: it prints `refused NAME` for an error, and DONE where the call was allowed. PORT,
-ABSTRACT, FOLDER, PID and NR_<name> stand for a server on the host's loopback, an abstract unix socket, a folder that all may
+`attempt(call, ...)` stands before every snippet: it prints `refused NAME` for an error, and DONE where the call was allowed.
+PORT, ABSTRACT, FOLDER, PID and NR_<name> stand for a server on the host's loopback, an abstract unix socket, a folder that all may
 write, the process that runs the tests, and the number of a system call.
 """
 
@@ -139,9 +140,9 @@ SNIPPETS = (
     Snippet("new namespaces", "attempt(syscall, NR_unshare, 0x10000000); attempt(subprocess.run, ['unshare', '-Ur', 'true'], check=True, stderr=-3)", REFUSED, "seccomp"),
     Snippet("a clone in a new namespace", "attempt(syscall, NR_clone, 0x10000011, 0, 0, 0, 0)", REFUSED, "seccomp"),
     Snippet("mount", "attempt(subprocess.run, ['mount', '-t', 'tmpfs', 'x', '/tmp'], check=True, stderr=-3)\nprint('refused', libc.mount(b'x', b'/tmp', b'tmpfs', 0, 0))", r"\Arefused \w+\nrefused -1\Z", "user"),
-    Snippet("root by setuid", "attempt(os.setuid, 0); attempt(subprocess.run, ['su', '-c', 'true'], check=True, stderr=-3, stdin=-3)", REFUSED, "user"),
+    Snippet("root by setuid", "attempt(os.setuid, 0 if os.getuid() else 1); attempt(subprocess.run, ['su', '-c', 'true'], check=True, stderr=-3, stdin=-3)", REFUSED, "user"),
     Snippet("another user", "attempt(os.setresuid, 1234, 1234, 1234); attempt(os.setgroups, [0]); attempt(os.chown, '/tmp', 1234, 1234)", REFUSED, "user"),
-    Snippet("a program with setuid", "import shutil\nshutil.copy('/usr/bin/id', '/tmp/id'); os.chmod('/tmp/id', 0o6755)\nprint('refused' if b'uid=0' not in subprocess.run(['/tmp/id'], capture_output=True).stdout.split(b' gid')[0] else 'DONE')", r"\Arefused\Z", "user"),
+    Snippet("a program with setuid", "import shutil\nshutil.copy('/usr/bin/id', '/tmp/id'); os.chmod('/tmp/id', 0o6755)\nrun = lambda path: subprocess.run([path], capture_output=True).stdout\nprint('refused' if run('/tmp/id') == run('/usr/bin/id') else 'DONE')", r"\Arefused\Z", "user"),
     Snippet("the clock", "attempt(time.clock_settime, time.CLOCK_REALTIME, 0)"),
     Snippet("the host's name", "attempt(socket.sethostname, 'x')"),
     Snippet("calls of 32 bit", "import mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3' if os.uname().machine == 'x86_64' else b'')\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()", "SIGSYS|SIGSEGV|SIGILL", "seccomp"),

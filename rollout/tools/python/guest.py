@@ -1,8 +1,9 @@
 """The program inside the sandbox. Standard library only: its text is what a bare interpreter is started with.
 
-It gives up what it may do, says that it is ready, waits for one snippet on its input, a socket, runs it, sends its exit code there and ends:
+It gives up what it may do, says that it is ready, waits for one snippet on its input, a socket, runs it, sends its exit code
+there and ends:
 
-    argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\n" -> snippet -> its output -> a byte
+    argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\\n" -> snippet -> its output -> a byte
 
 Until the snippet is read, nothing here is hostile. From then on everything is: there is nothing in this process to find, and
 nothing that it writes is believed by the host, to which all of it is text.
@@ -43,9 +44,8 @@ def confine(settings: dict[str, Any]) -> None:
         if result != 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-    with contextlib.suppress(OSError):  # no /proc
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where the machine runs out of memory, this goes before the trainer
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
+        file.write("1000")  # where the machine runs out of memory, this goes before the trainer
     if settings["tmp_inodes"]:  # bubblewrap bounds the bytes of a tmpfs, and not its files
         options = f"nr_inodes={settings['tmp_inodes']}".encode()
         must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")

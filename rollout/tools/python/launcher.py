@@ -7,9 +7,9 @@ says so: each way is tried, best first, with a snippet that looks around (_LOOK)
     unshare  the same by util-linux (unshare, mount, pivot_root), where bubblewrap is missing
     plain    a process with limits and a seccomp filter, which sees the machine's files, processes and network
 
-Root begins each of them without a user namespace, and the guest then takes a user id of its own that nobody has. In a user namespace
-it would still be root to the kernel, which lets root write its settings in /proc/sys and excuses root from the limit on processes.
-Others have a user namespace.
+Root begins each of them without a user namespace, and the guest then takes a user id of its own that nobody has. In a user
+namespace it would still be root to the kernel, which lets root write its settings in /proc/sys and excuses root from the limit on
+processes. Others have a user namespace.
 """
 
 from __future__ import annotations
@@ -78,12 +78,17 @@ print(json.dumps(seen))
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One way to start an interpreter. prefix: the command that runs another one apart. is_root: it takes a user id of its own."""
+    """One way to start an interpreter.
+
+    prefix: the command that runs another one apart. is_root: the guest takes a user id of its own. sets_inodes: and bounds /tmp.
+    has_shell: a shell of the same user stands before it, and counts as a process.
+    """
 
     name: str
     prefix: tuple[str, ...]
     is_root: bool
     sets_inodes: bool = False
+    has_shell: bool = False
 
     def start(self, config: PythonTool) -> Interpreter:
         """An interpreter that is about to be ready.
@@ -94,7 +99,7 @@ class Launcher:
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
             "RLIMIT_CPU": config.cpu_s,
-            "RLIMIT_NPROC": config.processes + (not self.is_root),  # a shell may count too
+            "RLIMIT_NPROC": config.processes + self.has_shell,
             "RLIMIT_FSIZE": config.tmp_mib << 20,
             "RLIMIT_NOFILE": _FILES,
             "RLIMIT_CORE": 0,
@@ -157,7 +162,8 @@ def launchers(config: PythonTool) -> Iterator[Launcher]:
     for name, prefix in ways:
         for is_root in _users():
             label = f"{name} as root" if is_root else name
-            yield Launcher(label, prefix(config, is_root), is_root, sets_inodes=name == "bwrap")
+            has_shell = name == "unshare" and not is_root
+            yield Launcher(label, prefix(config, is_root), is_root, name == "bwrap", has_shell)
 
 
 def _users() -> tuple[bool, ...]:
@@ -220,13 +226,21 @@ def _shown(config: PythonTool) -> list[str]:
 
 def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    command += [
-        "--as-pid-1"
-    ]  # else the first process is one without the filter, whose memory those of the same user can write
     command += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
     capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]  # which the guest gives up
     command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
-    command += [] if is_root else ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    # The first process of the namespace is otherwise bubblewrap's own, without the filter. Under root it has another user id than
+    # the guest, which cannot touch it, and only it can be reached by the signal that ends all when the trainer dies. Elsewhere
+    # the guest could write its memory, and has to be the first process itself.
+    command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
+    command += [
+        "--perms",
+        "1777",
+        "--size",
+        str(config.tmp_mib << 20),
+        "--tmpfs",
+        "/tmp",
+    ]  # first: packages may lie below
     for path in _shown(config):
         for parent in reversed(Path(path).parents[:-1]):  # it would make them as closed as the machine's
             command += ["--perms", "0755", "--dir", str(parent)]
@@ -236,16 +250,17 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
             command += ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dir", "/dev"]
     command += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
-    command += ["--perms", "1777", "--size", str(config.tmp_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
-    return (*command, "--chdir", "/tmp", "--")
+    return (*command, "--remount-ro", "/", "--chdir", "/tmp", "--")
 
 
 def _unshare(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     root = "/sys"  # a folder that is always there and that nothing here needs
     lines = [
         "set -e",
+        "umask 022",
         f"mount -t tmpfs -o size=1m,mode=755,nosuid,nodev sandbox {root}",
-        f"mkdir {root}/dev {root}/proc",
+        f"mkdir {root}/dev {root}/proc {root}/tmp {root}/old",
+        f"mount -t tmpfs -o size={config.tmp_mib}m,nr_inodes={_TMP_INODES},mode=1777,nosuid,nodev sandbox {root}/tmp",
     ]
     for path in _shown(config):
         source, target = shlex.quote(path), shlex.quote(root + path)
@@ -258,8 +273,6 @@ def _unshare(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     lines += [f": > {root}/dev/{name}; mount --bind /dev/{name} {root}/dev/{name}" for name in _DEVICES]
     lines += [
         f"mount -t proc -o nosuid,nodev,noexec sandbox {root}/proc",
-        f"mkdir {root}/tmp {root}/old",
-        f"mount -t tmpfs -o size={config.tmp_mib}m,nr_inodes={_TMP_INODES},mode=1777,nosuid,nodev sandbox {root}/tmp",
         f"cd {root}",
         "pivot_root . old",
         "umount -l /old",

@@ -1,9 +1,9 @@
 """The system calls that code in the sandbox may not make, as a filter of the kernel's (seccomp, classic BPF).
 
-Everything here is a way out, a way to other processes, a device of the kernel's that is often attacked, or memory that no limit of
-a process counts (shmget, mq_open, memfd_create). By hand and not by libseccomp: numbers below 424 differ by architecture, those
-from there on are the same everywhere, and all above _LAST, which this table does not know, are refused without being named. A
-refused call fails with EPERM, or with ENOSYS where the C library then takes an older one.
+Everything here is a way out, a way to other processes, a device of the kernel's that is often attacked, or memory that no limit
+of a process counts (shmget, mq_open, memfd_create). By hand and not by libseccomp: numbers below 424 differ by architecture,
+those from there on are the same everywhere, and all above _LAST, which this table does not know, are refused without being named.
+A refused call fails with EPERM, or with ENOSYS where the C library then takes an older one.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class PythonInterpreter:
                 self._changed.wait_for(lambda: self._spent or not self._running)
 
     def _wait_for_room(self) -> int:
-        """How many to start now, 0 when the tool is closed. They wait a little for calls to end, which want the processors too."""
+        """How many to start now, 0 when the tool is closed. They give way to calls for a little while."""
         while True:
             self._bury()
             with self._changed:
