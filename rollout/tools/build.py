@@ -8,7 +8,15 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-from marsrl.rollout.tools.config import HttpSearch, IndexScholar, IndexSearch, SerpApiSearch, ToolLimits, ToolsConfig
+from marsrl.rollout.tools.config import (
+    HttpSearch,
+    IndexScholar,
+    IndexSearch,
+    PythonTool,
+    SerpApiSearch,
+    ToolLimits,
+    ToolsConfig,
+)
 from marsrl.rollout.tools.documents import Document, read_corpus
 from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.pool import ToolPool
@@ -27,7 +35,7 @@ def build_tools(
     documents, papers: the task's own, for a search and a scholar without a corpus.
 
     Raises:
-        ValueError: a corpus cannot be read as one.
+        ValueError: a corpus cannot be read as one; this machine has no sandbox for tools.python.
         OSError: or not at all.
     """
     given = {name: settings for name in names if (settings := getattr(config, name, None)) is not None}
@@ -50,6 +58,10 @@ def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -
         from marsrl.rollout.tools.serpapi import SerpApi
 
         return SerpApi(name, settings)
+    if isinstance(settings, PythonTool):
+        from marsrl.rollout.tools.python.tool import PythonInterpreter
+
+        return PythonInterpreter(settings)
     assert isinstance(settings, IndexSearch), settings
     if settings.corpus is None:
         index = build_index(documents)
@@ -68,7 +80,11 @@ def check_tools(
     """
     for name in names:
         settings, key = getattr(config, name, None), f"tools.{name}"
-        if isinstance(settings, HttpSearch):
+        if isinstance(settings, PythonTool):
+            from marsrl.rollout.tools.python.launcher import choose_launcher
+
+            choose_launcher(settings)
+        elif isinstance(settings, HttpSearch):
             _check_httpx(f"{key}.kind=http")
         elif isinstance(settings, SerpApiSearch):
             _check_httpx(f"{key}.kind=serpapi")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url, variable_name
 
@@ -109,6 +109,39 @@ SearchConfig = Annotated[IndexSearch | HttpSearch | SerpApiSearch, Field(discrim
 ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="kind")]
 
 
+class PythonTool(ToolLimits):
+    """An interpreter for code that a model wrote, a fresh sandbox for each call (docs/python.md)."""
+
+    strict: bool = Field(
+        True,
+        description="refuse a machine where a part of the sandbox is missing; false: warn, and name what is missing",
+    )
+    wall_s: float = Field(
+        20.0, gt=0, le=LONGEST_S, description="a snippet that runs longer is stopped; below timeout_s"
+    )
+    cpu_s: int = Field(10, gt=0, le=MOST, description="CPU time of a process, s")
+    memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="address space of a process, MiB")
+    processes: int = Field(4, gt=0, le=MOST, description="processes and threads at once, the interpreter one of them")
+    tmp_mib: int = Field(16, gt=0, le=MOST_MIB, description="all files together that a snippet may write, in /tmp, MiB")
+    warm: int = Field(
+        8, gt=0, le=MOST_RANKS, description="interpreters started ahead, each for one call, about 10 MiB each"
+    )
+    packages: str | None = Field(
+        None,
+        description="folder of packages that snippets may import beside the standard library; they can read all of it",
+    )
+    preload: list[str] = Field([], description="modules that an interpreter imports before its call")
+
+    @model_validator(mode="after")
+    def _ends_before_its_thread_is_given_up(self) -> PythonTool:
+        if self.wall_s >= self.timeout_s:
+            raise ValueError(
+                f"tools.python.wall_s is {self.wall_s:g} and tools.python.timeout_s is {self.timeout_s:g}, which holds the wait "
+                f"for an interpreter too; set tools.python.timeout_s={2 * self.wall_s:g}"
+            )
+        return self
+
+
 class ToolsConfig(Settings):
     """The tools that agents can call, by name."""
 
@@ -116,6 +149,7 @@ class ToolsConfig(Settings):
         None, description="kind: index (a corpus file), http (a retrieval server) or serpapi"
     )
     scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
+    python: PythonTool | None = Field(None, description="a sandboxed interpreter; {} takes its defaults")
 
     @property
     def names(self) -> tuple[str, ...]:

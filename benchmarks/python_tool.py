@@ -1,0 +1,151 @@
+"""What the tool `python` costs a call, and whether hostile snippets slow down honest ones.
+
+    python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
+
+All calls go through a ToolPool with as many threads and interpreters ready. Overhead is the time from submit to the output, less
+the snippet's own:
+
+    alone        one call after the other of `1 + 1`, which takes no time
+    at once      all calls together of a snippet that waits 0.2 s and prints: it wants no processor itself
+    neighbours   32 honest calls at once, without and with 8 hostile ones that have begun before: endless loops in several
+                 processes, memory, output, files, threads and recursion
+
+Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load`
+is the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the
+median overhead of the calls at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from namespace import map_marsrl
+
+if __name__ == "__main__":
+    map_marsrl()
+
+from marsrl.rollout.tools.config import PythonTool
+from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.tools.python.tool import PythonInterpreter
+from marsrl.rollout.types import ToolCall, ToolOutput
+
+WANTED_MS = 30.0
+WAIT_S = 0.2
+WAITING = f"import time\ntime.sleep({WAIT_S})\nprint('well')"
+NUM_HONEST = 32
+HOSTILE = (
+    "while True: pass",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "held = []\nwhile True:\n    try: held.append(bytearray(1 << 20))\n    except MemoryError: held.clear()",
+    "import os\nwhile True: os.write(1, b'')",
+    "import os\nwhile True:\n    try: open(f'/tmp/{os.urandom(4).hex()}', 'w').write('x' * 4096)\n    except OSError: pass",
+    "import threading\ndef spin():\n    while True: pass\nfor _ in range(3): threading.Thread(target=spin).start()\nspin()",
+    "import sys\nsys.setrecursionlimit(10 ** 9)\ndef down(): down()\ndown()",
+    "import os\nos.fork()\nos.fork()\nwhile True: os.getppid()",
+)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one set of calls, ms: from submit to output, less what the snippet itself takes."""
+
+    calls: str
+    median_ms: float
+    p95_ms: float
+
+
+def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
+    """Overhead of each call, ms; RuntimeError where an output is not the snippet's."""
+    found: list[float] = []
+    futures: list[Future[ToolOutput]] = []
+    for number, code in enumerate(codes):
+        begin = time.perf_counter()
+        future = pool.submit(ToolCall(str(number), "python", json.dumps({"code": code})))
+        future.add_done_callback(lambda _, begin=begin: found.append(time.perf_counter() - begin))  # type: ignore[misc]
+        futures.append(future)
+        if not is_at_once:
+            future.result()
+    outputs = {future.result() for future in futures}
+    if len(outputs) != 1 or next(iter(outputs)).is_error:
+        raise RuntimeError(f"calls of the same snippet answered {outputs}")
+    return [1000 * (each - own_s) for each in found]
+
+
+def summary(calls: str, found: Sequence[float]) -> Latency:
+    ordered = sorted(found)
+    return Latency(calls, statistics.median(ordered), ordered[int(0.95 * len(ordered))])
+
+
+def refill(tool: PythonInterpreter, num_warm: int) -> float:
+    """Wait until all are ready; seconds."""
+    begin = time.perf_counter()
+    while tool.num_ready < num_warm:
+        time.sleep(0.01)
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write every number to this file")
+    parser.add_argument("--calls", type=int, default=64, help="at once")
+    parser.add_argument("--rounds", type=int, default=3, help="of each set of calls")
+    words = parser.parse_args()
+    most = max(words.calls, NUM_HONEST + len(HOSTILE))
+    config = PythonTool(concurrency=most, warm=most, wall_s=5.0)
+    load = float(Path("/proc/loadavg").read_text().split()[0])
+    tool = PythonInterpreter(config)
+    pool = ToolPool({"python": tool}, {"python": config})
+    found: dict[str, list[float]] = {"alone": [], "at once": [], "honest": [], "honest beside hostile": []}
+    refilled: list[float] = []
+    try:
+        refill(tool, most)
+        for _ in range(words.rounds):
+            found["alone"] += latencies(pool, ["1 + 1"] * 16, 0.0, is_at_once=False)
+            refill(tool, most)
+            found["at once"] += latencies(pool, [WAITING] * words.calls, WAIT_S, is_at_once=True)
+            refilled.append(1000 * refill(tool, most) / words.calls)
+            found["honest"] += latencies(pool, [WAITING] * NUM_HONEST, WAIT_S, is_at_once=True)
+            refill(tool, most)
+            hostile = [
+                pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
+                for number, code in enumerate(HOSTILE)
+            ]
+            time.sleep(1.0)  # they are at work
+            found["honest beside hostile"] += latencies(pool, [WAITING] * NUM_HONEST, WAIT_S, is_at_once=True)
+            for future in hostile:
+                future.result()
+            refill(tool, most)
+    finally:
+        pool.close()
+    rows = [summary(name, each) for name, each in found.items()]
+    print(
+        f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds; sandbox: {tool.sandbox}"
+    )
+    for row in rows:
+        print(f"{row.calls}: median {row.median_ms:.1f} ms, p95 {row.p95_ms:.1f} ms")
+    print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
+    if words.json:
+        record = {
+            "cores": os.cpu_count(),
+            "load": load,
+            "calls": words.calls,
+            "rounds": words.rounds,
+            "sandbox": tool.sandbox,
+        }
+        record |= {"rows": [asdict(row) for row in rows], "refill_ms": statistics.median(refilled)}
+        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+    print(f"ratio: {WANTED_MS / rows[1].median_ms:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

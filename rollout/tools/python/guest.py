@@ -1,0 +1,126 @@
+"""The program inside the sandbox. Standard library only: its text is what a bare interpreter is started with.
+
+It gives up what it may do, says that it is ready, waits for one snippet on its input, a socket, runs it, sends its exit code
+there and ends:
+
+    argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\\n" -> snippet -> its output -> a byte
+
+Until the snippet is read, nothing here is hostile. From then on everything is: there is nothing in this process to find, and
+nothing that it writes is believed by the host, to which all of it is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import json
+import linecache
+import os
+import resource
+import sys
+import traceback
+import types
+from typing import Any
+
+_FILE = "<code>"
+_MOST_FRAMES = 6  # of a traceback, the innermost ones
+_MOST_ERROR_CHARS = 4000
+_SPARE_BYTES = 32 << 20  # of memory, to report that it has run out
+_MS_REMOUNT, _MS_NOSUID, _MS_NODEV = 32, 2, 4
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SECCOMP = 1, 4, 38, 22  # PR_SET_...
+_CAPABILITIES_V3 = 0x20080522
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))  # sock_fprog
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Give up user, capabilities and resources, for this process and all that it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def must(result: int, what: str) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
+        file.write("1000")  # where the machine runs out of memory, this goes before the trainer
+    if settings["tmp_inodes"]:  # bubblewrap bounds the bytes of a tmpfs, and not its files
+        options = f"nr_inodes={settings['tmp_inodes']}".encode()
+        must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")
+    if settings["uid"]:
+        os.setgroups([])
+        os.setresgid(settings["uid"], settings["uid"], settings["uid"])
+        os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+        libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self is its own again
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
+    must(libc.capset(header, none), "capset")
+    libc.prctl(_PDEATHSIG, 9, 0, 0, 0)
+    for path in settings["packages"]:
+        sys.path.append(path)
+    for name in settings["preload"]:
+        __import__(name)
+    for name, value in settings["limits"].items():
+        limit = getattr(resource, name)
+        resource.setrlimit(limit, (value, value + (_SPARE_BYTES if name == "RLIMIT_AS" else 0)))
+    must(libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    program = bytes.fromhex(settings["filter"])
+    if program:
+        must(libc.prctl(_SECCOMP, 2, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
+
+
+def run(code: str) -> int:
+    """Run a snippet as a REPL would, and print the value of its last expression; the exit code."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = [_FILE]
+    module.__dict__.update(exit=sys.exit, quit=sys.exit)
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    status = 0
+    try:
+        tree = ast.parse(code, _FILE)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, _FILE, "exec"), module.__dict__)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), _FILE, "eval"), module.__dict__)
+            if value is not None:
+                print(repr(value))
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            print(ending.code)
+    except BaseException as error:
+        status = 1
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        inner = error.__traceback__
+        while (
+            inner is not None and inner.tb_frame.f_code.co_filename != _FILE
+        ):  # without the lines of this file, or of ast's
+            inner = inner.tb_next
+        text = "".join(traceback.format_exception(type(error), error, inner, limit=-_MOST_FRAMES))
+        print(text if len(text) <= _MOST_ERROR_CHARS else f"{text[:1000]}\n...\n{text[1000 - _MOST_ERROR_CHARS :]}")
+    if threading := sys.modules.get("threading"):
+        threading._shutdown()  # waits for its threads, as the end of an interpreter does
+    return status & 0xFF
+
+
+def main() -> None:
+    confine(json.loads(sys.argv[1]))
+    first = os.getpid()
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr = sys.stdout
+    os.write(1, b"ready\n")
+    code = sys.stdin.buffer.read().decode("utf-8", "replace")
+    host = os.dup(0)  # closed in what it executes, not in what it forks
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    status = run(code)
+    sys.stdout.flush()
+    if os.getpid() == first:
+        os.write(host, bytes([status]))
+    os._exit(status)  # at once: what it made is thrown away
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""How the interpreter of a sandbox is started, apart from everything else on the machine.
+
+What is wanted of it is in WANTED. Which way gives it depends on the kernel, the container and the user, and no list of versions
+says so: each way is tried, best first, with a snippet that looks around (_LOOK), and the first that lacks nothing is taken:
+
+    bwrap    bubblewrap: a root of its own with the system read-only and a small /tmp, and namespaces for the rest
+    unshare  the same by util-linux (unshare, mount, pivot_root), where bubblewrap is missing
+    plain    a process with limits and a seccomp filter, which sees the machine's files, processes and network
+
+Root begins each of them without a user namespace, and the guest then takes a user id of its own that nobody has. In a user
+namespace it would still be root to the kernel, which lets root write its settings in /proc/sys and excuses root from the limit on
+processes. Others have a user namespace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.rollout.tools.config import PythonTool
+from marsrl.rollout.tools.python.interpreter import Interpreter, StartError
+from marsrl.rollout.tools.python.seccomp import seccomp_filter
+
+WANTED = {
+    "pid": "a pid namespace of its own",
+    "mnt": "a mount namespace with a root of its own",
+    "net": "a network namespace of its own",
+    "ipc": "an IPC namespace of its own",
+    "user": "a user of its own",
+    "seccomp": "a seccomp filter",
+    "capabilities": "no capabilities",
+    "processes": "a limit on its processes",
+    "kernel": "a kernel whose settings it cannot write",
+}
+_TMP_INODES = 4096
+_FILES = 128  # open at once, by a process
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_FIRST_UID = 1 << 30  # user ids that nobody has: no system gives one of these out by itself
+_LOOK_S = 20.0
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # a thread counts as a process
+    "OPENBLAS_NUM_THREADS": "1",
+}
+# Run by every way before it is taken: what can be seen and done from inside.
+_LOOK = """
+import fractions, json, os  # fractions: a module that it has not yet loaded
+seen = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net", "ipc", "user")}
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
+seen |= {"uid": os.getuid(), "root": list(os.stat("/"))[1:3], "seccomp": status.get("Seccomp") == "2"}
+seen |= {"capabilities": int(status["CapEff"], 16), "passwords": os.path.exists("/etc/passwd"), "children": 0}
+seen["kernel"] = not os.access("/proc/sys/kernel/core_pattern", os.W_OK)  # which says what the kernel runs, as root
+hold, release = os.pipe()
+try:
+    while seen["children"] < %d:
+        if not os.fork():
+            os.close(release)
+            os.read(hold, 1)
+            os._exit(0)
+        seen["children"] += 1
+except OSError:
+    pass
+os.close(release)
+print(json.dumps(seen))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One way to start an interpreter.
+
+    prefix: the command that runs another one apart. is_root: the guest takes a user id of its own. sets_inodes: and bounds /tmp.
+    has_shell: a shell of the same user stands before it, and counts as a process.
+    """
+
+    name: str
+    prefix: tuple[str, ...]
+    is_root: bool
+    sets_inodes: bool = False
+    has_shell: bool = False
+
+    def start(self, config: PythonTool) -> Interpreter:
+        """An interpreter that is about to be ready.
+
+        Raises:
+            OSError: there is no such command, or no process can be made.
+        """
+        limits = {
+            "RLIMIT_AS": config.memory_mib << 20,
+            "RLIMIT_CPU": config.cpu_s,
+            "RLIMIT_NPROC": config.processes + self.has_shell,
+            "RLIMIT_FSIZE": config.tmp_mib << 20,
+            "RLIMIT_NOFILE": _FILES,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_SIGPENDING": 64,
+        }
+        settings = {
+            "uid": _spare_uid() if self.is_root else 0,
+            "tmp_inodes": _TMP_INODES if self.sets_inodes else 0,
+            "limits": limits,
+            "filter": (seccomp_filter() or b"").hex(),
+            "packages": [str(Path(config.packages).resolve())] if config.packages else [],
+            "preload": config.preload,
+        }
+        guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+        command = [*self.prefix, _python(), "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
+        return Interpreter(command, _ENVIRONMENT)
+
+
+def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
+    """The best way that this machine allows, and what it lacks of WANTED, in words.
+
+    Raises:
+        ValueError: tools.python.strict, and something is missing; or nothing can be started at all.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise ValueError("tools.python needs Linux; without it: no tools.python")
+    if config.packages is not None and not os.path.isdir(config.packages):
+        raise ValueError(f"tools.python.packages: {config.packages!r} is no folder")
+    best: tuple[Launcher, list[str]] | None = None
+    tried: list[str] = []
+    for launcher in launchers(config):
+        try:
+            missing = look(launcher, config)
+        except (StartError, OSError) as error:
+            tried.append(f"{launcher.name} cannot be had ({error})")
+            continue
+        if best is None or len(missing) < len(best[1]):
+            best = launcher, missing
+        if not missing:
+            return best
+        tried.append(f"{launcher.name} lacks {', '.join(missing)}")
+    reasons = "; ".join(tried)
+    if best is None:
+        raise ValueError(f"tools.python: no interpreter can be started: {reasons}")
+    if config.strict:
+        raise ValueError(
+            f"tools.python.strict=true, and this machine has no whole sandbox: {reasons}. Install bubblewrap (apt-get install "
+            "bubblewrap), let the user or the container make namespaces (docs/python.md), or take what there is: "
+            "tools.python.strict=false"
+        )
+    return best
+
+
+def launchers(config: PythonTool) -> Iterator[Launcher]:
+    """Every way that there may be, best first."""
+    ways: tuple[tuple[str, Callable[[PythonTool, bool], tuple[str, ...]]], ...]
+    ways = (("bwrap", _bwrap), ("unshare", _unshare), ("plain", lambda config, is_root: ()))
+    for name, prefix in ways:
+        for is_root in _users():
+            label = f"{name} as root" if is_root else name
+            has_shell = name == "unshare" and not is_root
+            yield Launcher(label, prefix(config, is_root), is_root, name == "bwrap", has_shell)
+
+
+def _users() -> tuple[bool, ...]:
+    """As root or not, what may be tried first. Root of a container that has user ids of its own is no root to the kernel."""
+    if os.geteuid() != 0:
+        return (False,)
+    inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
+    return (True,) if inside == outside == "0" else (True, False)
+
+
+def look(launcher: Launcher, config: PythonTool) -> list[str]:
+    """What a way lacks of WANTED, in words, found by running a snippet in it.
+
+    Raises:
+        StartError, OSError: it cannot be started.
+    """
+    interpreter = launcher.start(config)
+    try:
+        interpreter.wait_until_ready(_LOOK_S)
+        ending = interpreter.run(_LOOK % (config.processes + 8), _LOOK_S, most_bytes=1 << 16)
+    finally:
+        interpreter.kill()
+    try:
+        seen = json.loads(ending.output)
+    except ValueError:
+        text = ending.output.decode("utf-8", "replace").strip()
+        raise StartError(f"it does not run: {text[-200:] or ending.status}") from None
+    return [WANTED[name] for name in WANTED if not _has(name, seen, config)]
+
+
+def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
+    if name in ("pid", "net", "ipc"):
+        return seen[name] != os.readlink(f"/proc/self/ns/{name}")
+    if name == "mnt":
+        root = os.stat("/")
+        has_root = seen["root"] != [root.st_ino, root.st_dev] and not seen["passwords"]
+        return has_root and seen["mnt"] != os.readlink("/proc/self/ns/mnt")
+    if name == "user":
+        return seen["user"] != os.readlink("/proc/self/ns/user") or seen["uid"] not in (0, os.geteuid())
+    if name == "processes":
+        return int(str(seen["children"])) < config.processes
+    return bool(seen[name]) is (name != "capabilities")
+
+
+def _python() -> str:
+    """The interpreter itself, where this one runs in a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def _shown(config: PythonTool) -> list[str]:
+    """Folders and files of the machine that code in the sandbox may read."""
+    own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"))]
+    wanted = [*_SYSTEM, *own, *([os.path.realpath(config.packages)] if config.packages else [])]
+    shown: list[str] = []
+    for path in wanted:
+        if os.path.exists(path) and not any(path == other or path.startswith(f"{other}/") for other in shown):
+            shown.append(path)
+    return shown
+
+
+def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    command += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]  # which the guest gives up
+    command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
+    # The first process of the namespace is otherwise bubblewrap's own, without the filter. Under root it has another user id than
+    # the guest, which cannot touch it, and only it can be reached by the signal that ends all when the trainer dies. Elsewhere
+    # the guest could write its memory, and has to be the first process itself.
+    command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
+    command += [
+        "--perms",
+        "1777",
+        "--size",
+        str(config.tmp_mib << 20),
+        "--tmpfs",
+        "/tmp",
+    ]  # first: packages may lie below
+    for path in _shown(config):
+        for parent in reversed(Path(path).parents[:-1]):  # it would make them as closed as the machine's
+            command += ["--perms", "0755", "--dir", str(parent)]
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind", path, path]
+    command += ["--proc", "/proc", "--dir", "/dev"]
+    command += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    return (*command, "--remount-ro", "/", "--chdir", "/tmp", "--")
+
+
+def _unshare(config: PythonTool, is_root: bool) -> tuple[str, ...]:
+    root = "/sys"  # a folder that is always there and that nothing here needs
+    lines = [
+        "set -e",
+        "umask 022",
+        f"mount -t tmpfs -o size=1m,mode=755,nosuid,nodev sandbox {root}",
+        f"mkdir {root}/dev {root}/proc {root}/tmp {root}/old",
+        f"mount -t tmpfs -o size={config.tmp_mib}m,nr_inodes={_TMP_INODES},mode=1777,nosuid,nodev sandbox {root}/tmp",
+    ]
+    for path in _shown(config):
+        source, target = shlex.quote(path), shlex.quote(root + path)
+        lines.append(f"mkdir -p {shlex.quote(root + os.path.dirname(path))}")
+        if os.path.islink(path):
+            lines.append(f"ln -s {shlex.quote(os.readlink(path))} {target}")
+            continue
+        lines.append(f"mkdir -p {target}" if os.path.isdir(path) else f": > {target}")
+        lines += [f"mount --rbind {source} {target}", f"mount -o remount,bind,ro,nosuid {target}"]
+    lines += [f": > {root}/dev/{name}; mount --bind /dev/{name} {root}/dev/{name}" for name in _DEVICES]
+    lines += [
+        f"mount -t proc -o nosuid,nodev,noexec sandbox {root}/proc",
+        f"cd {root}",
+        "pivot_root . old",
+        "umount -l /old",
+        "rmdir /old",
+        "mount -o remount,ro,size=1m,mode=755 sandbox /",
+        "cd /tmp",
+        "set +e",
+        '"$@"',
+        "exit $?",  # so that the shell stays: the kernel spares the first process of a pid namespace its signals
+    ]
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *([] if is_root else ["--user", "--map-root-user"])]
+    command += ["--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child", "--propagation", "private"]
+    return (*command, "sh", "-c", "\n".join(lines), "sh")
+
+
+_numbers = itertools.count()
+
+
+def _spare_uid() -> int:
+    """Another one each time, and than other processes' of this machine."""
+    return _FIRST_UID + (os.getpid() % (1 << 22) << 8) + next(_numbers) % (1 << 8)

@@ -1,0 +1,328 @@
+"""The tool `python` answers with what a snippet printed, keeps nothing, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from marsrl.rollout.tools.build import build_tools, check_tools
+from marsrl.rollout.tools.config import PythonTool, ToolsConfig
+from marsrl.rollout.tools.protocol import ToolError
+from marsrl.rollout.tools.python import launcher as launcher_module
+from marsrl.rollout.tools.python import tool as tool_module
+from marsrl.rollout.tools.python.launcher import Launcher, choose_launcher, launchers
+from marsrl.rollout.tools.python.seccomp import denied_calls, seccomp_filter
+from marsrl.rollout.tools.python.tool import PythonInterpreter, plain
+from marsrl.rollout.types import ToolCall
+
+SOON_S = 60.0
+CONFIG = PythonTool(strict=False, warm=2, max_output_chars=2000, wall_s=30.0, timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[PythonInterpreter]:
+    tool = PythonInterpreter(CONFIG)
+    yield tool
+    tool.close()
+
+
+def run(tool: PythonInterpreter, code: str) -> str:
+    return tool.run({"code": textwrap.dedent(code)})
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("1 + 1", "2"),
+        ("print('a')\n'b'", "a\n'b'"),
+        ("x = 3", "[no output]"),
+        ("", "[no output]"),
+        ("None", "[no output]"),
+        ("print('é ∑ 漢 🙂')", "é ∑ 漢 🙂"),
+        ("exit(3)", "[no output]"),
+        ("raise SystemExit('enough')", "enough"),
+        ("import sys; print('to stderr', file=sys.stderr)", "to stderr"),
+        ("import subprocess; subprocess.run(['echo', 'child']).returncode", "child\n0"),
+        ("try: input()\nexcept EOFError: print('nobody types')", "nobody types"),
+        ("import asyncio\nasync def f(): return 5\nasyncio.run(f())", "5"),
+        ("import threading\nthreading.Thread(target=print, args=('thread',)).start()", "thread"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(3)", "A(x=3)"),
+        ("def f(n): return 1 if n < 2 else n * f(n - 1)\nf(20)", "2432902008176640000"),
+        ("open('/tmp/a', 'w').write('kept')\nopen('/tmp/a').read()", "'kept'"),
+        ("print('one\\r\\ntwo')", "one\ntwo"),
+        ("__name__", "'__main__'"),
+    ],
+)
+def test_a_snippet_answers_with_what_it_prints_and_its_last_value(
+    python: PythonInterpreter, code: str, output: str
+) -> None:
+    assert run(python, code) == output
+
+
+def test_an_error_is_a_short_traceback_of_the_snippet_alone(python: PythonInterpreter) -> None:
+    assert run(python, "def f(x):\n    return 1 / x\nprint('before')\nf(0)") == (
+        "before\n"
+        "Traceback (most recent call last):\n"
+        '  File "<code>", line 4, in <module>\n'
+        "    f(0)\n"
+        '  File "<code>", line 2, in f\n'
+        "    return 1 / x\n"
+        "           ~~^~~\n"
+        "ZeroDivisionError: division by zero"
+    )
+    assert run(python, "1 +").endswith("SyntaxError: invalid syntax") and "ast.py" not in run(python, "1 +")
+    assert len(run(python, "raise ValueError('x' * 10 ** 6)")) <= CONFIG.max_output_chars
+
+
+def test_a_long_output_keeps_its_beginning_and_its_end(python: PythonInterpreter) -> None:
+    output = run(python, "print('begin' + 'x' * 4000)\n1 / 0")
+    assert output.startswith("beginxxx") and output.endswith("ZeroDivisionError: division by zero")
+    assert "[cut: 4," in output and len(output) == CONFIG.max_output_chars
+
+
+def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> None:
+    run(
+        python,
+        "import builtins, os; builtins.leak = open('/tmp/leak', 'w').write('x'); os.environ['LEAK'] = '1'; leak = 1",
+    )
+    seen = run(
+        python, "import os; ('leak' in dir(), hasattr(__builtins__, 'leak'), os.listdir('/tmp'), 'LEAK' in os.environ)"
+    )
+    if "a mount namespace with a root of its own" in choose_launcher(CONFIG)[1]:
+        pytest.skip("the sandbox of this machine has no /tmp of its own")
+    assert seen == "(False, False, [], False)"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"query": "x"}, {"code": 1}, {"code": "1", "more": 2}])
+def test_a_call_without_code_is_an_error(python: PythonInterpreter, arguments: dict[str, object]) -> None:
+    with pytest.raises(ToolError, match="code"):
+        python.run(arguments)
+
+
+def test_text_that_would_act_on_a_reader_is_spelled_out() -> None:
+    assert plain("a\tb\n") == "a\tb\n"
+    assert plain("\x1b[31m\x00\x9b\u202e\u2066\u200d\u2028\ufeff\U000e0041") == (
+        "\\x1b[31m\\x00\\x9b\\u202e\\u2066\\u200d\\u2028\\ufeff\\U000e0041"
+    )
+
+
+def test_packages_can_be_imported_and_are_loaded_ahead() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others, and the guest is another user
+        Path(folder).chmod(0o755)
+        (Path(folder) / "own_package.py").write_text("value = 'mine'")
+        config = CONFIG.model_copy(update={"packages": folder, "preload": ["own_package"], "warm": 1})
+        tool = PythonInterpreter(config)
+        try:
+            assert run(tool, "import sys\n'own_package' in sys.modules") == "True"
+            assert run(tool, "import own_package\nown_package.value") == "'mine'"
+        finally:
+            tool.close()
+
+
+# its processes
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def all_gone(processes: set[psutil.Process]) -> bool:
+    return not psutil.wait_procs(list(processes), timeout=SOON_S)[1]
+
+
+def test_closing_leaves_no_process_and_ends_calls_under_way() -> None:
+    before = children()
+    pool = build_tools(ToolsConfig(python=CONFIG), ["python"], ())
+    code = "import subprocess, time\nsubprocess.Popen(['sleep', '1000'])\nprint('at work')\ntime.sleep(1000)"
+    call = pool.submit(ToolCall("1", "python", json.dumps({"code": code})))
+    assert pool.submit(ToolCall("2", "python", '{"code": "1"}')).result(SOON_S).text == "1"
+    begun = children() - before
+    assert begun
+    pool.close()
+    assert call.cancelled() and all_gone(begun)
+
+
+def test_a_killed_trainer_leaves_no_process() -> None:
+    script = """
+        import threading
+        from marsrl.rollout.tools.config import PythonTool
+        from marsrl.rollout.tools.python.tool import PythonInterpreter
+        tool = PythonInterpreter(PythonTool(strict=False, warm=2, wall_s=50.0))
+        code = "import os, time\\nos.fork()\\nos.fork()\\ntime.sleep(1000)"
+        threading.Thread(target=tool.run, args=({"code": code},)).start()
+        while tool.num_ready < 2: pass
+        print("ready", flush=True)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+        begun = set(psutil.Process(trainer.pid).children(recursive=True))
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert len(begun) >= 3
+    if "a pid namespace of its own" in choose_launcher(CONFIG)[1]:
+        for process in begun:
+            process.kill()
+        pytest.skip("the sandbox of this machine has no pid namespace: what a snippet forked outlives a killed trainer")
+    assert all_gone(begun)
+
+
+def test_an_interpreter_that_died_while_it_waited_is_passed_over() -> None:
+    before = children()
+    tool = PythonInterpreter(CONFIG)
+    try:
+        wait_until_ready(tool)
+        waiting = children() - before
+        for process in waiting:
+            process.kill()
+        assert all_gone(waiting)
+        assert run(tool, "6 * 7") == "42"
+    finally:
+        tool.close()
+
+
+def wait_until_ready(tool: PythonInterpreter) -> None:
+    end = time.monotonic() + SOON_S
+    while tool.num_ready < CONFIG.warm:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("prefix", [("sh", "-c", "echo no namespaces here; exit 1", "sh"), ("/no/such/command",)])
+def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warning(
+    prefix: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tool_module, "choose_launcher", lambda config: (Launcher("broken", prefix, False), []))
+    tool = PythonInterpreter(CONFIG)
+    try:
+        for _ in range(2):
+            with pytest.raises(ToolError, match="python is not available: .*[nN]o (namespaces here|such)"):
+                run(tool, "1")
+    finally:
+        tool.close()
+    assert len([record for record in caplog.records if "cannot be started" in record.message]) == 1
+    with pytest.raises(ToolError, match="closed"):
+        run(tool, "1")
+
+
+# what the machine must have
+
+
+def only_plain(config: PythonTool) -> Iterator[Launcher]:
+    yield from (launcher for launcher in launchers(config) if launcher.name.startswith("plain"))
+
+
+def test_a_machine_without_a_whole_sandbox_is_refused_by_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacks = ["a network namespace of its own", "a user of its own"]
+    monkeypatch.setattr(launcher_module, "launchers", only_plain)
+    monkeypatch.setattr(launcher_module, "look", lambda launcher, config: lacks)
+    strict = ToolsConfig(python=CONFIG.model_copy(update={"strict": True}))
+    with pytest.raises(
+        ValueError, match="tools.python.strict=true.*a network namespace of its own, a user of its own.*bubblewrap"
+    ):
+        check_tools(strict, ["python"], ())
+    check_tools(strict, ["search"], ())  # nobody calls it
+    check_tools(ToolsConfig(python=CONFIG), ["python"], ())
+    with caplog.at_level(logging.WARNING):
+        PythonInterpreter(CONFIG).close()
+    assert "without a network namespace of its own, a user of its own" in caplog.text
+
+
+def test_a_plain_process_is_known_to_be_no_sandbox() -> None:
+    [launcher] = only_plain(CONFIG)
+    try:
+        lacks = launcher_module.look(launcher, CONFIG)
+    except launcher_module.StartError as error:
+        pytest.skip(f"a plain process cannot be had here: {error}")
+    assert {"a pid namespace of its own", "a network namespace of its own"} < set(lacks)
+    assert "a seccomp filter" not in lacks
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"wall_s is 60 and tools.python.timeout_s is 60.*set tools.python.timeout_s=120"
+    ):
+        PythonTool(wall_s=60)
+    with pytest.raises(ValueError, match=r"tools.python.packages: '/no/such' is no folder"):
+        choose_launcher(PythonTool(packages="/no/such"))
+
+
+# the filter
+
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+
+
+def judged(filter: bytes, arch: int, number: int, argument: int = 0) -> int:
+    """What the filter does with a call: the kernel's rules for the instructions that it has."""
+    data = struct.pack("=iIQ", number - (1 << 32) if number >> 31 else number, arch, 0) + struct.pack(
+        "=6Q", argument, *[0] * 5
+    )
+    program = list(struct.iter_unpack("=HBBI", filter))
+    at = accumulator = 0
+    while True:
+        code, if_true, if_false, k = program[at]
+        at += 1
+        if code == 0x06:
+            return int(k)
+        if code == 0x20:
+            [accumulator] = struct.unpack_from("=I", data, k)
+        else:
+            is_true = {0x15: accumulator == k, 0x25: accumulator > k, 0x45: bool(accumulator & k)}[code]
+            at += if_true if is_true else if_false
+
+
+MACHINES = {  # audit's number, read, socketpair, clone, prctl
+    "x86_64": (0xC000003E, 0, 53, 56, 157),
+    "aarch64": (0xC00000B7, 63, 199, 220, 167),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_refuses_its_table_and_all_that_is_newer(machine: str) -> None:
+    arch, read, socketpair, clone, prctl = MACHINES[machine]
+    filter = seccomp_filter(machine)
+    assert filter is not None
+    for name, number in denied_calls(machine).items():
+        assert judged(filter, arch, number) == (ENOSYS if name == "clone3" else EPERM), name
+    assert judged(filter, arch, read) == ALLOW
+    for newer in (442, 500, 1 << 30 | read, 0xFFFFFFFF):  # with bit 30: calls of x32
+        assert judged(filter, arch, newer) == ENOSYS
+    assert judged(filter, 0x40000003, read) == KILL  # of 32 bit
+    assert judged(filter, arch, clone, 0x11) == ALLOW  # fork
+    for namespace in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert judged(filter, arch, clone, namespace | 0x11) == EPERM
+    assert [judged(filter, arch, socketpair, family) for family in (1, 2, 10, 16)] == [ALLOW, EPERM, EPERM, EPERM]
+    assert [judged(filter, arch, prctl, option) for option in (1, 4, 15)] == [EPERM, ALLOW, ALLOW]
+
+
+def test_a_machine_that_the_table_does_not_know_has_no_filter() -> None:
+    assert seccomp_filter("riscv64") is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"), [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
+)
+def test_the_numbers_are_those_of_the_kernel_s_headers(machine: str, header: str) -> None:
+    path = Path("/usr/include") / header
+    if not path.exists():
+        pytest.skip(f"no {path} on this {platform.machine()} machine")
+    defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+    wrong = {name: number for name, number in denied_calls(machine).items() if defined.get(name) != str(number)}
+    assert not wrong
