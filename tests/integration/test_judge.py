@@ -136,7 +136,7 @@ def search(uid: str) -> str:
     return (
         "<verify>yes</verify>"
         if uid.rpartition("/")[2].startswith("verifier")
-        else f"<answer>{hash(uid) % 2} ways</answer>"
+        else f"<answer>{random.Random(uid).randrange(2)} ways</answer>"
     )
 
 
@@ -163,7 +163,8 @@ def test_questions_are_evaluated_by_a_judge_behind_a_server(
     found, shown = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().err
     judged = found["judge"]
     assert (judged["policy"], judged["calls"], judged["missing"]) == ("judge", 6, 0)
-    assert found["system"]["mean"] == judged["yes_share"] == 1 - judged["agreement"]  # by exact match all are wrong
+    assert 0 < found["system"]["mean"] == judged["yes_share"] < 1
+    assert judged["agreement"] == pytest.approx(1 - judged["yes_share"])  # by exact match all are wrong
     assert judged["spent"] > 0 and "judge (judge)" in shown
     assert all(body["temperature"] == 0 and body["max_tokens"] == 1024 for body in server.bodies)
     assert 6 >= len(server.bodies) > 0
