@@ -16,6 +16,7 @@ import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
@@ -34,6 +35,7 @@ from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
+from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.runs.collective import broadcast_bytes, rank, world_size
@@ -187,25 +189,9 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
         pools: dict[str, EnginePool] = {}
-        for name, policy in config.policies.items():
+        for name in config.policies:
             longest = longest_sequence(config, name)
-            if policy.openai is not None:
-                deadline_s = config.rollout.deadline_s
-                pools[name] = make_openai_pool(
-                    name, models[name], policy.openai, deadline_s=deadline_s, max_model_len=longest
-                )
-            else:
-                pools[name] = make_pool(
-                    name,
-                    models[name],
-                    config.rollout_of(name),
-                    dtype=policy.dtype,
-                    max_model_len=longest,
-                    seed=config.run.seed,
-                    served=config.served_rollouts,
-                    host=checked.host,
-                    silence_s=config.run.silence_s,
-                )
+            pools[name] = open_pool(config, name, models[name], max_model_len=longest, host=checked.host)
             stack.callback(pools[name].close)
         orchestration = build_orchestration(
             config.orchestration,
@@ -222,3 +208,32 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task))
             stack.callback(tools.close)
         yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)
+
+
+def open_pool(config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost) -> EnginePool:
+    """The engines of one policy. model: its directory. max_model_len: prompt and completion together, tokens."""
+    policy = config.policies[name]
+    if policy.openai is not None:
+        return make_openai_pool(
+            name, model, policy.openai, deadline_s=config.rollout.deadline_s, max_model_len=max_model_len
+        )
+    return make_pool(
+        name,
+        model,
+        config.rollout_of(name),
+        dtype=policy.dtype,
+        max_model_len=max_model_len,
+        seed=config.run.seed,
+        served=config.served_rollouts,
+        host=host,
+        silence_s=config.run.silence_s,
+    )
+
+
+def models_given(config: RunConfig) -> dict[str, str]:
+    """The directory of each policy, where nothing is warm-started: ConfigError names one without."""
+    models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
+    missing = [name for name in config.policies if name not in models]
+    if missing:
+        raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
+    return models
