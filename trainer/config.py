@@ -22,6 +22,7 @@ from marsrl.rollout.config import (
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.curate.config import CurateConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -371,6 +372,7 @@ class RunConfig(Settings):
     tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")
     credit: CreditConfig = CreditConfig()
     loss: LossConfig = LossConfig()
     mpt: MptConfig = MptConfig()

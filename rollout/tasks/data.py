@@ -85,7 +85,7 @@ def read_problem_rows(
     path: str | Path, task: str, question_key: str | None = None, answer_key: str | None = None
 ) -> Iterator[ProblemRow]:
     """Every row of a file or dataset directory, in order. Keys not given are found from the first readable row."""
-    for file in _files(Path(path)):
+    for file in data_files(Path(path)):
         for line, row in _rows(file):
             found: Problem | BadLine
             try:
@@ -193,7 +193,7 @@ def draw_held_out(problems: Sequence[Problem], num_problems: int, task: str, see
     return [problems[index] for index in sorted(order[:num_problems])]
 
 
-def _files(path: Path) -> list[Path]:
+def data_files(path: Path) -> list[Path]:
     """The data files behind a path, in order."""
     if path.is_file():
         return [path]
