@@ -35,7 +35,6 @@ from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
-from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.runs.collective import broadcast_bytes, rank, world_size
@@ -228,12 +227,3 @@ def open_pool(config: RunConfig, name: str, model: str, *, max_model_len: int, h
         host=host,
         silence_s=config.run.silence_s,
     )
-
-
-def models_given(config: RunConfig) -> dict[str, str]:
-    """The directory of each policy, where nothing is warm-started: ConfigError names one without."""
-    models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
-    missing = [name for name in config.policies if name not in models]
-    if missing:
-        raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
-    return models

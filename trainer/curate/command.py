@@ -13,12 +13,10 @@ from typing import Any
 import yaml
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import this_host
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.tasks.data import data_files
 from marsrl.rollout.types import Problem
-from marsrl.trainer.build import make_evaluator, models_given, open_pool, open_team
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.curate.best_of_n import BestOfN
 from marsrl.trainer.curate.config import JudgeConfig
@@ -30,8 +28,7 @@ from marsrl.trainer.curate.report import write_report
 from marsrl.trainer.curate.rows import Stage, read_inputs
 from marsrl.trainer.curate.rules import Level, Readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
-from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import ConfigError, read_config
+from marsrl.trainer.read_config import ConfigError, models_given, read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock
@@ -163,6 +160,9 @@ def _team_alone(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def _open_judge(config: RunConfig, judge: JudgeConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
+    from marsrl.rollout.engines.refusals import this_host
+    from marsrl.trainer.build import open_pool  # with torch: rules and near-duplicates do not pay for it
+
     name, policy = judge.policy, config.policies[judge.policy]
     alone = config.model_copy(update={"policies": {name: policy}})
     model = models_given(alone)[name]
@@ -173,6 +173,9 @@ def _open_judge(config: RunConfig, judge: JudgeConfig) -> Iterator[tuple[ChatRen
 
 @contextmanager
 def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[Evaluator]:
+    from marsrl.trainer.build import make_evaluator, open_team
+    from marsrl.trainer.preflight import preflight
+
     checked = preflight(config, world_size=1, trains=False, given=problems)
     with open_team(checked, models_given(checked.config)) as team:
         yield make_evaluator(checked, team)

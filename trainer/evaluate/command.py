@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from marsrl.trainer.build import make_evaluator, models_given, open_team
+from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import read_config
+from marsrl.trainer.read_config import models_given, read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import write_json
