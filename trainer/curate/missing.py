@@ -29,7 +29,7 @@ class MissingShare:
         """Raise CurationStopped with too many, few as the rows may be."""
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
-                f"{self._num_missing} of {self._num_rows} questions have no readable answer, which is more than "
+                f"{self._num_missing} of {self._num_rows} questions could not be judged, which is more than "
                 f"{self._key} = {self._most:g}; last: {last}. What was answered is kept: see to the model or its prompt, or "
                 "raise the share, and run the command again"
             )

@@ -131,7 +131,7 @@ class Pipeline:
         changed = ["it was not there"] if found is None else _changed(found.settings, settings)
         why = "; ".join(changed) or "the stages before it are others"
         names = ", ".join(stage.name for stage in self._stages[num_kept:])
-        self._console.warning(f"{first}: {why}. Done again: {names}")
+        self._console.warning(f"curate.{first}: {why}. Done again: {names}")
         for folder in old:
             for name in _VERDICT_FILES:
                 (folder / name).unlink(missing_ok=True)
@@ -155,12 +155,12 @@ class Pipeline:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`threshold is 0.9, was 0.8`, key by key."""
+    """"threshold is 0.9, was 0.8", key by key."""
     said = []
     for key in {**old, **new}:
         before, now = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             said += _changed(before, now, f"{prefix}{key}.")
         elif before != now:
-            said.append(f"{prefix}{key} is {str(now)[:200]!r}, was {str(before)[:200]!r}")
+            said.append(f"{prefix}{key} is {str(now)[:200]}, was {str(before)[:200]}")
     return said
