@@ -154,7 +154,9 @@ def main() -> int:
             f"{each.kind}: similarity {each.similarity:.2f} on average; dropped {each.above_dropped:,} of {each.above:,} at or "
             f"above {_CONFIG.threshold:g}, {each.below_dropped:,} of {each.below:,} below"
         )
-    print(f"recall {found.recall:.4f}, precision {found.precision:.4f}, {found.dropped_unplanted:,} of their own dropped")
+    print(
+        f"recall {found.recall:.4f}, precision {found.precision:.4f}, {found.dropped_unplanted:,} of their own dropped"
+    )
     print(
         f"{found.rows:,} rows: {found.seconds:.0f} s ({found.cpu_seconds:.0f} s of CPU), {found.peak_bytes / 1e9:.2f} GB at "
         f"most; load of the machine before: {found.load:.1f}"

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-
 MAX_LINE_BYTES = 64 << 20
 """A longer line is none: a file without line ends would be read whole."""
 

@@ -163,7 +163,9 @@ def _curate(add: AddParser) -> None:
         "Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right.",
         "marsrl curate raw.jsonl --out curated",
     )
-    parser.add_argument("words", nargs="+", metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value")
+    parser.add_argument(
+        "words", nargs="+", metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value"
+    )
     parser.add_argument("--out", required=True, help="directory; where it has begun, it goes on")
     parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
 

@@ -19,7 +19,6 @@ from marsrl.trainer.curate.config import JudgeConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.curate.rows import Row, Stage, Verdict
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.console import RunConsole
 
 
@@ -29,7 +28,12 @@ class Killed(Exception):
 
 def rows_of(questions: Iterable[str]) -> list[Row]:
     return [
-        Row(i, Problem(f"raw.jsonl:{i + 1}", q, str(i), "math"), {"question": q, "answer": str(i)}, ("question", "answer"))
+        Row(
+            i,
+            Problem(f"raw.jsonl:{i + 1}", q, str(i), "math"),
+            {"question": q, "answer": str(i)},
+            ("question", "answer"),
+        )
         for i, q in enumerate(questions)
     ]
 

@@ -187,7 +187,9 @@ def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known(
     (row,) = rows(1)
     with players(lambda question: 4).open([row.problem]) as evaluator:
         judged = evaluator.team.judge
-        lost = replace(evaluator.team, judge=lambda pairs: [replace(r, value=math.nan, correct=math.nan) for r in judged(pairs)])
+        lost = replace(
+            evaluator.team, judge=lambda pairs: [replace(r, value=math.nan, correct=math.nan) for r in judged(pairs)]
+        )
         unknown = replace(evaluator, team=lost).correctness({"p": row.problem}, N, {"main": 0})["p"]
         cut = replace(evaluator, max_tokens=1).correctness({"q": row.problem}, N, {"main": 0})["q"]
     assert all(math.isnan(value) for value in unknown) and len(unknown) == N

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("engines", "docs", "plan")]
 from completions_server import Handler, completions_server
 from desk import boxing_model
 
@@ -94,7 +91,14 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
 def test_a_field_names_the_level(capsys: Any) -> None:
     levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 "]
     write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", meta={"level": level}) for i, level in enumerate(levels)))
-    words = ["curate", "raw.jsonl", "--out", "out", "curate.level.field=meta.level", "curate.level.keep=[graduate,PhD,3]"]
+    words = [
+        "curate",
+        "raw.jsonl",
+        "--out",
+        "out",
+        "curate.level.field=meta.level",
+        "curate.level.keep=[graduate,PhD,3]",
+    ]
     assert cli.main([*words, "curate.near_duplicates=null"]) == 0, capsys.readouterr().err
     assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 "]
     assert dropped("level") == [
@@ -137,7 +141,13 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
     assert "Content-Security-Policy" in text and "<title>out – marsrl curate</title>" in text
     assert "{{ 7*191 }}" in text and "1337" not in text
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text
-    for said in ("6 rows read, 1 kept", "unreadable row 1", "other level 3", "near duplicate 1", "similarity 1.00 to raw"):
+    for said in (
+        "6 rows read, 1 kept",
+        "unreadable row 1",
+        "other level 3",
+        "near duplicate 1",
+        "similarity 1.00 to raw",
+    ):
         assert said in " ".join(text.split()), said
 
 
@@ -155,7 +165,9 @@ def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypat
         "raw.jsonl", "curate.clarity.policy=judge"
     )
     assert "policies.main.model is not set" in refused("raw.jsonl", "curate.graduate.policy=main")
-    assert "policies.main.model is not set" in refused("raw.jsonl", "curate.best_of_n.n=4", "curate.best_of_n.keep=[1,3]")
+    assert "policies.main.model is not set" in refused(
+        "raw.jsonl", "curate.best_of_n.n=4", "curate.best_of_n.keep=[1,3]"
+    )
     assert "did you mean curate.near_duplicates.threshold?" in refused("raw.jsonl", "curate.near_duplicates.treshold=1")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "rensa" else find(name, *more))
@@ -165,7 +177,10 @@ def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypat
 def test_settings_and_inputs_are_told_apart() -> None:
     Path("a=b.jsonl").touch()
     words = ["raw.jsonl", "curate.level.keep=[x]", "a=b.jsonl", "dir/c=d.jsonl"]
-    assert split_words(words) == ([Path("raw.jsonl"), Path("a=b.jsonl"), Path("dir/c=d.jsonl")], ["curate.level.keep=[x]"])
+    assert split_words(words) == (
+        [Path("raw.jsonl"), Path("a=b.jsonl"), Path("dir/c=d.jsonl")],
+        ["curate.level.keep=[x]"],
+    )
 
 
 @pytest.mark.slow
@@ -180,8 +195,17 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
 
     with completions_server(reply) as server:
         words = [
-            *("curate", "raw.jsonl", "--out", "out", "task=math", "orchestration=solver", f"policies.main.model={model}"),
-            f"policies.judge={{frozen: true, engine: openai, model: {model}, openai: {{base_url: '{server.base_url}', model: j}}}}",
+            *(
+                "curate",
+                "raw.jsonl",
+                "--out",
+                "out",
+                "task=math",
+                "orchestration=solver",
+                f"policies.main.model={model}",
+            ),
+            f"policies.judge={{frozen: true, engine: openai, model: {model}}}",
+            f"policies.judge.openai={{base_url: '{server.base_url}', model: j}}",
             *("curate.clarity.policy=judge", "curate.best_of_n.n=16", "curate.best_of_n.keep=[1,15]"),
             *("rollout.engine=local", "rollout.placement=local", "rollout.max_response_tokens=40"),
         ]
@@ -200,7 +224,11 @@ def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any)
     model = boxing_model(tmp_path / "model")
     write("raw.jsonl", row(WORDS[0]))
     words = ["curate", "raw.jsonl", "--out", "out", "task=math", f"policies.main.model={model}"]
-    words += ["curate.clarity.policy=main", "curate.clarity.max_input_tokens=2000", "curate.clarity.max_response_tokens=40"]
+    words += [
+        "curate.clarity.policy=main",
+        "curate.clarity.max_input_tokens=2000",
+        "curate.clarity.max_response_tokens=40",
+    ]
     assert cli.main([*words, "rollout.engine=local", "rollout.placement=local"]) == 1
     assert "1 of 1 questions could not be judged, which is more than curate.clarity.max_missing_share" in (
         capsys.readouterr().err

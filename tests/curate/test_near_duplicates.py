@@ -78,7 +78,9 @@ def test_case_white_space_and_forms_of_a_character_make_no_other_question(other:
 
 def test_the_first_of_a_kind_stays_and_the_most_alike_is_named() -> None:
     base = "the quick brown fox jumps over the lazy dog and runs far away into the dark green wood"
-    rows = rows_of([base, base.replace("dark", "deep"), "something else entirely, of other words", base + " again", base])
+    rows = rows_of(
+        [base, base.replace("dark", "deep"), "something else entirely, of other words", base + " again", base]
+    )
     found = verdicts(rows)
     assert [verdict.is_kept for verdict in found] == [True, False, True, False, False]
     assert found[4].detail.startswith("similarity 1.00 to raw.jsonl:1")

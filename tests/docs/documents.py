@@ -17,7 +17,18 @@ HELP = (
     "trainer/main.py",
     *(
         f"marsrl {name}"
-        for name in ("doctor", "init", "try", "evaluate", "report", "export", "plan", "serve-retrieval", "make-facts")
+        for name in (
+            "doctor",
+            "init",
+            "try",
+            "evaluate",
+            "curate",
+            "report",
+            "export",
+            "plan",
+            "serve-retrieval",
+            "make-facts",
+        )
     ),
 )
 

@@ -166,7 +166,10 @@ def _open_judge(config: RunConfig, judge: JudgeConfig) -> Iterator[tuple[ChatRen
     name, policy = judge.policy, config.policies[judge.policy]
     alone = config.model_copy(update={"policies": {name: policy}})
     model = models_given(alone)[name]
-    longest, host = judge.max_input_tokens + judge.max_response_tokens, this_host(config.rollout.ray_address, trains=False)
+    longest, host = (
+        judge.max_input_tokens + judge.max_response_tokens,
+        this_host(config.rollout.ray_address, trains=False),
+    )
     with open_pool(alone, name, model, max_model_len=longest, host=host) as pool:
         yield ChatRenderer(model), pool
 

@@ -48,7 +48,11 @@ class Judged:
         self.name = name
         self._config, self._policy, self._seed = config, policy, seed
         self._criterion = CRITERIA[name]
-        self._asked = {"instructions": config.instructions or self._criterion.instructions, "policy": policy, "seed": seed}
+        self._asked = {
+            "instructions": config.instructions or self._criterion.instructions,
+            "policy": policy,
+            "seed": seed,
+        }
         own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
         self._asked |= config.model_dump(mode="json", include=own)
         self._open_pool = open_pool

@@ -1,10 +1,10 @@
 """The stages one after the other, each over the rows that the one before it kept, and what of it is on disk.
 
-    OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py), while the stage runs and after it
-                         answers.jsonl               of models, by what was asked (answers.py)
-                         stage.json                  settings and, when it has finished, counts and examples
-    OUT/curated.jsonl    what the last stage kept: the rows as they were read
-    OUT/report.html      OUT/lock
+OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py), while the stage runs and after it
+                     answers.jsonl               of models, by what was asked (answers.py)
+                     stage.json                  settings and, when it has finished, counts and examples
+OUT/curated.jsonl    what the last stage kept: the rows as they were read
+OUT/report.html      OUT/lock
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Pipeline:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """"threshold is 0.9, was 0.8", key by key."""
+    """ "threshold is 0.9, was 0.8", key by key."""
     said = []
     for key in {**old, **new}:
         before, now = old.get(key), new.get(key)
