@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from marsrl.trainer.curate import near_duplicates
 from marsrl.trainer.curate.config import NearDuplicatesConfig
 from marsrl.trainer.curate.near_duplicates import NearDuplicates, as_compared, jaccard, shingled
 from marsrl.trainer.curate.rows import Row, Verdict
@@ -84,6 +85,22 @@ def test_the_first_of_a_kind_stays_and_the_most_alike_is_named() -> None:
     found = verdicts(rows)
     assert [verdict.is_kept for verdict in found] == [True, False, True, False, False]
     assert found[4].detail.startswith("similarity 1.00 to raw.jsonl:1")
+
+
+def test_of_many_candidates_the_most_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template: every row is a candidate of every other, over more than one block of hashes."""
+    drawn = random.Random(3)
+    texts = [
+        f"{drawn.choice(['Ann', 'Bob'])} has {drawn.randrange(9999)} apples and {drawn.randrange(9999)} pears; how many are {i}?"
+        for i in range(60)
+    ]
+    rows = rows_of([*texts, *(text + " Say." for text in reversed(texts))])
+    whole = verdicts(rows, threshold=0.9, bands=126, rows=1)
+    monkeypatch.setattr(near_duplicates, "_COMPARED", 4)
+    monkeypatch.setattr(near_duplicates, "_BLOCK", 16)
+    found = verdicts(rows, threshold=0.9, bands=126, rows=1)
+    assert [v.is_kept for v in found] == [v.is_kept for v in whole] and 50 < sum(v.is_kept for v in found) <= 60
+    assert found == whole
 
 
 def test_the_threshold_is_of_the_similarity() -> None:

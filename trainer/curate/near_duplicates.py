@@ -12,10 +12,14 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from marsrl.trainer.curate.config import NearDuplicatesConfig
 from marsrl.trainer.curate.rows import Row, Verdict
 
 _BATCH = 1024  # rows whose hashes are computed by one call
+_COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
+_BLOCK = 1 << 16  # kept rows in one array of hashes
 
 
 class NearDuplicates:
@@ -36,7 +40,8 @@ class NearDuplicates:
         self._num_hashes = config.bands * config.rows
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
-        self._kept: dict[int, tuple[str, str, str | None]] = {}  # by number: question as compared, id, answer
+        self._kept: list[tuple[str, str, str | None]] = []  # question as compared, id, answer
+        self._hashes: list[np.ndarray] = []  # of the kept rows, in blocks [_BLOCK, num_hashes] uint16: their low halves
         self._recalled: list[Row] = []
 
     def settings(self) -> Mapping[str, Any]:
@@ -68,25 +73,44 @@ class NearDuplicates:
         return zip(rows, texts, self._sketches(shingles, self._num_hashes, self._config.seed), strict=True)
 
     def _keep(self, row: Row, text: str, sketch: Any) -> None:
-        self._index.insert(row.number, sketch)
-        self._kept[row.number] = (text, row.problem.id, row.problem.answer)
+        place = len(self._kept)
+        self._index.insert(place, sketch)
+        self._kept.append((text, row.problem.id, row.problem.answer))
+        if place % _BLOCK == 0:
+            self._hashes.append(np.empty((_BLOCK, self._num_hashes), np.uint16))
+        self._hashes[-1][place % _BLOCK] = _low_halves(sketch)
 
     def _verdict(self, row: Row, text: str, sketch: Any) -> Verdict:
         candidates = self._index.query(sketch)
+        if len(candidates) > _COMPARED:
+            candidates = self._most_alike(candidates, sketch)
         if not candidates:
             return Verdict(True, "new")
         size = self._config.shingle
         own = frozenset(shingled(text, size))
         found = [(jaccard(own, frozenset(shingled(self._kept[i][0], size))), -i) for i in candidates]
-        similarity, number = max(found)
+        similarity, place = max(found)
         if similarity < self._config.threshold:
             return Verdict(True, "new")
-        _, uid, answer = self._kept[-number]
+        _, uid, answer = self._kept[-place]
         other = "" if answer == row.problem.answer else ", which has another answer"
         return Verdict(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
+    def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
+        """Those that share the most hashes, which estimates the similarity; of equals the earliest."""
+        places, own = np.sort(np.asarray(candidates)), _low_halves(sketch)
+        shared = np.empty(len(places), np.int64)
+        for block in np.unique(places // _BLOCK):
+            of_block = places // _BLOCK == block
+            shared[of_block] = (self._hashes[block][places[of_block] % _BLOCK] == own).sum(axis=1)
+        return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
+
     def close(self) -> None:
         """The memory goes with it."""
+
+
+def _low_halves(sketch: Any) -> np.ndarray:
+    return np.asarray(sketch.digest(), np.uint32).astype(np.uint16)
 
 
 def as_compared(question: str) -> str:
