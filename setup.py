@@ -49,6 +49,7 @@ EXTRAS = {
     "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "data": ["pyarrow", "datasets"],
+    "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
     "dev": ["pytest", "hypothesis", "ruff", "mypy"],
 }

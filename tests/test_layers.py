@@ -44,6 +44,7 @@ ROOMS = {
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
+    "trainer/curate": {"trainer/evaluate", "trainer/report", "trainer/runs"},
     "trainer/data": {"trainer/runs"},
     "trainer/evaluate": {"trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},

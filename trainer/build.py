@@ -16,6 +16,7 @@ import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
@@ -185,11 +186,19 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
     with ExitStack() as stack:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
+
+        def opened(name: str, deadline_s: float | None) -> EnginePool:
+            longest = longest_sequence(config, name)
+            pool = open_pool(
+                config, name, models[name], max_model_len=longest, host=checked.host, deadline_s=deadline_s
+            )
+            return stack.enter_context(pool)
+
         of_agents = {agent.policy for agent in config.agents.values()}
         pools: dict[str, EnginePool] = {}
         for name in config.policies:
             if config.judge is None or name != config.judge.policy or name in of_agents:
-                pools[name] = stack.enter_context(_pool(checked, name, models[name], config.rollout.deadline_s))
+                pools[name] = opened(name, config.rollout.deadline_s)
         orchestration = build_orchestration(
             config.orchestration,
             config.agents,
@@ -204,9 +213,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         judge = WatchedJudge(checked.task.judge)
         if config.judge is not None:
             name = config.judge.policy
-            pool = stack.enter_context(_pool(checked, name, models[name], None))
             model = ModelJudge(
-                pool,
+                opened(name, None),
                 renderers[name],
                 config.judge,
                 own=checked.task.judge,
@@ -222,20 +230,27 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)
 
 
-def _pool(checked: Checked, name: str, model_dir: str, deadline_s: float | None) -> EnginePool:
-    """The engines of a policy, or its end of a server. deadline_s: of a server's answer; None: whoever asks does not wait."""
-    config, policy = checked.config, checked.config.policies[name]
-    longest = longest_sequence(config, name)
+def open_pool(
+    config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
+) -> EnginePool:
+    """The engines of one policy, or its end of a server.
+
+    Args:
+        model: its directory.
+        max_model_len: prompt and completion together, tokens.
+        deadline_s: of a server's answer; None: whoever asks does not wait.
+    """
+    policy = config.policies[name]
     if policy.openai is not None:
-        return make_openai_pool(name, model_dir, policy.openai, deadline_s=deadline_s, max_model_len=longest)
+        return make_openai_pool(name, model, policy.openai, deadline_s=deadline_s, max_model_len=max_model_len)
     return make_pool(
         name,
-        model_dir,
+        model,
         config.rollout_of(name),
         dtype=policy.dtype,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         seed=config.run.seed,
         served=config.served_rollouts,
-        host=checked.host,
+        host=host,
         silence_s=config.run.silence_s,
     )

@@ -17,13 +17,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _init(commands.add_parser)
     _try(commands.add_parser)
     _evaluate(commands.add_parser)
+    _curate(commands.add_parser)
     _report(commands.add_parser)
     _export(commands.add_parser)
     _plan(commands.add_parser)
     _tool(commands.add_parser)
     _serve_retrieval(commands.add_parser)
     _make_facts(commands.add_parser)
-    words = parser.parse_args(arguments)
+    words, behind = parser.parse_known_args(arguments)
+    if "words" in words and not any(word.startswith("-") for word in behind):
+        words.words += behind  # argparse takes positional words before options or behind them, not both
+    elif behind:
+        parser.error(f"unrecognized arguments: {' '.join(behind)}")
     try:
         return int(words.run(words))
     except (ValueError, OSError) as error:
@@ -147,6 +152,33 @@ def _evaluate(add: AddParser) -> None:
         if words.json:
             refuse_file_of_a_run(Path(words.json))
         evaluate_alone(words.config, words.settings, words.json, words.compare)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _curate(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "curate",
+        "Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right.",
+        "marsrl curate raw.jsonl --out curated",
+    )
+    parser.add_argument(
+        "words", nargs="+", metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value"
+    )
+    parser.add_argument("--out", required=True, help="directory; where it has begun, it goes on")
+    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.curate.command import curate
+        from marsrl.trainer.curate.missing import CurationStopped
+
+        try:
+            print(curate(words.words, Path(words.out), words.config))
+        except CurationStopped as stopped:
+            print(f"marsrl curate: {stopped}", file=sys.stderr)
+            return 1
         return 0
 
     parser.set_defaults(run=run)

@@ -24,6 +24,7 @@ from marsrl.rollout.orchestrations.registry import find_orchestration, read_opti
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tasks.config import SearchSlips, TrainFile, read_train_files
 from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.curate.config import CurateConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads the word off as false; `mpt.scope=off` means the word."""
@@ -397,6 +398,7 @@ class RunConfig(Settings):
     )
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")
     credit: CreditConfig = CreditConfig()
     loss: LossConfig = LossConfig()
     mpt: MptConfig = MptConfig()

@@ -64,10 +64,13 @@ class Checked:
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
 
-def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Checked:
+def preflight(
+    config: RunConfig, world_size: int, *, trains: bool = True, given: Sequence[Problem] | None = None
+) -> Checked:
     """Resolve and check; reads the data files, looks into the model directories, starts nothing.
 
     trains: False where the team is evaluated only: no trainer takes room on the GPUs, and problems of data.eval are enough.
+    given: problems to evaluate on, in place of those of the data files.
 
     Raises:
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
@@ -79,7 +82,7 @@ def preflight(config: RunConfig, world_size: int, *, trains: bool = True) -> Che
         _check_layouts(config)
         _check_wandb(config)
     _check_machine(config, host)
-    train, held_out, num_skipped = read_data(config)
+    train, held_out, num_skipped = read_data(config) if given is None else ((), given, 0)
     of_train, of_eval = ("data.train", "data.eval") if not is_own(config.task) else ("problems", "held_out")
     warnings = [*find_repeats(train).sentences(of_train), *find_repeats(held_out).sentences(of_eval)]
     num_held_out = 0

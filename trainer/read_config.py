@@ -56,6 +56,15 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
         raise ConfigError(explain(error, origin)) from error
 
 
+def models_given(config: RunConfig) -> dict[str, str]:
+    """The directory of each policy, where nothing is warm-started: ConfigError names one without."""
+    models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
+    missing = [name for name in config.policies if name not in models]
+    if missing:
+        raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
+    return models
+
+
 def preset_names() -> list[str]:
     """The shipped presets."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))

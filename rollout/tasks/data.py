@@ -52,27 +52,59 @@ def read_problems(
     problems: list[Problem] = []
     notes: list[str] = []
     num_bad = 0
-    for file in _files(Path(path)):
+    for row in read_problem_rows(path, task, question_key, answer_key):
+        if isinstance(row.problem, Problem):
+            problems.append(row.problem)
+            continue
+        message = f"{row.file}:{row.line}: {row.problem}"
+        if on_bad_line == "error":
+            raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from row.problem
+        num_bad += 1
+        if len(notes) < _MAX_NOTES:
+            notes.append(message)
+    if not problems:
+        raise ValueError(f"{path} holds no problem: {num_bad} bad lines{'; first: ' + notes[0] if notes else ''}")
+    return ReadResult(tuple(problems), num_bad, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemRow:
+    """A row as it stands in its file, and the problem that it holds, or why it holds none.
+
+    fields: {} where the line is no row. keys: of question and answer; "" where they have not been found.
+    """
+
+    file: Path
+    line: int
+    fields: Mapping[str, object]
+    keys: tuple[str, str]
+    problem: Problem | BadLine
+
+
+def read_problem_rows(
+    path: str | Path, task: str, question_key: str | None = None, answer_key: str | None = None
+) -> Iterator[ProblemRow]:
+    """Every row of a file or dataset directory, in order. Keys not given are found from the first readable row."""
+    for file in data_files(Path(path)):
         for line, row in _rows(file):
+            found: Problem | BadLine
             try:
                 if isinstance(row, BadLine):
                     raise row
                 question_key = question_key or _find_key(row, QUESTION_KEYS, "data.question_key")
                 answer_key = answer_key or _find_key(row, ANSWER_KEYS, "data.answer_key")
-                question = _question(_lookup(row, question_key))
-                found = _lookup(row, answer_key)
-                answer = _answers(found, answer_key) if task == "qa" else _answer(found, answer_key)
-                problems.append(Problem(f"{file.name}:{line}", question, answer, task))
+                found = problem_of(f"{file.name}:{line}", row, task, (question_key, answer_key))
             except BadLine as reason:
-                message = f"{file}:{line}: {reason}"
-                if on_bad_line == "error":
-                    raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from reason
-                num_bad += 1
-                if len(notes) < _MAX_NOTES:
-                    notes.append(message)
-    if not problems:
-        raise ValueError(f"{path} holds no problem: {num_bad} bad lines{'; first: ' + notes[0] if notes else ''}")
-    return ReadResult(tuple(problems), num_bad, tuple(notes))
+                found = reason
+            fields = {} if isinstance(row, BadLine) else row
+            yield ProblemRow(file, line, fields, (question_key or "", answer_key or ""), found)
+
+
+def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
+    """The problem of a row; keys: of its question and its answer. Raises BadLine where there is none."""
+    question = _question(lookup(row, keys[0]))
+    found = lookup(row, keys[1])
+    return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +198,7 @@ def draw_held_out(problems: Sequence[Problem], num_problems: int, task: str, see
     return [problems[index] for index in sorted(order[:num_problems])]
 
 
-def _files(path: Path) -> list[Path]:
+def data_files(path: Path) -> list[Path]:
     """The data files behind a path, in order."""
     if path.is_file():
         return [path]
@@ -223,7 +255,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
         raise ValueError(f"data: {file} cannot be read: {error}") from error
 
 
-def _lookup(row: Mapping[str, object], key: str) -> object:
+def lookup(row: Mapping[str, object], key: str) -> object:
     """row[key]; a dotted key goes down into nested objects. None where it leads nowhere."""
     if key in row:
         return row[key]
@@ -235,7 +267,7 @@ def _lookup(row: Mapping[str, object], key: str) -> object:
 
 def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str) -> str:
     for key in candidates:
-        if _lookup(row, key) is not None:
+        if lookup(row, key) is not None:
             return key
     raise BadLine(f"none of {', '.join(candidates)} is there (found {', '.join(map(str, row))}); set {option}")
 

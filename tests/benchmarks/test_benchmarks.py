@@ -275,3 +275,12 @@ def test_the_cpu_library_builds_without_cmake(tmp_path: Path) -> None:
         pytest.skip("no g++ or c++ on PATH")
     native._with_compiler("cpu", compiler, sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), tmp_path)
     assert ctypes.CDLL(str(tmp_path / "marsrl_cpu.so")).marsrl_abi_version() > 0
+
+
+def test_planted_near_duplicates_are_found(tmp_path: Path) -> None:
+    done = call(str(BENCHMARKS / "curate.py"), "--rows", "2000", "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
+    assert sum(each["above"] + each["below"] for each in found["edits"]) == pytest.approx(400, abs=80)
+    assert f"recall {found['recall']:.4f}" in done.stdout and "ratio: " in done.stdout.splitlines()[-1]

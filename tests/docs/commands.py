@@ -156,6 +156,14 @@ WAYS = {
     "marsrl init --shape tiny --tokenizer facts /tmp/facts-model": PRINTS,
     "marsrl evaluate task=math policies.main.model=/path/to/Qwen3-0.6B data.eval=problems.jsonl": OUR_MODEL,
     "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl": OUR_MODEL,
+    "marsrl curate raw.jsonl --out curated": PRINTS,
+    "marsrl curate raw.jsonl --out curated curate.level.field=level 'curate.level.keep=[graduate, phd]'": PRINTS,
+    "marsrl curate raw.jsonl --out curated curate.near_duplicates.threshold=0.9": PRINTS,
+    "marsrl curate raw.jsonl --out curated --config curation.yaml task=math": Way(
+        f"{RUNS}::test_problems_are_curated",
+        "as it is, to its end, with our own engine and a script in place of the server",
+        "its parts: tests/curate/",
+    ),
     "marsrl report runs/NAME": ON_A_RUN,
     "marsrl report runs/cpu_default-20260101-120000": ON_A_RUN,
     "marsrl export runs/NAME /models/trained": ON_A_RUN,
@@ -207,6 +215,12 @@ WAYS = {
     "python benchmarks/pipeline.py --simulate": SIMULATED,
     "python benchmarks/pipeline.py --simulate --plots docs": SIMULATED,
     "python benchmarks/pipeline.py --simulate --scale 8 --no-sensitivity": SIMULATED,
+    "python benchmarks/curate.py": bench(
+        "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
+    ),
+    "python benchmarks/curate.py --rows 100000": bench(
+        "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
+    ),
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),

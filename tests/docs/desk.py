@@ -24,6 +24,14 @@ from marsrl.trainer.models.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
 ANSWER = "\\boxed{%s}"
+MORE = [
+    {"question": f"{before}: how many days has a {of}?", "answer": "7"}
+    for before, of in (
+        ("Think of the calendar", "week"),
+        ("Think of the calendar", "week!"),
+        ("Asked by a child", "fortnight"),
+    )
+]
 
 
 class Desk:
@@ -40,6 +48,11 @@ class Desk:
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
             (folder / f"my_{name}.py").write_text(own.text)
             (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
+        levels = ("school", "graduate")
+        raw = [{**line, "level": levels[i % 2]} for i, line in enumerate([*lines[:1], *MORE])]
+        (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
+        curate = next(block.text for block in config_blocks() if "\ncurate:" in block.text)
+        (folder / "curation.yaml").write_text(curate)
         (folder / "capitals.txt").write_text("".join(f"{c}land {c}ville\n" for c in "ABCDEFGHIJKLMNOPQRST"))
         (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))

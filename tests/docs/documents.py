@@ -22,6 +22,7 @@ HELP = (
             "init",
             "try",
             "evaluate",
+            "curate",
             "report",
             "export",
             "plan",

@@ -69,6 +69,10 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
         case ["marsrl", "tool"]:
             kind, num = ("Doc", 3) if words[2] == "search" else ("Paper", 4)
             assert f"{kind} {num}(Title: " in shown and f" {num} parts, whole\n" in shown and not left
+        case ["marsrl", "curate"]:
+            found = (desk.folder / "curated/curated.jsonl").read_text().splitlines()
+            assert len(found) == (2 if "curate.level.field=level" in words else 3) and left == {"curated"}
+            assert (desk.folder / "curated/report.html").is_file() and shown == "curated/report.html\n"
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
         case ["marsrl", "plan"]:

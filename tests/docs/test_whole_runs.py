@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from commands import run_by
-from desk import Desk, boxing_model
+from completions_server import Handler, completions_server
+from desk import MODEL, Desk, boxing_model
 
 from marsrl.trainer.report.metrics import read_metrics
 
@@ -50,3 +52,23 @@ def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
     solver = result["agents"]["solver"]
     assert 0 < solver["mean"] < 1 and solver["n"] > 0
+
+
+def test_problems_are_curated(desk: Desk, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (words,) = [desk.words(each, lambda _: model) for each in run_by("test_problems_are_curated")]
+    monkeypatch.setenv("JUDGE_KEY", "key")
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        handler.complete("<verdict>yes</verdict>")
+
+    own = ["rollout.engine=local", "rollout.placement=local", "rollout.max_response_tokens=40", "orchestration=solver"]
+    with completions_server(reply) as server:
+        given = MODEL.sub(str(model), (desk.folder / "curation.yaml").read_text())
+        (desk.folder / "curation.yaml").write_text(given.replace("http://judge.example:8000/v1", server.base_url))
+        assert desk.start([*words, *own]).wait(600) == 0, desk.console()[-6000:]
+    assert len(server.bodies) == 4 and "graduate: 2 kept, 0 dropped" in desk.console()
+    (played,) = (
+        line for line in desk.console().splitlines() if line.startswith("best_of_n: ")
+    )  # a coin may be too easy
+    num_kept = int(played.split()[1])
+    assert len((desk.folder / "curated/curated.jsonl").read_text().splitlines()) == num_kept <= 2

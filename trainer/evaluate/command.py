@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import ConfigError, read_config
+from marsrl.trainer.read_config import models_given, read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import write_json
@@ -44,10 +44,7 @@ def _evaluated(config_file: str | None, settings: Sequence[str], console: RunCon
     with origin.places_in_errors():
         checked = preflight(config, world_size=1, trains=False)
         config = checked.config
-        models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
-        missing = [name for name in config.policies if name not in models]
-        if missing:
-            raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")
+        models = models_given(config)
     console.message(f"# settings: {origin}")
     for warning in checked.warnings:
         console.warning(warning)

@@ -19,7 +19,7 @@ from marsrl.rollout.schedule.at_once import AtOnce
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Sample
+from marsrl.rollout.types import Ask, Finish, Problem, Sample
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.report.cost import judge_usage, usage
 from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, JudgeUsage, estimate
@@ -105,11 +105,8 @@ class Evaluator:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
         self.num_decoded = 0
-        episodes = [
-            Episode(f"eval{i:05d}.{draw}", f"eval{i:05d}.{draw}", problem, self.seed, "evaluate")
-            for i, problem in enumerate(self.task.held_out(self.config.num_problems, EVALUATION_SET))
-            for draw in range(self.config.repeat)
-        ]
+        held_out = self.task.held_out(self.config.num_problems, EVALUATION_SET)
+        episodes = self._draws({f"eval{i:05d}": problem for i, problem in enumerate(held_out)}, self.config.repeat)
         player = self._play(episodes, lambda number: f"call {number}", versions, progress)
         agents = {}
         for spec in self.team.orchestration.agents:
@@ -139,6 +136,39 @@ class Evaluator:
             usage=usage(player.answered, self.team.agents, self.policies),
             judge=self._judge_usage(),
         )
+
+    def correctness(
+        self,
+        problems: Mapping[str, Problem],
+        repeat: int,
+        versions: Mapping[str, int],
+        progress: Progress | None = None,
+    ) -> dict[str, list[float]]:
+        """How right each of `repeat` answers of the whole team is, by the problem's name; NaN where that is not known:
+        the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
+
+        A problem's draws follow from its name, whatever is asked beside it.
+        """
+        episodes = self._draws(problems, repeat)
+        self._play(episodes, lambda number: f"call {number}", versions, progress)
+        found: dict[str, list[float]] = {name: [] for name in problems}
+        for episode in episodes:
+            found[episode.id.rpartition(".")[0]].append(self._correct(episode))
+        return found
+
+    def _correct(self, episode: Episode) -> float:
+        outcome = self.team.outcome(episode)
+        samples = [sample for each in episode.answers.values() for sample in each]
+        if episode.error or any(sample.finish is Finish.ERROR for sample in samples):
+            return math.nan
+        return 0.0 if outcome is None else outcome.reward.correct
+
+    def _draws(self, problems: Mapping[str, Problem], repeat: int) -> list[Episode]:
+        return [
+            Episode(f"{name}.{draw}", f"{name}.{draw}", problem, self.seed, "evaluate")
+            for name, problem in problems.items()
+            for draw in range(repeat)
+        ]
 
     def _play(
         self,

@@ -102,7 +102,7 @@ def write_report(directory: str | Path) -> Path:
     for damage in read.damages.values():
         logger.warning("report: %s: what comes before that line is shown", damage)
     page = (
-        _environment()
+        page_environment(Path(__file__).parent)
         .get_template("report.html.j2")
         .render(
             name=run.path.resolve().name,
@@ -124,10 +124,11 @@ def write_report(directory: str | Path) -> Path:
     return run.report
 
 
-def _environment() -> Environment:
+def page_environment(folder: Path) -> Environment:
+    """Templates of a folder, and the top of every page that lies here."""
     environment = Environment(
-        # os.fspath: the template lies beside this file, wherever the package was installed
-        loader=FileSystemLoader(os.fspath(Path(__file__).parent)),
+        # os.fspath: templates lie beside the code, wherever the package was installed
+        loader=FileSystemLoader([os.fspath(folder), os.fspath(Path(__file__).parent)]),
         autoescape=True,  # always, not by file name: Jinja's own choice leaves *.j2 unescaped
         undefined=StrictUndefined,
         trim_blocks=True,

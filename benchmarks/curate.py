@@ -1,0 +1,174 @@
+"""What `marsrl curate` needs to read short prompts and take near-duplicates out, and which of the planted ones it finds.
+
+    python benchmarks/curate.py [--rows 1000000] [--json FILE]
+
+The prompts are 10 to 40 words of a made-up vocabulary, the frequent ones often (Zipf). A fifth is an earlier prompt, edited:
+case, white space and punctuation; a word replaced; a word left out; two words replaced. Its true Jaccard similarity to that
+prompt, of the stage's shingles, says whether it is to be dropped: from the threshold on it is, below it is not.
+
+    recall      dropped, of those that are to be
+    precision   that are to be, of those dropped
+    seconds     of the whole command in a process of its own: jsonl in, two stages, curated.jsonl and the report out
+    memory      the largest that process became
+
+The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, at this number of rows, over
+the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from namespace import folder_with_marsrl, map_marsrl
+
+if __name__ == "__main__":
+    map_marsrl()
+
+from marsrl.trainer.curate.config import NearDuplicatesConfig
+from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, shingled
+
+SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000
+EDITED = 0.2  # share of the prompts
+EDITS = ("surface", "a word replaced", "a word left out", "two words replaced")
+_CONFIG = NearDuplicatesConfig()
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Of one kind. similarity: mean. above, below: the threshold; each with how many were dropped."""
+
+    kind: str
+    similarity: float
+    above: int
+    above_dropped: int
+    below: int
+    below_dropped: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """dropped_unplanted: prompts of their own that were taken for duplicates."""
+
+    rows: int
+    recall: float
+    precision: float
+    dropped_unplanted: int
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    load: float
+    edits: list[Edits]
+
+
+def write_prompts(path: Path, num_rows: int, seed: int) -> dict[int, tuple[str, float]]:
+    """The file, and of each edited prompt, by its line from 1: (kind, similarity to the prompt that it was made of)."""
+    drawn = random.Random(seed)
+    vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
+    weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))
+    words = lambda n: drawn.choices(vocabulary, cum_weights=weights, k=n)  # noqa: E731
+    own: list[str] = []
+    planted: dict[int, tuple[str, float]] = {}
+    with path.open("w", encoding="utf-8") as file:
+        for line in range(1, num_rows + 1):
+            if own and drawn.random() < EDITED:
+                before, kind = drawn.choice(own), drawn.choice(EDITS)
+                prompt = _edited(before, kind, drawn, words(2))
+                planted[line] = (kind, _similarity(before, prompt))
+            else:
+                prompt = " ".join(words(drawn.randint(10, 40))).capitalize() + "?"
+                own.append(prompt)
+            file.write(json.dumps({"question": prompt, "answer": str(line)}) + "\n")
+    return planted
+
+
+def _edited(prompt: str, kind: str, drawn: random.Random, new: Sequence[str]) -> str:
+    if kind == "surface":
+        return "  ".join(prompt.upper().split(" ")).rstrip("?") + drawn.choice(["", ".", " ?"])
+    words = prompt.split(" ")
+    for word in new[: {"a word replaced": 1, "a word left out": 0, "two words replaced": 2}[kind]]:
+        words[drawn.randrange(len(words))] = word
+    if kind == "a word left out":
+        del words[drawn.randrange(len(words))]
+    return " ".join(words)
+
+
+def _similarity(one: str, other: str) -> float:
+    return jaccard(*(frozenset(shingled(as_compared(text), _CONFIG.shingle)) for text in (one, other)))
+
+
+def measure(num_rows: int, seed: int, folder: Path) -> Measured:
+    planted = write_prompts(folder / "prompts.jsonl", num_rows, seed)
+    path = os.pathsep.join([str(folder_with_marsrl(folder / "path")), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-m", "marsrl.trainer.cli", "curate", "prompts.jsonl", "--out", "out"]
+    load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=sys.stderr)
+    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    with (folder / "out/stages/near_duplicates/dropped.jsonl").open(encoding="utf-8") as lines:
+        dropped = {json.loads(line)["row"] + 1 for line in lines}
+    edits = []
+    for kind in EDITS:
+        own = {line: similarity for line, (each, similarity) in planted.items() if each == kind}
+        above = {line for line, similarity in own.items() if similarity >= _CONFIG.threshold}
+        below = own.keys() - above
+        mean = sum(own.values()) / max(1, len(own))
+        edits.append(Edits(kind, mean, len(above), len(above & dropped), len(below), len(below & dropped)))
+    found, wanted = sum(each.above_dropped for each in edits), sum(each.above for each in edits)
+    return Measured(
+        rows=num_rows,
+        recall=found / max(1, wanted),
+        precision=found / max(1, len(dropped)),
+        dropped_unplanted=len(dropped - planted.keys()),
+        seconds=seconds,
+        cpu_seconds=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        peak_bytes=after.ru_maxrss * 1024,
+        load=load,
+        edits=edits,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=ROWS, help="prompts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    words = parser.parse_args()
+    if words.rows < 100:
+        parser.error(f"--rows is {words.rows}, expected at least 100")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(words.rows, words.seed, Path(folder))
+    for each in found.edits:
+        print(
+            f"{each.kind}: similarity {each.similarity:.2f} on average; dropped {each.above_dropped:,} of {each.above:,} at or "
+            f"above {_CONFIG.threshold:g}, {each.below_dropped:,} of {each.below:,} below"
+        )
+    print(
+        f"recall {found.recall:.4f}, precision {found.precision:.4f}, {found.dropped_unplanted:,} of their own dropped"
+    )
+    print(
+        f"{found.rows:,} rows: {found.seconds:.0f} s ({found.cpu_seconds:.0f} s of CPU), {found.peak_bytes / 1e9:.2f} GB at "
+        f"most; load of the machine before: {found.load:.1f}"
+    )
+    if words.json:
+        Path(words.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    if found.rows >= ROWS:
+        is_held = found.seconds <= SECONDS and found.peak_bytes <= BYTES
+        print(f"{SECONDS / 60:.0f} minutes and {BYTES / 1e9:.0f} GB: {'held' if is_held else 'MISSED'}")
+    print(f"ratio: {SECONDS * found.rows / ROWS / found.seconds:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

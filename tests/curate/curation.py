@@ -1,0 +1,106 @@
+"""Rows, stages that are cut short, and a judge whose engine is a script."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.types import Problem
+from marsrl.trainer.curate.config import JudgeConfig
+from marsrl.trainer.curate.judged import Judged
+from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
+from marsrl.trainer.curate.rows import Row, Stage, Verdict
+from marsrl.trainer.report.console import RunConsole
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing behind it is run that a kill would not leave."""
+
+
+def rows_of(questions: Iterable[str]) -> list[Row]:
+    return [
+        Row(
+            i,
+            Problem(f"raw.jsonl:{i + 1}", q, str(i), "math"),
+            {"question": q, "answer": str(i)},
+            ("question", "answer"),
+        )
+        for i, q in enumerate(questions)
+    ]
+
+
+@dataclass
+class CutShort:
+    """A stage that is killed before its verdict of a row."""
+
+    stage: Stage
+    number: int
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    def settings(self) -> Mapping[str, Any]:
+        return self.stage.settings()
+
+    def recall(self, row: Row, verdict: Verdict) -> None:
+        self.stage.recall(row, verdict)
+
+    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+        for row, verdict in self.stage.verdicts(rows):
+            if row.number >= self.number:
+                raise Killed
+            yield row, verdict
+
+    def close(self) -> None:
+        self.stage.close()
+
+
+def run(out: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> tuple[list[StageRecord], str]:
+    """The records, and what was said on the terminal."""
+    said = io.StringIO()
+    records = Pipeline(out, stages, lambda: iter(rows), "math", RunConsole(stream=said)).run()
+    return records, said.getvalue()
+
+
+@dataclass
+class ScriptedJudge:
+    """Answers the question of each prompt by a script; asked: the questions in order."""
+
+    renderer: ChatRenderer
+    script: Callable[[str], str]
+    fail: Callable[[str], str | None] = lambda question: None
+    asked: list[str] = field(default_factory=list)
+    num_opened: int = 0
+
+    def question(self, request: DecodeRequest) -> str:
+        prompt = self.renderer.decode(request.token_ids)
+        return prompt.split("begins after this line.\n\n", 1)[1].rsplit("\n\nThe question has ended.", 1)[0]
+
+    def answer(self, request: DecodeRequest) -> str:
+        self.asked.append(self.question(request))
+        return self.script(self.asked[-1])
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[ChatRenderer, EnginePool]]:
+        self.num_opened += 1
+        engine = ScriptedEngine(
+            self.answer,
+            encode=lambda text: self.renderer.completion_ids(text).tolist(),
+            fail=lambda request: self.fail(self.question(request)),
+        )
+        with EnginePool(LocalReplicas([engine])) as pool:
+            yield self.renderer, pool
+
+    def stage(self, out: Path, name: str = "clarity", policy: Any = None, **settings: Any) -> Judged:
+        answers = out / "stages" / name / "answers.jsonl"
+        return Judged(name, JudgeConfig(**settings), policy or {"model": "judge"}, 0, self.open, answers)

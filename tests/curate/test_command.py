@@ -1,0 +1,235 @@
+"""`marsrl curate` on files: hostile rows, a page that stays text, and real engines."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from completions_server import Handler, completions_server
+from desk import boxing_model
+
+from marsrl.trainer import cli
+from marsrl.trainer.curate.command import split_words
+from marsrl.trainer.curate.rows import DEEPEST
+
+ATTACK = "</pre></title><script>document.title=1</script><img src=x onerror=alert(1)>{{ 7*191 }}\x00\x1b\u2028\u202e"
+WORDS = ("alpha beta gamma delta", "one two three four", "red green blue black", "north south east west")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, *rows: object) -> None:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    Path(name).write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def row(question: object, answer: object = "1", **more: object) -> dict[str, object]:
+    return {"question": question, "answer": answer, **more}
+
+
+def curated(out: str = "out") -> list[Any]:
+    return [json.loads(line) for line in Path(out, "curated.jsonl").read_text("utf-8").splitlines()]
+
+
+def dropped(stage: str, out: str = "out") -> list[tuple[str, str]]:
+    lines = Path(out, "stages", stage, "dropped.jsonl").read_text("utf-8").splitlines()
+    return [(held["id"], f"{held['kind']}: {held['detail']}") for held in map(json.loads, lines)]
+
+
+def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(capsys: Any) -> None:
+    good = [
+        row(WORDS[0], more={"a": [1, None, "é\u202e"]}, subject="x\x00y"),
+        row(WORDS[1], nan=float("nan"), lone="\ud800"),
+        row("z " * 4000, "2"),
+    ]
+    write(
+        "raw.jsonl",
+        good[0], b'{"question": "' + b"x" * 1_000_000 + b'", "answer": "1"}', b'{"question": "\xff"}', b"\x00\x00", row(None),
+        row(WORDS[0]), good[1], row("half \ud800"), row(" "), b"[1]", b'{"question": "' + b"q" * 5, b"9" * 5000, good[2],
+        b"[" * 100_000, row(WORDS[2], deep=nested(DEEPEST + 10)), row(WORDS[3], [1, 2]), b"",
+    )  # fmt: skip
+    assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
+    assert curated() == [good[0], {**good[1], "nan": None}, good[2], row(WORDS[2], deep=nested(DEEPEST + 10))]
+    found = dict(dropped("read"))
+    assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, at most 32,768"
+    assert found["raw.jsonl:3"] == "unreadable row: not UTF-8 at byte 14"
+    assert found["raw.jsonl:8"].startswith("unreadable row: the question has a lone surrogate")
+    assert found["raw.jsonl:16"] == "unreadable row: the answer (answer) is a list of 2, expected one answer"
+    assert sorted(int(uid.partition(":")[2]) for uid in found) == [2, 3, 4, 5, 8, 9, 10, 11, 12, 14, 16]
+    assert dropped("near_duplicates") == [("raw.jsonl:6", "near duplicate: similarity 1.00 to raw.jsonl:1")]
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
+    day = datetime.date(2026, 1, 2)
+    table = {"problem": [WORDS[0], WORDS[1]], "answer": [3, 4], "day": [day, None], "blob": [None, b"x"]}
+    pq.write_table(pa.table(table), "a.parquet")
+    write("b.jsonl", {"query": WORDS[2], "ans_box": "7"})
+    assert cli.main(["curate", "a.parquet", "b.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
+    first = {"problem": WORDS[0], "answer": 3, "day": "2026-01-02", "blob": None}
+    assert curated() == [first, {"query": WORDS[2], "ans_box": "7"}]
+    assert dropped("read") == [("a.parquet:2", "unreadable row: a field of the row is bytes, which JSON does not have")]
+
+
+def test_a_field_names_the_level(capsys: Any) -> None:
+    levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 "]
+    write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", meta={"level": level}) for i, level in enumerate(levels)))
+    words = [
+        "curate",
+        "raw.jsonl",
+        "--out",
+        "out",
+        "curate.level.field=meta.level",
+        "curate.level.keep=[graduate,PhD,3]",
+    ]
+    assert cli.main([*words, "curate.near_duplicates=null"]) == 0, capsys.readouterr().err
+    assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 "]
+    assert dropped("level") == [
+        ("raw.jsonl:2", "other level: meta.level: school"), ("raw.jsonl:4", "no level: meta.level is not there"),
+    ]  # fmt: skip
+    assert cli.main([*words, "curate.near_duplicates=null", "curate.level.missing=keep"]) == 0
+    assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
+
+
+def test_inputs_that_changed_are_read_again(capsys: Any) -> None:
+    write("raw.jsonl", row(WORDS[0]))
+    assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0
+    write("raw.jsonl", row(WORDS[1]))
+    assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0
+    assert curated() == [row(WORDS[1])]
+    assert "Done again: read, near_duplicates" in capsys.readouterr().err
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+
+def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(capsys: Any) -> None:
+    rows = [row(f"{ATTACK} {word}", level=ATTACK if i else "ok") for i, word in enumerate(WORDS)]
+    write("raw.jsonl", *rows, row(rows[0]["question"]), b"<script>")
+    words = ["curate.level.field=level", "curate.level.keep=[ok]", "curate.level.missing=keep"]
+    assert cli.main(["curate", "raw.jsonl", "--out", "out", *words]) == 0, capsys.readouterr().err
+    text = Path("out/report.html").read_text("utf-8")
+    page = Page(text)
+    assert not page.tags & {"script", "img", "iframe", "object", "form", "base"}
+    assert not [name for name in page.attributes if name.startswith("on")]
+    assert "Content-Security-Policy" in text and "<title>out – marsrl curate</title>" in text
+    assert "{{ 7*191 }}" in text and "1337" not in text
+    assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text
+    for said in (
+        "6 rows read, 1 kept",
+        "unreadable row 1",
+        "other level 3",
+        "near duplicate 1",
+        "similarity 1.00 to raw",
+    ):
+        assert said in " ".join(text.split()), said
+
+
+def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypatch: Any) -> None:
+    write("raw.jsonl", row(WORDS[0]))
+
+    def refused(*words: str) -> str:
+        assert cli.main(["curate", *words, "--out", "out"]) == 2
+        assert not Path("out/curated.jsonl").exists()
+        return str(capsys.readouterr().err)
+
+    assert "no input is given" in refused("curate.max_question_chars=5")
+    assert "gone.jsonl does not exist" in refused("gone.jsonl")
+    assert "curate.clarity.policy is 'judge', which is not under `policies` (main)" in refused(
+        "raw.jsonl", "curate.clarity.policy=judge"
+    )
+    assert "policies.main.model is not set" in refused("raw.jsonl", "curate.graduate.policy=main")
+    assert "policies.main.model is not set" in refused(
+        "raw.jsonl", "curate.best_of_n.n=4", "curate.best_of_n.keep=[1,3]"
+    )
+    assert "did you mean curate.near_duplicates.threshold?" in refused("raw.jsonl", "curate.near_duplicates.treshold=1")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "rensa" else find(name, *more))
+    assert "pip install rensa (marsrl[curate]), or set curate.near_duplicates=null" in refused("raw.jsonl")
+
+
+def test_settings_and_inputs_are_told_apart() -> None:
+    Path("a=b.jsonl").touch()
+    words = ["raw.jsonl", "curate.level.keep=[x]", "a=b.jsonl", "dir/c=d.jsonl"]
+    assert split_words(words) == (
+        [Path("raw.jsonl"), Path("a=b.jsonl"), Path("dir/c=d.jsonl")],
+        ["curate.level.keep=[x]"],
+    )
+
+
+@pytest.mark.slow
+def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> None:
+    """The model boxes 7 or 8 by a coin: of 16 answers to a problem whose answer is 7 some are right, to others none."""
+    model = boxing_model(tmp_path / "model")
+    write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", "7" if i % 3 else "9") for i in range(9)))
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        assert "Is it clear?" in body["prompt"]
+        handler.complete(f"<verdict>{'no' if WORDS[0] in body['prompt'] else 'yes'}</verdict>")
+
+    with completions_server(reply) as server:
+        words = [
+            *(
+                "curate",
+                "raw.jsonl",
+                "--out",
+                "out",
+                "task=math",
+                "orchestration=solver",
+                f"policies.main.model={model}",
+            ),
+            f"policies.judge={{frozen: true, engine: openai, model: {model}}}",
+            f"policies.judge.openai={{base_url: '{server.base_url}', model: j}}",
+            *("curate.clarity.policy=judge", "curate.best_of_n.n=16", "curate.best_of_n.keep=[1,15]"),
+            *("rollout.engine=local", "rollout.placement=local", "rollout.max_response_tokens=40"),
+        ]
+        assert cli.main(words) == 0, capsys.readouterr().err
+        num_asked = len(server.bodies)
+        assert cli.main([*words, "curate.best_of_n.keep=[0,0]"]) == 0, capsys.readouterr().err
+        assert len(server.bodies) == num_asked == 9
+    said = capsys.readouterr().err
+    assert "clarity: 6 kept, 3 dropped (3 unclear)" in said
+    assert "best_of_n: 4 kept, 2 dropped (2 too hard)" in said
+    assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: done before") == 1
+    assert [each["answer"] for each in curated()] == ["9", "9"]
+
+
+def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any) -> None:
+    model = boxing_model(tmp_path / "model")
+    write("raw.jsonl", row(WORDS[0]))
+    words = ["curate", "raw.jsonl", "--out", "out", "task=math", f"policies.main.model={model}"]
+    words += [
+        "curate.clarity.policy=main",
+        "curate.clarity.max_input_tokens=2000",
+        "curate.clarity.max_response_tokens=40",
+    ]
+    assert cli.main([*words, "rollout.engine=local", "rollout.placement=local"]) == 1
+    assert "1 of 1 questions could not be judged, which is more than curate.clarity.max_missing_share" in (
+        capsys.readouterr().err
+    )

@@ -1,0 +1,78 @@
+"""What models have said, appended to a file as it comes: no question is asked twice.
+
+An answer is found by a key, a hash of all that it depends on, so it holds whatever else is changed and in whatever order rows
+come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from marsrl.trainer.curate.rows import encoded
+from marsrl.trainer.runs.directory import names_file
+
+Answer = TypeVar("Answer")
+
+
+def key_of(**parts: Any) -> str:
+    """Of everything that an answer depends on: 32 hexadecimal digits."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+class Answers(Generic[Answer]):
+    """Those of one stage, by key.
+
+    read: what is held of an answer as it stands in the file; None where it is none.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Any], Answer | None]) -> None:
+        self._path, self._read = path, read
+        self._held: dict[str, Answer] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self._file = open(path, "r+b")  # noqa: SIM115 - close() does
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break  # torn: it was being written when the process died
+            end += len(line)
+            self._hold(line)
+        with names_file(path):
+            self._file.truncate(end)
+            self._file.seek(end)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def __getitem__(self, key: str) -> Answer:
+        return self._held[key]
+
+    def add(self, key: str, answer: Mapping[str, Any]) -> None:
+        """Kept when this returns, unless the machine itself dies."""
+        line = encoded({"key": key, "answer": answer})
+        with names_file(self._path):
+            self._file.write(line)
+            self._file.flush()
+        self._hold(line)
+
+    def close(self) -> None:
+        """On disk; may be called twice."""
+        if not self._file.closed:
+            with names_file(self._path):
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _hold(self, line: bytes) -> None:
+        try:
+            held = json.loads(line)
+            answer = self._read(held["answer"])
+            if answer is not None and isinstance(held["key"], str):
+                self._held[held["key"]] = answer
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return  # damaged: it is asked again

@@ -1,0 +1,194 @@
+"""`marsrl curate`: which problems are worth training on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.tasks.data import data_files
+from marsrl.rollout.types import Problem
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.curate.best_of_n import BestOfN
+from marsrl.trainer.curate.config import JudgeConfig
+from marsrl.trainer.curate.criteria import CRITERIA
+from marsrl.trainer.curate.judged import Judged
+from marsrl.trainer.curate.near_duplicates import NearDuplicates
+from marsrl.trainer.curate.pipeline import Pipeline
+from marsrl.trainer.curate.report import write_report
+from marsrl.trainer.curate.rows import Stage, read_inputs
+from marsrl.trainer.curate.rules import Level, Readable
+from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.read_config import ConfigError, models_given, read_config
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+from marsrl.trainer.runs.lock import RunLock
+
+_SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")
+
+
+def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """(inputs, settings) of the command line: what begins like `key.sub=` and is no file is a setting."""
+    settings = [word for word in words if _SETTING.match(word) and not Path(word).exists()]
+    return [Path(word) for word in words if word not in settings], settings
+
+
+def curate(words: Sequence[str], out: Path, config_file: str | None, console: RunConsole | None = None) -> Path:
+    """Run the stages that are not on disk yet; the path of the report.
+
+    Raises:
+        ValueError: the settings, the inputs or a model cannot be used, or another process works in `out`.
+        CurationStopped: too many questions have no readable answer.
+    """
+    console = console or RunConsole()
+    inputs, settings = split_words(words)
+    if not inputs:
+        raise ConfigError("no input is given: name jsonl or parquet files, or Hugging Face dataset directories")
+    config, origin = read_config(config_file, settings)
+    with origin.places_in_errors():
+        check(config)
+        out.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(RunDirectory(out))
+        if lock.warning is not None:
+            console.warning(lock.warning)
+        try:
+            console.message(f"# settings: {origin}")
+            resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            write_atomically(out / "curate.yaml", f"# settings: {origin}\n{resolved}".encode())
+            data = config.data
+
+            pipeline = Pipeline(
+                out,
+                stages_of(config, inputs, out),
+                lambda: read_inputs(inputs, config.task, data.question_key, data.answer_key),
+                config.task,
+                console,
+            )
+            return write_report(out, pipeline.run(), resolved)
+        finally:
+            lock.release()
+
+
+def check(config: RunConfig) -> None:
+    """What can be wrong with the stages and is cheap to see, before the first of them runs."""
+    section = config.curate
+    if section.near_duplicates is not None:
+        NearDuplicates(section.near_duplicates)
+    for name in CRITERIA:
+        judge: JudgeConfig | None = getattr(section, name)
+        if judge is None:
+            continue
+        policy = config.policies.get(judge.policy)
+        if policy is None:
+            known = ", ".join(config.policies)
+            raise ConfigError(f"curate.{name}.policy is {judge.policy!r}, which is not under `policies` ({known})")
+        model = models_given(config.model_copy(update={"policies": {judge.policy: policy}}))[judge.policy]
+        ChatRenderer(model)
+        longest = judge.max_input_tokens + judge.max_response_tokens
+        if policy.openai is None and (positions := read_shape(model).max_positions) < longest:
+            raise ConfigError(
+                f"curate.{name}.max_input_tokens + curate.{name}.max_response_tokens is {longest:,}, but "
+                f"policies.{judge.policy}.model knows {positions:,} positions (max_position_embeddings); lower one"
+            )
+    if section.best_of_n is not None:
+        models_given(_team_alone(config))
+
+
+def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stage]:
+    """The stages of the config, in their order; the engines that they need start when they are asked."""
+    section, data, seed = config.curate, config.data, config.run.seed
+    origin = {
+        "inputs": [{"path": str(path), "sha256": _digest(path)} for path in inputs],
+        "question_key": data.question_key,
+        "answer_key": data.answer_key,
+        "task": config.task,
+    }
+    stages: list[Stage] = [Readable(section.max_question_chars, origin)]
+    if section.level is not None:
+        stages.append(Level(section.level))
+
+    def judged(name: str, judge: JudgeConfig | None) -> None:
+        if judge is not None:
+            policy = policy_identity(config.policies[judge.policy])
+            answers = out / "stages" / name / "answers.jsonl"
+            stages.append(Judged(name, judge, policy, seed, partial(_open_judge, config, judge), answers))
+
+    judged("academic", section.academic)
+    if section.near_duplicates is not None:
+        stages.append(NearDuplicates(section.near_duplicates))
+    judged("clarity", section.clarity)
+    judged("graduate", section.graduate)
+    if section.best_of_n is not None:
+        alone = _team_alone(config)
+        answers = out / "stages" / BestOfN.name / "answers.jsonl"
+        stages.append(BestOfN(section.best_of_n, team_identity(alone), partial(_open_evaluator, alone), answers))
+    return stages
+
+
+def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
+    """What tells its answers from another's: the model, by its name or path, and the server."""
+    served = {"base_url", "model", "prompt"}
+    return policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
+
+
+def team_identity(config: RunConfig) -> dict[str, Any]:
+    """What tells the team's answers from another's."""
+    include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
+    return {
+        **config.model_dump(mode="json", include=include),
+        "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "max_turns": config.rollout.max_turns,
+        "seed": config.run.seed,
+    }
+
+
+def _team_alone(config: RunConfig) -> RunConfig:
+    """Without policies that none of its agents has: judges of other stages."""
+    used = {agent.policy for agent in config.agents.values()}
+    return config.model_copy(update={"policies": {n: p for n, p in config.policies.items() if n in used}})
+
+
+@contextmanager
+def _open_judge(config: RunConfig, judge: JudgeConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
+    from marsrl.rollout.engines.refusals import this_host
+    from marsrl.trainer.build import open_pool  # with torch: rules and near-duplicates do not pay for it
+
+    name, policy = judge.policy, config.policies[judge.policy]
+    alone = config.model_copy(update={"policies": {name: policy}})
+    model = models_given(alone)[name]
+    longest, host = (
+        judge.max_input_tokens + judge.max_response_tokens,
+        this_host(config.rollout.ray_address, trains=False),
+    )
+    deadline_s = config.rollout.deadline_s
+    with open_pool(alone, name, model, max_model_len=longest, host=host, deadline_s=deadline_s) as pool:
+        yield ChatRenderer(model), pool
+
+
+@contextmanager
+def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[Evaluator]:
+    from marsrl.trainer.build import make_evaluator, open_team
+    from marsrl.trainer.preflight import preflight
+
+    checked = preflight(config, world_size=1, trains=False, given=problems)
+    with open_team(checked, models_given(checked.config)) as team:
+        yield make_evaluator(checked, team)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of the files behind an input, one after the other."""
+    digest = hashlib.sha256()
+    for file in data_files(path):
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()

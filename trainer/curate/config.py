@@ -1,0 +1,99 @@
+"""Settings of `marsrl curate`. A stage whose section is null is left out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from marsrl.rollout.config import MOST, MOST_TOKENS, Settings
+
+Fate = Literal["drop", "keep"]
+_LEAST_FOUND = 0.9
+
+
+class LevelConfig(Settings):
+    """Academic level, by a field of the row."""
+
+    field: str = Field(description="of the row; dots go down into nested objects (`metadata.level`)")
+    keep: list[str | int | float | bool] = Field(
+        min_length=1, description="values that are kept; texts in any case; of a list in the field any of them"
+    )
+    missing: Fate = Field("drop", description="rows without the field")
+
+
+class NearDuplicatesConfig(Settings):
+    """MinHash: a question that is much like one that is kept already is dropped."""
+
+    threshold: float = Field(
+        0.8, gt=0, le=1, description="Jaccard similarity of two questions' shingles from which the later one is dropped"
+    )
+    shingle: int = Field(5, gt=0, le=100, description="characters of a shingle, of the question as it is compared")
+    bands: int = Field(18, gt=0, le=1024, description="of the index: more find more pairs")
+    rows: int = Field(7, gt=0, le=1024, description="hashes of a band: more compare fewer pairs that are unlike")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="of the hashes")
+
+    @property
+    def share_found(self) -> float:
+        """Of the pairs that are just as similar as the threshold (Leskovec et al., Mining of Massive Datasets, 3.4.2)."""
+        return float(1 - (1 - self.threshold**self.rows) ** self.bands)
+
+    @model_validator(mode="after")
+    def _pairs_are_found(self) -> NearDuplicatesConfig:
+        if self.share_found < _LEAST_FOUND:
+            raise ValueError(
+                f"curate.near_duplicates: bands={self.bands} and rows={self.rows} find {self.share_found:.0%} of the pairs "
+                f"whose similarity is threshold={self.threshold:g}, expected at least {_LEAST_FOUND:.0%}: lower rows, or "
+                "raise bands"
+            )
+        return self
+
+
+class JudgeConfig(Settings):
+    """A yes or no about a question, by a model."""
+
+    policy: str = Field("main", description="name under `policies` that answers: a model directory or a server")
+    instructions: str | None = Field(
+        None, max_length=20_000, description="what is asked, in place of the built-in words; how to answer is added"
+    )
+    missing: Fate = Field("drop", description="questions without a readable answer")
+    max_missing_share: float = Field(
+        0.1, ge=0, le=1, description="of questions without a readable answer; with more the command stops"
+    )
+    temperature: float = Field(0.6, gt=0, description="sampling temperature")
+    top_p: float = Field(0.95, gt=0, le=1)
+    max_input_tokens: int = Field(8192, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one is not asked")
+    max_response_tokens: int = Field(2048, gt=0, le=MOST_TOKENS, description="of an answer")
+    template_options: dict[str, bool | str] = Field(
+        default_factory=dict, description="of the chat template (Qwen3: enable_thinking)"
+    )
+
+
+class BestOfNConfig(Settings):
+    """Answers of the config's team: what it always gets right, or never, teaches nothing."""
+
+    n: int = Field(16, gt=0, le=MOST, description="answers of the whole team to each question")
+    keep: tuple[int, int] = Field((1, 11), description="fewest and most right answers of a question that is kept")
+    missing: Fate = Field("drop", description="questions that too many unknown answers leave undecided")
+    max_missing_share: float = Field(0.1, ge=0, le=1, description="of such questions; with more the command stops")
+    batch: int = Field(32, gt=0, le=MOST, description="questions that are played at once, and lost when it is killed")
+
+    @model_validator(mode="after")
+    def _some_can_be_kept(self) -> BestOfNConfig:
+        if not 0 <= self.keep[0] <= self.keep[1] <= self.n:
+            raise ValueError(
+                f"curate.best_of_n.keep is {list(self.keep)}; expected two counts, the smaller first, from 0 to n={self.n}"
+            )
+        return self
+
+
+class CurateConfig(Settings):
+    """The stages of `marsrl curate`, in their order. null leaves one out."""
+
+    max_question_chars: int = Field(32_768, gt=0, le=MOST_TOKENS, description="a longer question is dropped when read")
+    level: LevelConfig | None = Field(None, description="academic level, by a field of the row")
+    academic: JudgeConfig | None = Field(None, description="academic level, judged by a model")
+    near_duplicates: NearDuplicatesConfig | None = NearDuplicatesConfig()
+    clarity: JudgeConfig | None = Field(None, description="is the question clear, judged by a model")
+    graduate: JudgeConfig | None = Field(None, description="is it of graduate level, judged by a model")
+    best_of_n: BestOfNConfig | None = Field(None, description="how often the team is right")

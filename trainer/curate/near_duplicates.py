@@ -1,0 +1,132 @@
+"""Questions that are much like an earlier one: MinHash finds candidates (rensa), their shingles decide.
+
+A row is compared with the kept rows before it, and the first of its kind is the one that stays: the result follows from the
+order of the rows alone, also where the stage was stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from marsrl.trainer.curate.config import NearDuplicatesConfig
+from marsrl.trainer.curate.rows import Row, Verdict
+
+_BATCH = 1024  # rows whose hashes are computed by one call
+_COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
+_BLOCK = 1 << 16  # kept rows in one array of hashes
+
+
+class NearDuplicates:
+    """See the module."""
+
+    name = "near_duplicates"
+
+    def __init__(self, config: NearDuplicatesConfig) -> None:
+        """Raises ValueError where rensa is not installed."""
+        if importlib.util.find_spec("rensa") is None:
+            raise ValueError(
+                "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
+                "(marsrl[curate]), or set curate.near_duplicates=null"
+            )
+        import rensa
+
+        self._config = config
+        self._num_hashes = config.bands * config.rows
+        self._sketches = rensa.RMinHash.from_token_sets
+        self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
+        self._kept: list[tuple[str, str, str | None]] = []  # question as compared, id, answer
+        self._hashes: list[np.ndarray] = []  # of the kept rows, in blocks [_BLOCK, num_hashes] uint16: their low halves
+        self._recalled: list[Row] = []
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._config.model_dump(mode="json")
+
+    def recall(self, row: Row, verdict: Verdict) -> None:
+        if verdict.is_kept:
+            self._recalled.append(row)
+        if len(self._recalled) == _BATCH:
+            self._remember_recalled()
+
+    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+        self._remember_recalled()
+        while batch := list(itertools.islice(rows, _BATCH)):
+            for row, text, sketch in self._sketched(batch):
+                verdict = self._verdict(row, text, sketch)
+                if verdict.is_kept:
+                    self._keep(row, text, sketch)
+                yield row, verdict
+
+    def _remember_recalled(self) -> None:
+        recalled, self._recalled = self._recalled, []
+        for row, text, sketch in self._sketched(recalled):
+            self._keep(row, text, sketch)
+
+    def _sketched(self, rows: Sequence[Row]) -> Iterator[tuple[Row, str, Any]]:
+        texts = [as_compared(row.problem.question) for row in rows]
+        shingles = [shingled(text, self._config.shingle) for text in texts]
+        return zip(rows, texts, self._sketches(shingles, self._num_hashes, self._config.seed), strict=True)
+
+    def _keep(self, row: Row, text: str, sketch: Any) -> None:
+        place = len(self._kept)
+        self._index.insert(place, sketch)
+        self._kept.append((text, row.problem.id, row.problem.answer))
+        if place % _BLOCK == 0:
+            self._hashes.append(np.empty((_BLOCK, self._num_hashes), np.uint16))
+        self._hashes[-1][place % _BLOCK] = _low_halves(sketch)
+
+    def _verdict(self, row: Row, text: str, sketch: Any) -> Verdict:
+        candidates = self._index.query(sketch)
+        if len(candidates) > _COMPARED:
+            candidates = self._most_alike(candidates, sketch)
+        if not candidates:
+            return Verdict(True, "new")
+        size = self._config.shingle
+        own = frozenset(shingled(text, size))
+        found = [(jaccard(own, frozenset(shingled(self._kept[i][0], size))), -i) for i in candidates]
+        similarity, place = max(found)
+        if similarity < self._config.threshold:
+            return Verdict(True, "new")
+        _, uid, answer = self._kept[-place]
+        other = "" if answer == row.problem.answer else ", which has another answer"
+        return Verdict(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
+
+    def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
+        """Those that share the most hashes, which estimates the similarity; of equals the earliest."""
+        places, own = np.sort(np.asarray(candidates)), _low_halves(sketch)
+        shared = np.empty(len(places), np.int64)
+        for block in np.unique(places // _BLOCK):
+            of_block = places // _BLOCK == block
+            shared[of_block] = (self._hashes[block][places[of_block] % _BLOCK] == own).sum(axis=1)
+        return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
+
+    def close(self) -> None:
+        """The memory goes with it."""
+
+
+def _low_halves(sketch: Any) -> np.ndarray:
+    return np.asarray(sketch.digest(), np.uint32).astype(np.uint16)
+
+
+def as_compared(question: str) -> str:
+    """Without what makes no other question: case, forms of one character (NFKC), white space, control characters."""
+    text = unicodedata.normalize("NFKC", question).casefold()
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else " " for c in text)
+    return " ".join(text.split())
+
+
+def shingled(text: str, size: int) -> list[str]:
+    """Every stretch of so many characters, one after the other; a shorter text is one."""
+    return [text[i : i + size] for i in range(max(1, len(text) - size + 1))]
+
+
+def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+    """Shared ones of all."""
+    shared = len(one & other)
+    return shared / (len(one) + len(other) - shared)

@@ -1,0 +1,128 @@
+"""Rows on their way through the stages, and the lines in which a stage keeps them.
+
+{"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "of raw.jsonl:3, similarity
+0.93", "is_final": true, "fields": {...the row as it was read...}}
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from marsrl.rollout.jsonl import BadLine
+from marsrl.rollout.tasks.data import problem_of, read_problem_rows
+from marsrl.rollout.types import Problem
+
+DEEPEST = 200  # of nested lists and objects in a row; Python's own bound is near 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the inputs.
+
+    number: its place among all of them, from 0. fields: as it was read. keys: of its question and its answer.
+    fault: why it is no problem (its question is empty then); "" behind the first stage.
+    """
+
+    number: int
+    problem: Problem
+    fields: Mapping[str, object]
+    keys: tuple[str, str]
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a stage says of a row.
+
+    kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
+    is_final: False where it rests on something that may be otherwise the next time (a server that failed).
+    """
+
+    is_kept: bool
+    kind: str
+    detail: str = ""
+    is_final: bool = True
+
+
+class Stage(Protocol):
+    """A reason to keep rows or drop them."""
+
+    name: str
+
+    def settings(self) -> Mapping[str, Any]:
+        """All that its verdicts depend on beside the rows, as JSON."""
+
+    def recall(self, row: Row, verdict: Verdict) -> None:
+        """What it decided before it was stopped, row by row, before `verdicts` is called."""
+
+    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+        """Of each row, in their order; as many rows ahead as it likes."""
+
+    def close(self) -> None:
+        """Give back what it holds; may be called twice."""
+
+
+def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
+    """Every row of the inputs, those that hold no problem too."""
+    number = 0
+    for path in paths:
+        for found in read_problem_rows(path, task, question_key, answer_key):
+            uid, problem, fault = f"{found.file.name}:{found.line}", found.problem, ""
+            if isinstance(problem, BadLine):
+                problem, fault = Problem(uid, "", None, task), str(problem)
+            yield Row(number, problem, found.fields, found.keys, fault)
+            number += 1
+
+
+def to_line(row: Row, verdict: Verdict) -> bytes:
+    """A line of a stage's file; BadLine where the row has no JSON."""
+    head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": verdict.kind, "detail": verdict.detail}
+    return encoded({**head, "is_final": verdict.is_final, "fields": row.fields})
+
+
+def from_line(line: bytes, task: str) -> tuple[Row, Verdict]:
+    """What to_line wrote, of a row that was kept. ValueError, KeyError or TypeError where the line is no such thing."""
+    held = json.loads(line)
+    keys = (held["keys"][0], held["keys"][1])
+    problem = problem_of(held["id"], held["fields"], task, keys)
+    return Row(held["row"], problem, held["fields"], keys), Verdict(
+        True, held["kind"], held["detail"], held["is_final"]
+    )
+
+
+def encoded(value: Mapping[str, Any]) -> bytes:
+    """JSON in a line. What only tables hold has the nearest form: dates ISO 8601, numbers that are none null.
+
+    Raises:
+        BadLine: there is none (bytes, or deeper than DEEPEST).
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        text = json.dumps(_plain(value, DEEPEST), ensure_ascii=False, allow_nan=False)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, in a field that nobody asked for
+        return json.dumps(json.loads(text)).encode("ascii") + b"\n"
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth == 0:
+        raise BadLine(f"lists and objects of the row are nested more than {DEEPEST} deep")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below, depth - 1) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below, depth - 1) for below in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise BadLine(f"a field of the row is {type(value).__name__}, which JSON does not have")
