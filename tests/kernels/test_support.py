@@ -94,7 +94,7 @@ def test_columns_outside_of_the_support_have_no_gradient_at_all():
     weight.requires_grad_()
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     used = is_kept(support, 400)[arguments["mask"]].any(0)
-    assert 30 < int((~used).sum()) and not weight.grad[~used].any() and weight.grad[used].any()
+    assert int((~used).sum()) > 30 and not weight.grad[~used].any() and weight.grad[used].any()
 
 
 def test_every_column_kept_is_the_same_as_no_support():

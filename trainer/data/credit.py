@@ -114,6 +114,7 @@ def credit(
                     clip=(agent.clip_low, agent.clip_high),
                     is_positive=value > 0 and sample.reward.correct >= success,
                     routed_experts=sample.routed_experts,
+                    kept_tokens=sample.kept_tokens,
                 )
             )
     return Credited(tuple(groups), tuple(sequences), counted, advantages)
