@@ -39,16 +39,32 @@ class Support:
         """
         if rows.count == 0 or num_columns == 0:
             return
-        starts, counts = rows.take(self.starts)[:, None], rows.take(self.counts)[:, None]
+        restrict = self._restrict_on_device if logits.is_cuda else self._restrict_on_host
+        restrict(logits, rows.take(self.starts), rows.take(self.counts), first_column, num_columns)
+
+    def _restrict_on_host(
+        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
+    ) -> None:
+        row = torch.arange(len(counts)).repeat_interleave(counts)
+        behind = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]  # of the row's own, how many came before
+        columns = self.ids[starts[row] + behind] - first_column
+        is_here = (columns >= 0) & (columns < num_columns)
+        row, columns = row[is_here], columns[is_here].long()
+        kept = logits[row, columns]
+        logits.index_fill_(0, counts.nonzero()[:, 0], -torch.inf)
+        logits[row, columns] = kept
+
+    def _restrict_on_device(
+        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
+    ) -> None:
+        """Without a wait for how many ids these rows have: `most` places a row."""
         slot = torch.arange(self.most, device=logits.device)
-        columns = self.ids[(starts + slot).clamp_(max=self.ids.numel() - 1)].long() - first_column  # [R, most]
-        is_kept = (slot < counts) & (columns >= 0) & (columns < num_columns)
-        columns.masked_fill_(~is_kept, 0)
-        kept = logits.gather(1, columns).masked_fill_(~is_kept, -torch.inf)
-        logits.masked_fill_(counts > 0, -torch.inf)
-        logits.scatter_reduce_(
-            1, columns, kept, "amax"
-        )  # -inf changes nothing: a slot that holds no column goes to column 0
+        columns = self.ids[(starts[:, None] + slot).clamp_(max=self.ids.numel() - 1)].long() - first_column
+        is_out = (slot >= counts[:, None]) | (columns < 0) | (columns >= num_columns)  # [R, most]
+        columns.masked_fill_(is_out, 0)
+        kept = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
+        logits.masked_fill_(counts[:, None] > 0, -torch.inf)
+        logits.scatter_reduce_(1, columns, kept, "amax")  # -inf changes nothing: a place that is out goes to column 0
 
 
 def check_support(op: str, support: Support, num_tokens: int, device: torch.device) -> None:

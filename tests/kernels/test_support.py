@@ -107,8 +107,10 @@ def test_every_column_kept_is_the_same_as_no_support():
     assert torch.equal(found.logprobs, right.logprobs) and torch.equal(found.entropy, right.entropy)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_a_part_of_the_vocabulary_keeps_its_own_columns(parts):
+def test_a_part_of_the_vocabulary_keeps_its_own_columns(parts, where, monkeypatch):
+    monkeypatch.setattr(Support, "_restrict_on_host", getattr(Support, f"_restrict_on_{where}"))
     torch.manual_seed(4)
     targets = torch.randint(0, 50, (12,))
     support = support_of(targets, 50, most=6)

@@ -216,7 +216,9 @@ def test_an_aborted_segment_and_the_next_one_leave_no_place_out(model: Path) -> 
 
 def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:
     samples = played(engine_of(model))
-    assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST  # 0.9 of the bound's
+    assert (
+        5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
+    )  # 0.9 of the bound's
     stats = step(model, train_sequences(samples))
     assert stats.prob_diff_max < 1e-5 and abs(stats.k3) < 1e-8
     assert sum(stats.agent_sums["clipped_tokens"]) == 0  # ratios to the rollout's log-probs are 1 within a hundredth
