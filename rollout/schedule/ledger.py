@@ -225,7 +225,7 @@ class Ledger:
         ):
             self.counts[total] += count
             self.counts[f"{of_agent}/{own}"] += count
-        if result.kept_tokens is None and len(result.token_ids) and self.team.sampling(opened.ask.agent).records_kept:
+        if result.kept_tokens is None and len(result.token_ids) and opened.ask.agent in self.team.max_kept:
             raise RuntimeError(
                 f"{result.uid}: agents.{opened.ask.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
                 "kept, as loss.truncation=renormalise needs"

@@ -187,7 +187,9 @@ class DrawTokens(LogitsProcessor):
         rows = [row for row, _ in batch.recorded]
         of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
         for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):
-            del kept[len(batch.outputs[row]) :]  # of a draw that vLLM threw away: a part of a prefill, a preemption
+            place = len(batch.outputs[row])
+            del kept[place:]  # of a draw that vLLM threw away: a part of a prefill, a preemption
+            assert len(kept) == place, f"{len(kept)} places are recorded, and place {place} is drawn"
             kept.append(ids)
 
     @staticmethod
