@@ -7,6 +7,7 @@ from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
 from marsrl.kernels.head.bad_targets import raise_bad_targets
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyObjective
+from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
 from marsrl.kernels.linear_policy_loss import linear_policy_loss
 from marsrl.kernels.mpt_gate import mpt_gate
@@ -20,6 +21,7 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "PolicyObjective",
+    "Support",
     "attention_decode",
     "attention_varlen",
     "explain",

@@ -52,8 +52,10 @@ class AgentConfig(Settings):
     policy: str = Field("main", description="name under `policies` whose weights answer")
     prompt: str | None = Field(None, description="prompt set; default: the task's own prompt for this agent's role")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
-    top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1")
-    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off)")
+    top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1, or loss.truncation=renormalise")
+    top_k: int = Field(
+        -1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off), or loss.truncation=renormalise"
+    )
     max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one: long_prompts")
     long_prompts: Literal["skip", "cut_middle", "cut_left"] = Field(
         "skip",

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -93,6 +93,7 @@ class Team:
     renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
+    max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
 
     Where the orchestration's own code fails, which may be a user's, its episode or sample ends there as an error, and the
     others go on (rollout.max_error_share).
@@ -106,6 +107,7 @@ class Team:
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
     tools: Tools | None = None
+    max_kept: Mapping[str, int] = field(default_factory=dict)
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
@@ -203,7 +205,9 @@ class Team:
         """How the agent samples in training."""
         config = self.agents[agent]
         stops = self.renderer(agent).stop_ids
-        return Sampling(config.temperature, config.top_p, config.top_k, stops, tuple(config.stop))
+        most = self.max_kept.get(agent)
+        top_k = config.top_k if most is None or 0 < config.top_k <= most else most
+        return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
     def sample(
         self,
@@ -237,6 +241,7 @@ class Team:
             prompt_text=prompt.text,
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,
+            kept_tokens=partial.kept_tokens,
             turn=partial.turn,
             turn_start=turn_start,
             in_thought=in_thought,

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 
 IntArray = npt.NDArray[np.int32]
@@ -163,13 +164,15 @@ class Sample:
     """One completion by one agent: the unit that is trained.
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
-    sampled) cover the completion only, end token included. is_sampled [N] is False where the policy did not choose the
-    token: a tool or another agent wrote it, while the sample waited. turn: how often it has gone on so; turn_start: the
-    character of `text` from which all is its own since; in_thought: that begins within a thought (<think>).
+    sampled, renormalised over what the sampler kept) cover the completion only, end token included. is_sampled [N] is
+    False where the policy did not choose the token: a tool or another agent wrote it, while the sample waited. turn: how
+    often it has gone on so; turn_start: the character of `text` from which all is its own since; in_thought: that begins
+    within a thought (<think>).
     segments partition [0, N) by the policy version that decoded them. shown: what other agents see of it, "" where it never
     said anything. verdict: True = "correct"; answer: a final answer; None = not parsable, or not what the agent is asked for.
     outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
     routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
+    kept_tokens: of the completion's N places, what the sampler kept of the vocabulary; None: not recorded.
     """
 
     uid: str
@@ -192,6 +195,7 @@ class Sample:
     reward: Reward = Reward(MISSING, MISSING, note="not judged")
     outcome: float = MISSING
     routed_experts: ExpertArray | None = None
+    kept_tokens: KeptTokens | None = None
     turn: int = 0
     turn_start: int = 0
     in_thought: bool = False
@@ -216,6 +220,7 @@ class Sample:
             text="",
             prompt_text="",
             routed_experts=None,
+            kept_tokens=None,
         )
 
 

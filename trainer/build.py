@@ -227,7 +227,17 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         if orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task), papers_of(checked.task))
             stack.callback(tools.close)
-        yield Team(config.agents, orchestration, renderers, pools, judge, records, config.rollout.max_turns, tools)
+        yield Team(
+            config.agents,
+            orchestration,
+            renderers,
+            pools,
+            judge,
+            records,
+            config.rollout.max_turns,
+            tools,
+            config.max_kept,
+        )
 
 
 def open_pool(

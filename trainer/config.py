@@ -223,6 +223,17 @@ class LossConfig(Settings):
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
     entropy_coef: float = 0.0
+    truncation: Literal["refuse", "renormalise"] = Field(
+        "refuse",
+        description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
+        "that the sampler kept at that place, which the engine records",
+    )
+    max_support: int = Field(
+        1024,
+        gt=0,
+        le=MOST_TOKENS,
+        description="renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest",
+    )
 
     @model_validator(mode="after")
     def _correction_corrects(self) -> LossConfig:
@@ -424,6 +435,15 @@ class RunConfig(Settings):
         )
 
     @property
+    def max_kept(self) -> dict[str, int]:
+        """Of each trained agent that leaves tokens out (top_p, top_k): how many its sampler keeps at a place, at most."""
+        return {
+            name: self.loss.max_support
+            for name, agent in self.agents.items()
+            if self.credit.trains(name) and (agent.top_p < 1 or agent.top_k > 0)
+        }
+
+    @property
     def served_rollouts(self) -> tuple[RolloutConfig, ...]:
         """Of each policy that has engines of ours."""
         return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
@@ -505,11 +525,22 @@ class RunConfig(Settings):
                     f": name the agents to train in credit.train_agents (now {_listed(self.credit.train_agents)}), "
                     f"without {name}"
                 )
-            if name in trained and (agent.top_p != 1 or agent.top_k != -1):
+            if name in self.max_kept and self.loss.truncation == "refuse":
                 raise ValueError(
                     f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "
-                    "needs 1 and -1: the trainer's log-probs are of the untruncated distribution; set them, or leave the "
-                    "agent out of credit.train_agents"
+                    "needs 1 and -1: with loss.truncation=refuse the trainer's log-probs are of the untruncated "
+                    "distribution; set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
+                )
+            if name in self.max_kept and agent.top_k > self.loss.max_support:
+                raise ValueError(
+                    f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {self.loss.max_support}, and of a trained "
+                    f"agent every token that is kept is recorded: set loss.max_support={agent.top_k}, or lower top_k"
+                )
+            if name in self.max_kept and self.rollout.engine == "scripted":
+                raise ValueError(
+                    f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and "
+                    "rollout.engine=scripted draws from no distribution and cannot say what was kept of it: set "
+                    "rollout.engine=local or vllm, or top_p=1 and top_k=-1"
                 )
         for name in find_orchestration(self.orchestration).tools:
             if name not in self.tools.names:

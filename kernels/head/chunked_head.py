@@ -133,6 +133,7 @@ class ChunkedHead:
         hidden = chunk.take(self._hidden)
         if self._first_gemm is None:
             self._gemms.logits(hidden, out)
+            self._head.restrict_(out, chunk)
         else:
             self._pieces = self._first_gemm.logits(hidden, chunk, self._head, out if self._writes_logits else None)
 

@@ -91,6 +91,7 @@ def _exponentials(
     for part, tile in zip(parts, cuts, strict=True):
         logits = _block(pieces, chunk.count, tile)
         gemms.tile_logits(hidden, tile, logits)
+        head.tile(tile).restrict_(logits, chunk)
         kept = _block(exponentials[chunk.count * tile.start :], chunk.count, tile)
         tiles.exponentials(logits, head.tile(tile), targets, inverse, part, kept)
     return parts
@@ -117,6 +118,7 @@ def gradients_by_tiles(
         def dz_of(tile: slice, hidden: Tensor = hidden, chunk: Rows = chunk) -> Tensor:
             dz = _block(pieces, chunk.count, tile)
             gemms.tile_logits(hidden, tile, dz)
+            head.tile(tile).restrict_(dz, chunk)
             found = kernels.gradients(
                 dz, chunk, head.tile(tile), statistics, coefficient, entropy_coefficient, dz, tokens
             )

@@ -1,4 +1,4 @@
-"""The output head as the fused ops see it: this rank's shard of the vocabulary, the targets and the temperature."""
+"""The output head as the fused ops see it: this rank's shard of the vocabulary, the targets, temperature and support."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.support import Support, check_support
 
 
 @dataclass(frozen=True)
 class Head:
-    """Weight shard, targets and temperature of one call.
+    """Weight shard, targets, temperature and support of one call.
 
     weight [V, H]: columns first_column .. first_column + V of the vocabulary, of which the first num_columns are real.
     targets [T] int64, global. inverse_temperature [T] float32, None: inverse_temperature_of_all.
@@ -29,6 +30,7 @@ class Head:
     num_columns: int
     vocab_size: int
     tp_group: Any
+    support: Support | None = None
 
     @property
     def width(self) -> int:
@@ -43,6 +45,11 @@ class Head:
         real = max(0, min(columns.stop, self.num_columns) - columns.start)
         first = self.first_column + columns.start
         return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
+
+    def restrict_(self, logits: Tensor, rows: Rows) -> None:
+        """-inf in place outside of what the rows were drawn from; logits [R, width] before the temperature."""
+        if self.support is not None:
+            self.support.restrict_(logits, rows, self.first_column, self.num_columns)
 
     def inverse_temperature_at(self, rows: Rows) -> Tensor:
         """[R] float32."""
@@ -59,11 +66,14 @@ def make_head(
     temperature: float | Tensor,
     tp_group: Any,
     real_vocab_size: int | None,
+    support: Support | None = None,
 ) -> Head:
     """Checks the arguments that every fused head takes; ValueError names the argument, what was found and expected."""
     check(op, "hidden", hidden, (None, None), FLOATS)
     check(op, "weight", weight, (None, hidden.shape[1]), FLOATS, hidden.device)
     check(op, "targets", targets, (hidden.shape[0],), INTEGERS, hidden.device)
+    if support is not None:
+        check_support(op, support, hidden.shape[0], hidden.device)
     world, rank = 1, 0
     if tp_group is not None:
         world, rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
@@ -89,6 +99,7 @@ def make_head(
         num_columns=max(0, min(width, vocab_size - rank * width)),
         vocab_size=vocab_size,
         tp_group=tp_group,
+        support=support,
     )
 
 

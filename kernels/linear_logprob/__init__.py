@@ -13,6 +13,7 @@ from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
@@ -33,6 +34,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     tp_group: Any = None,
     real_vocab_size: int | None = None,
+    support: Support | None = None,
 ) -> LogProb:
     """log p(target) and entropy of softmax(hidden @ weight.T / temperature), 8THV FLOPs with the backward.
 
@@ -45,11 +47,12 @@ def linear_logprob(
             gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
             copy_to / gather_from regions do.
         real_vocab_size: columns from here on, in the whole vocabulary, are padding: p = 0, gradient 0. None: none are.
+        support: the columns that each token was drawn from: elsewhere p = 0, gradient 0; its target among them. None: all.
 
     Raises:
         ValueError: names the argument, what was found and what was expected; a target out of range by its token.
     """
-    head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size)
+    head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     check_targets(head.op, head.targets, None, head.vocab_size)
     return _OP(hidden, weight, head, temperature)
 
@@ -92,14 +95,14 @@ def _on_rows(provider: RowProvider) -> Implementation:
     def run(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
         return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head))
 
-    def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
-        return provider.why_not(hidden=hidden, weight=weight)
+    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
+        return provider.why_not_head(hidden, weight, head)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
 def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
-    return LogProb(*linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns))
+    return LogProb(*linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns, head.support))
 
 
 _OP = Op(

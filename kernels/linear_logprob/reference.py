@@ -3,16 +3,36 @@
 import torch
 from torch import Tensor
 
+from marsrl.kernels.head.support import Support
+
 
 def linear_logprob_reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, num_columns: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    num_columns: int,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log p_y, H) [T] in float32, or float64 for such input; logits in full; padded columns left out.
+
+    -inf in place of logits outside of a token's support, where p is 0 and p log p too.
 
     z = hidden @ weight.T / temperature;  log p_y = z_y - logsumexp z;  H = -sum_v p_v log p_v
     """
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     logits = hidden.to(dtype) @ weight[:num_columns].to(dtype).t()
     logits = logits / (temperature.to(dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
-    logp = torch.log_softmax(logits, dim=-1)
-    return logp.gather(1, targets[:, None].long())[:, 0], -(logp.exp() * logp).sum(dim=-1)
+    is_out = _left_out(logits, support)
+    logp = torch.log_softmax(logits.masked_fill(is_out, -torch.inf), dim=-1)
+    return logp.gather(1, targets[:, None].long())[:, 0], -(logp.exp() * logp.masked_fill(is_out, 0.0)).sum(dim=-1)
+
+
+def _left_out(logits: Tensor, support: Support | None) -> Tensor:
+    """[T, V] bool."""
+    is_out = torch.zeros_like(logits, dtype=torch.bool)
+    if support is not None:
+        for row, start, count in zip(is_out, support.starts.tolist(), support.counts.tolist(), strict=True):
+            if count:
+                row.fill_(True)[support.ids[start : start + count].long()] = False
+    return is_out

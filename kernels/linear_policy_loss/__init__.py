@@ -12,6 +12,7 @@ from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_policy_loss.fused import fused_loss
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
@@ -29,6 +30,7 @@ def linear_policy_loss(
     main_grad: Tensor | None = None,
     tp_group: Any = None,
     real_vocab_size: int | None = None,
+    support: Support | None = None,
 ) -> PolicyLoss:
     """The loss of inputs.objective on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
 
@@ -41,8 +43,8 @@ def linear_policy_loss(
     logits are computed twice, and the log says so.
 
     Args:
-        hidden, weight, targets, temperature, tp_group, real_vocab_size: as in linear_logprob; targets are not read
-            where the mask is off. Under tp_group the gradient of hidden is this shard's part.
+        hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not
+            read where the mask is off. Under tp_group the gradient of hidden is this shard's part.
         inputs: token_advantages with old_logprobs=None is the gradient of sum_t w_t log p_t: supervised training.
         main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
             writes it. The weight's own gradient is then None, or, where the weight has Megatron's
@@ -55,7 +57,7 @@ def linear_policy_loss(
         ValueError: names the argument, what was found and what was expected.
         RuntimeError: no implementation can serve the call; with the reasons.
     """
-    head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size)
+    head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
@@ -150,8 +152,8 @@ def _on_rows(provider: RowProvider) -> Implementation:
         statistics = fused.statistics
         return PolicyLoss(loss, statistics.logprobs, statistics.entropy, fused.terms.coefficient, agent_sums(sums))
 
-    def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
-        return provider.why_not(hidden=hidden, weight=weight)
+    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
+        return provider.why_not_head(hidden, weight, head)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
@@ -164,7 +166,9 @@ def _reference(
     tokens: PolicyTokens,
     main_grad: Tensor | None,
 ) -> PolicyLoss:
-    return linear_policy_loss_reference(hidden, weight, head.targets, temperature, head.num_columns, tokens)
+    return linear_policy_loss_reference(
+        hidden, weight, head.targets, temperature, head.num_columns, tokens, head.support
+    )
 
 
 def _why_not_reference(

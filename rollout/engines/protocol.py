@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole, as trained agents need.
+    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole.
 
     stop: texts that end a completion, which keeps them, with whatever else the last token holds.
+    records_kept: say which tokens top_k and top_p kept at each place (DecodeResult.kept_tokens).
     """
 
     temperature: float = 1.0
@@ -34,6 +36,7 @@ class Sampling:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    records_kept: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -65,10 +68,11 @@ class DecodeRequest:
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
     """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
-    logprobs in nats, at the sampling temperature, of exactly the tokens drawn.
+    logprobs in nats, at the sampling temperature, of exactly the tokens drawn, among those that top_k and top_p kept.
 
     routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
     rests on; None where none were asked for, or nothing was decoded.
+    kept_tokens: of each new token's place; None where they were not asked for.
     """
 
     uid: str
@@ -79,6 +83,7 @@ class DecodeResult:
     num_cached_tokens: int = 0
     error: str = ""
     routed_experts: ExpertArray | None = None
+    kept_tokens: KeptTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,23 +44,39 @@ class RowSampling:
 
 
 def draw(logits: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """draw_from what `truncated` makes of logits [B, V] float32."""
+    return draw_from(truncated(logits, sampling), sampling, positions)
+
+
+def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """[B, V] float32: logits over temperature, -inf for the tokens that top_k and top_p leave out."""
+    scaled = logits / torch.where(sampling.temperature <= 0, 1.0, sampling.temperature)[:, None]
+    return _truncate(scaled, sampling.top_k, sampling.top_p) if sampling.truncates else scaled
+
+
+def draw_from(scaled: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, their log-probs [B] float32, nats, of the distribution that they were drawn from).
 
     Args:
-        logits: [B, V] float32.
+        scaled: [B, V] float32, as `truncated` gives it.
         positions: [B] int64, place of the drawn token in its sequence.
     """
     greedy = sampling.temperature <= 0
-    scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
-    if sampling.truncates:
-        scaled = _truncate(scaled, sampling.top_k, sampling.top_p)
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().double().cumsum(-1)
     point = uniform(sampling.seeds, positions)[:, None] * cumulative[:, -1:]
     # the first token whose cumulative probability passes the point; one of probability 0 never is
-    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
+    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
+    """Of each row of `truncated` [B, V] the tokens that could be drawn, ascending, on the host."""
+    is_kept = scaled > -torch.inf
+    counts = is_kept.sum(-1).cpu().numpy()
+    ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)
+    return np.split(ids, counts.cumsum()[:-1])
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

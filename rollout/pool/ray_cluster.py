@@ -35,6 +35,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
 )
 from marsrl.rollout.engines.refusals import TrainerHost
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.pool.build import EngineSpec, build_engine
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
@@ -553,7 +554,8 @@ class RequestBatch:
 
 @dataclass(frozen=True, slots=True)
 class ResultBatch:
-    """DecodeResults with their tokens and log-probs in one array each; records of experts, which are long, as they are."""
+    """DecodeResults with their tokens and log-probs in one array each; records of experts and of kept tokens, which are
+    long, as they are."""
 
     uids: list[str]
     tokens: IntArray
@@ -564,6 +566,7 @@ class ResultBatch:
     num_cached_tokens: list[int]
     errors: list[str]
     routed_experts: list[ExpertArray | None]
+    kept_tokens: list[KeptTokens | None]
 
     @classmethod
     def pack(cls, results: Sequence[DecodeResult]) -> ResultBatch:
@@ -579,6 +582,7 @@ class ResultBatch:
             [r.num_cached_tokens for r in results],
             [r.error for r in results],
             [r.routed_experts for r in results],
+            [r.kept_tokens for r in results],
         )
 
     def unpack(self) -> list[DecodeResult]:
@@ -586,7 +590,7 @@ class ResultBatch:
         finishes = [Finish(value) for value in self.finishes]
         fields = zip(
             self.uids, tokens, logprobs, finishes, self.versions, self.num_cached_tokens, self.errors,
-            self.routed_experts, strict=True,
+            self.routed_experts, self.kept_tokens, strict=True,
         )  # fmt: skip
         return [DecodeResult(*each) for each in fields]
 

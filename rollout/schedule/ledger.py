@@ -227,8 +227,13 @@ class Ledger:
         ):
             self.counts[total] += count
             self.counts[f"{of_agent}/{own}"] += count
+        if result.kept_tokens is None and len(result.token_ids) and opened.ask.agent in self.team.max_kept:
+            raise RuntimeError(
+                f"{result.uid}: agents.{opened.ask.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
+                "kept, as loss.truncation=renormalise needs"
+            )
         partial = replace(opened.partial[index])
-        partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts)
+        partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts, result.kept_tokens)
         if result.finish in (Finish.STOP, Finish.ERROR):
             return partial, result.finish
         is_full = len(partial.token_ids) >= self.most_tokens(opened.ask.agent)

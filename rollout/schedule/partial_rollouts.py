@@ -8,6 +8,7 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import Progress
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Ask, BoolArray, FloatArray, IntArray, Sample, Segment
 
@@ -21,6 +22,7 @@ class Partial:
 
     turn: how often the sample has waited and gone on, with tokens behind it that it did not choose (is_sampled off).
     routed_experts: of prompt and completion, but for the last token; each as the version chose that decoded with it.
+    kept_tokens: of the completion's N places; None as long as no segment recorded them.
     """
 
     token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # [N]
@@ -29,13 +31,20 @@ class Partial:
     segments: tuple[Segment, ...] = ()
     turn: int = 0
     routed_experts: ExpertArray | None = None
+    kept_tokens: KeptTokens | None = None
 
     def extend(
-        self, token_ids: IntArray, logprobs: FloatArray, version: int, routed_experts: ExpertArray | None = None
+        self,
+        token_ids: IntArray,
+        logprobs: FloatArray,
+        version: int,
+        routed_experts: ExpertArray | None = None,
+        kept_tokens: KeptTokens | None = None,
     ) -> None:
-        """Append one segment, and the experts that are known with it. A segment without tokens (an engine gave up at
-        once) leaves no trace."""
+        """Append one segment, and what was recorded with it. A segment without tokens (an engine gave up at once)
+        leaves no trace."""
         if len(token_ids):
+            self._keep(kept_tokens, len(token_ids))
             start = len(self.token_ids)
             self.segments = (*self.segments, Segment(start, start + len(token_ids), version))
             self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
@@ -48,12 +57,20 @@ class Partial:
     def go_on_with(self, token_ids: IntArray) -> None:
         """Append what somebody else wrote: no log-probs, and part of the segment that it follows."""
         num_tokens = len(token_ids)
+        self._keep(None, num_tokens)
         if self.segments:
             self.segments = (*self.segments[:-1], replace(self.segments[-1], end=self.segments[-1].end + num_tokens))
         self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
         self.logprobs = np.concatenate([self.logprobs, np.zeros(num_tokens, np.float32)])
         self.is_sampled = np.concatenate([self.is_sampled, np.zeros(num_tokens, np.bool_)])
         self.turn += 1
+
+    def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
+        """What was kept at the next places, which are not in token_ids yet; None: nothing was left out there."""
+        if self.kept_tokens is None and kept_tokens is None:
+            return
+        before = self.kept_tokens or KeptTokens.nothing_left_out(len(self.token_ids))
+        self.kept_tokens = before.followed_by(kept_tokens or KeptTokens.nothing_left_out(num_tokens))
 
 
 @dataclass(slots=True)

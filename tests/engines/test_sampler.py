@@ -6,7 +6,7 @@ import torch
 
 from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
-from marsrl.rollout.engines.sampler import RowSampling, _truncate, draw, uniform
+from marsrl.rollout.engines.sampler import RowSampling, _truncate, draw, draw_from, kept_ids, truncated, uniform
 
 CPU = torch.device("cpu")
 
@@ -135,6 +135,34 @@ def test_top_k_and_top_p_cut_and_renormalise():
         assert set(tokens[::2].tolist()) == right and set(tokens[1::2].tolist()) == {1, 2, 3}
         share = logits.exp() / logits[list(right)].exp().sum()
         torch.testing.assert_close(logprobs[::2].exp(), share[tokens[::2]])
+
+
+def test_what_was_kept_holds_every_draw_and_its_probabilities_sum_to_one():
+    n, generator = 2000, torch.Generator().manual_seed(0)
+    logits = torch.randn(n, 50, generator=generator) * 2
+    sampling = RowSampling.of([Sampling(0.7, 0.97, 6), Sampling(1.3, 0.95, -1), Sampling()] * n, range(n), CPU)
+    sampling = sampling.select(torch.arange(n))
+    scaled = truncated(logits, sampling)
+    tokens, logprobs = draw_from(scaled, sampling, torch.zeros(n, dtype=torch.int64))
+    found = kept_ids(scaled)
+    assert [len(found), max(map(len, found[::3])), {len(ids) for ids in found[2::3]}] == [n, 6, {50}]
+    for row, (ids, token) in enumerate(zip(found, tokens.tolist(), strict=True)):
+        assert ids.dtype == np.int32 and token in ids and (np.diff(ids) > 0).all()
+        whole = (logits[row] / sampling.temperature[row]).double().softmax(-1)
+        renormalised = whole[token] / whole[ids.astype(np.int64)].sum()
+        assert float(logprobs[row]) == pytest.approx(float(renormalised.log()), abs=1e-5)
+        assert float(scaled[row].softmax(-1)[ids.astype(np.int64)].sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_draws_of_what_was_kept_follow_the_renormalised_probabilities():
+    logits, n = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 40_000
+    sampling = rows(n, top_p=0.65)
+    scaled = truncated(logits.expand(n, -1), sampling)
+    tokens, _ = draw_from(scaled, sampling, torch.full((n,), 3))
+    assert kept_ids(scaled[:2])[1].tolist() == [0, 1]
+    torch.testing.assert_close(
+        torch.bincount(tokens, minlength=4) / n, torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.0124, rtol=0
+    )  # 5 standard errors
 
 
 def test_top_p_keeps_no_more_than_reaches_it():

@@ -220,7 +220,15 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
     """Whatever else is in the batch, and wherever prefills are cut (here after 64 tokens)."""
     engine = vllm_engine(kind)
     asks = [
-        request(f"{i}", prompt(100 + 28 * i, seed=i), 12, seed=2**62 + i, temperature=0.5 + 0.1 * i, top_p=1 - 0.04 * i)
+        request(
+            f"{i}",
+            prompt(100 + 28 * i, seed=i),
+            12,
+            seed=2**62 + i,
+            temperature=0.5 + 0.1 * i,
+            top_p=1 - 0.04 * i,
+            records_kept=i > 1,
+        )
         for i in range(6)
     ]
     local = LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256).generate(asks, version=0)
@@ -230,6 +238,12 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_array_equal(single.token_ids, expected.token_ids)
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        for each in (found, single):
+            assert (each.kept_tokens is None) == (expected.kept_tokens is None)
+            if each.kept_tokens is not None and expected.kept_tokens is not None:
+                np.testing.assert_array_equal(each.kept_tokens.counts, expected.kept_tokens.counts)
+                np.testing.assert_array_equal(each.kept_tokens.ids, expected.kept_tokens.ids)
+    assert sum(result.kept_tokens is not None for result in local) == 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from marsrl import kernels
-from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob
+from marsrl.kernels import LossInputs, PolicyLoss, Support, linear_logprob
 from marsrl.kernels.head import chunked_head, tiles
 from marsrl.kernels.head.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
@@ -69,6 +69,23 @@ def with_exact_logits(case: Head) -> Head:
     hidden, weight, targets = case
     assert max(hidden.abs().max(), weight.abs().max()) < 32, "more than the 8 bits of bfloat16"
     return (8 * hidden).round() / 8, (8 * weight).round() / 8, targets
+
+
+def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20) -> Support:
+    """Columns by a generator of its own, the target among them, every fifth time alone; a share of the tokens has all
+    columns. Stored in another order than that of the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sets = []
+    for number, target in enumerate(targets.tolist()):
+        size = int(torch.randint(0, most, (), generator=generator)) if number % 5 else 0
+        others = torch.randperm(vocab, generator=generator)[:size].tolist()
+        sets.append([] if torch.rand((), generator=generator) < whole else sorted({target, *others}))
+    starts, ids = torch.zeros(len(sets), dtype=torch.int64), list[int]()
+    for token in torch.randperm(len(sets), generator=generator).tolist():
+        starts[token] = len(ids)
+        ids += sets[token]
+    counts = torch.tensor([len(each) for each in sets])
+    return Support(torch.tensor(ids, dtype=torch.int32), starts, counts, int(counts.max()))
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fused_head import forced, in_double, linear_policy_loss
+from fused_head import forced, in_double, linear_policy_loss, support_of
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
@@ -24,9 +24,10 @@ SIZE, VOCAB = 12, 80
 OBJECTIVES = {
     "single pass": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
     "recompute": PolicyObjective(ratio="sequence"),
+    "support": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
 }
 # 71: padding in the last shard; 40: half of the shards are nothing but padding
-CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40)]
+CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71)]
 
 
 def make_case(tokens: int, real_vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -52,8 +53,15 @@ def results(
 ) -> list[Tensor]:
     """log-probs, entropy, dX and dW of linear_logprob, then loss, coefficient, dX and dW of linear_policy_loss."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    support = support_of(targets, real, whole=0.2, most=5) if name == "support" else None  # most shards keep nothing
     out = linear_logprob(
-        hidden, weight, targets, temperature=arguments["temperature"], tp_group=group, real_vocab_size=real
+        hidden,
+        weight,
+        targets,
+        temperature=arguments["temperature"],
+        tp_group=group,
+        real_vocab_size=real,
+        support=support,
     )
     (out.logprobs.sum() + 0.3 * out.entropy.square().sum()).backward()
     first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
@@ -69,6 +77,7 @@ def results(
         tp_group=group,
         real_vocab_size=real,
         main_grad=main_grad,
+        support=support,
         **arguments,
     )
     loss.loss.backward()

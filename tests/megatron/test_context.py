@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron_models import sequences
 
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.trainer.data.packing import PackedBatch, pack
 
 
@@ -38,7 +39,12 @@ def context() -> Any:
 def batch() -> PackedBatch:
     rng = np.random.default_rng(0)
     found = [
-        replace(s, routed_experts=rng.integers(0, 8, (s.num_tokens - 1, 2, 3)).astype(np.uint8)) for s in sequences(5)
+        replace(
+            s,
+            routed_experts=rng.integers(0, 8, (s.num_tokens - 1, 2, 3)).astype(np.uint8),
+            kept_tokens=KeptTokens.of([token * np.ones(token % 2, np.int32) for token in s.token_ids]),
+        )
+        for s in sequences(5)
     ]
     return pack(found, align=2)
 
@@ -60,6 +66,10 @@ def test_every_token_is_on_one_rank_with_all_that_belongs_to_it(context: Any, si
         is_real = rows < whole.num_tokens
         for name in ("token_ids", "position_ids", "targets", "mask", "rollout_logprobs", "routed_experts"):
             assert torch.equal(getattr(mine, name)[is_real], getattr(whole, name)[rows[is_real]]), name
+        assert mine.support is not None and whole.support is not None and mine.support.ids is whole.support.ids
+        for name in ("starts", "counts"):
+            own, all_of_them = getattr(mine.support, name), getattr(whole.support, name)
+            assert torch.equal(own[is_real], all_of_them[rows[is_real]]) and not own[~is_real].any()
         assert not bool(mine.mask[~is_real].any()) and bool((mine.routed_experts[~is_real] == 255).all())
         assert torch.equal(mine.trained_rows, mine.mask.nonzero()[:, 0])
         sample = torch.searchsorted(whole.cu_seqlens.long(), rows[mine.positive_rows], right=True) - 1

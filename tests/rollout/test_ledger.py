@@ -16,6 +16,7 @@ from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.schedule.ledger import Batch, Ledger, SchedulerState
 from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
@@ -136,6 +137,25 @@ def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
     books.team = replace(books.team, agents={**books.team.agents, "solver": AgentConfig(format_penalty=0.1)})
     assert decode(books, group, 1, "hm").reward == Reward(-0.1, 0.0, {"format": -0.1}, note="no answer")
     assert decode(books, group, 2, "\\boxed{8}").reward.value == 0.0
+
+
+def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -> None:
+    books = ledger()
+    group = opened(books)[0]
+    for top_k, most in ((-1, 30), (0, 30), (7, 7)):
+        own = {**books.team.agents, "solver": AgentConfig(top_p=0.9, top_k=top_k)}
+        books.team = replace(books.team, agents=own, max_kept={"solver": 30})
+        asked = books.request(group, 0).sampling
+        assert (asked.top_p, asked.top_k, asked.records_kept) == (0.9, most, True)
+    assert not books.team.sampling("verifier1").records_kept and books.team.sampling("verifier1").top_k == -1
+    with pytest.raises(RuntimeError, match="uid: agents.solver.top_p and top_k truncate, and its engine did not say"):
+        books.extended(group, 0, result(2))
+    kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
+    partial, _ = books.extended(group, 0, result(2, kept_tokens=kept))
+    assert partial.kept_tokens is not None and partial.kept_tokens.counts.tolist() == [2, 1]
+    assert books.extended(group, 0, result(0))[0].kept_tokens is None
+    books.team = replace(books.team, max_kept={})
+    assert not books.request(group, 0).sampling.records_kept
 
 
 def test_experts_are_asked_for_from_where_the_record_ends() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit, drmas_metrics, outcome_rewards
@@ -234,6 +235,7 @@ def test_std_and_singleton_are_as_they_are_set() -> None:
 def test_a_sequence_is_its_sample() -> None:
     recorded = np.zeros((4, 1, 2), np.uint8)
     made = sample("0/solver:0", 0.5, rollout_logprobs=np.array([-1, -2, -3], np.float32), routed_experts=recorded)
+    made = replace(made, kept_tokens=KeptTokens.nothing_left_out(3))
     agents = {"solver": AgentConfig(temperature=0.7)}
     first, _ = credit(
         [Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))], CreditConfig(), agents
@@ -241,6 +243,7 @@ def test_a_sequence_is_its_sample() -> None:
     assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
     assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
     assert first.routed_experts is recorded and first.token_weights is None
+    assert first.kept_tokens is made.kept_tokens
     assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 
 

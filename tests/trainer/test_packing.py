@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.trainer.data.packing import Clip, TrainSequence, _cost, pack, plan_micro_batches
 
 
@@ -62,6 +63,38 @@ def test_experts_stand_at_the_tokens_that_were_fed_and_nowhere_else() -> None:
     batch = pack([sequence([1], [2]), sequence([3, 4], [5, 6], routed_experts=recorded)], align=8)
     assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.uint8
     assert batch.routed_experts[:, 0].tolist() == [[255, 255]] * 2 + [[0, 1], [2, 3], [4, 5]] + [[255, 255]] * 3
+
+
+def kept(*places: list[int]) -> KeptTokens:
+    return KeptTokens.of([np.array(ids, np.int32) for ids in places])
+
+
+def test_what_the_sampler_kept_stands_where_the_token_is_predicted() -> None:
+    one = sequence([1, 2], [3, 4, 5], sampled=[True, False, True], kept_tokens=kept([3, 9], [], [4, 5, 6]))
+    batch = pack([one, sequence([6], [7]), sequence([8, 8, 8], [9], kept_tokens=kept([9]))], align=4)
+    support = batch.support
+    assert support is not None and support.most == 3 and support.ids.dtype == torch.int32
+    assert support.counts.tolist() == [0, 2, 0, 3, 0, 0, 0, 0, 0, 1, 0, 0]
+    ids = [support.ids[a : a + n].tolist() for a, n in zip(support.starts.tolist(), support.counts.tolist())]
+    assert ids == [[], [3, 9], [], [4, 5, 6], [], [], [], [], [], [9], [], []]
+    assert all(target in row for target, row in zip(batch.targets.tolist(), ids) if row)
+    assert pack([sequence([1], [2])]).support is None and pack([]).support is None
+    assert pack([sequence([1], [2], kept_tokens=kept([]))]).support is None
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_token_that_its_sampler_did_not_keep_is_an_error(shift: int) -> None:
+    places = [[3, 4], [5, 6], [7]]
+    right = sequence([1], [4, 5, 7], kept_tokens=kept(*places))
+    assert pack([right]).support is not None
+    wrong = kept(*(places[shift:] + places[:shift])) if shift else kept([3, 4], [6], [7])
+    said = (
+        "token 0 of sample s is 4, which is not among the 2"
+        if shift
+        else "token 1 of sample s is 5, which is not among the 1"
+    )
+    with pytest.raises(ValueError, match=said):
+        pack([sequence([1], [4, 5, 7], kept_tokens=wrong)])
 
 
 def test_padding_belongs_to_the_last_sequence_and_is_masked() -> None:

@@ -97,8 +97,21 @@ def test_a_truncated_sampling_distribution_of_a_trained_agent_is_refused() -> No
     assert "top_p and agents.solver.top_k are 0.9 and -1, and a trained agent needs 1 and -1" in refusal(
         "agents.solver.top_p=0.9"
     )
+    assert "set them, or loss.truncation=renormalise, or leave the agent out" in refusal("agents.solver.top_k=5")
     config, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
-    assert config.agents["solver"].top_p == 0.9
+    assert config.agents["solver"].top_p == 0.9 and config.max_kept == {}
+
+
+def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
+    words = ["agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise"]
+    config, _ = read_config(None, words)
+    assert config.max_kept == {"solver": 1024, "corrector2": 1024}
+    assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
+    assert read_config(None, words[-1:])[0].max_kept == {}
+    assert "agents.corrector2.top_k is 50, above loss.max_support = 40, " in refusal(*words, "loss.max_support=40")
+    said = refusal(*words, "rollout.engine=scripted")
+    assert "agents.solver.top_p and agents.solver.top_k are 0.9 and -1, and rollout.engine=scripted" in said
+    assert "set rollout.engine=local or vllm, or top_p=1 and top_k=-1" in said
 
 
 def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:

@@ -124,6 +124,7 @@ def credit(
                     clip=(agent.clip_low, agent.clip_high),
                     is_positive=value > 0 and sample.reward.correct >= success,
                     routed_experts=sample.routed_experts,
+                    kept_tokens=sample.kept_tokens,
                 )
             )
     several = {uid: number for uid, number in copies.items() if number > 1}

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from marsrl import kernels
+from marsrl.kernels import Support
 from marsrl.rollout.fitting import first_fit_decreasing
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
@@ -33,6 +35,7 @@ class TrainSequence:
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
     supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
+    kept_tokens: what the sampler kept at the completion's places (rollout/kept_tokens.py); None: nothing was left out.
     """
 
     uid: str
@@ -48,6 +51,7 @@ class TrainSequence:
     clip: Clip = (None, None)
     token_weights: FloatArray | None = None
     routed_experts: ExpertArray | None = None
+    kept_tokens: KeptTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +88,7 @@ class PackedBatch:
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
     clip: Clip = (None, None)  # of every sequence
+    support: Support | None = None  # of each token what its target was drawn from; None: the whole vocabulary for all
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +169,9 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
 
     The host strings their arrays together; kernels.pack makes of these what the positions read and predict. An empty
     list packs to one masked token, so that a rank without work still takes part in every collective. All have one clip range.
+
+    Raises:
+        ValueError: a token is not among those that its sampler is said to have kept.
     """
     if not sequences:
         empty = np.zeros(1, np.int32)
@@ -213,6 +221,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
         clip=clip,
+        support=_support(sequences, starts, total),
     )
 
 
@@ -243,3 +252,26 @@ def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.i
     values = _on_device(np.concatenate([experts for _, experts in known]))
     fill = not_recorded(known[0][1].dtype)
     return values.new_full((total, *values.shape[1:]), fill).index_copy_(0, _on_device(rows), values)
+
+
+def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Support | None:
+    """What each of the T positions predicts from; None where nothing was left out anywhere."""
+    counts = np.zeros(total, np.int64)
+    ids = []
+    for start, s in zip(starts, sequences):
+        if s.kept_tokens is None or not s.kept_tokens.ids.size:
+            continue
+        if (missing := s.kept_tokens.lacks(s.token_ids)).size:
+            place = int(missing[0])
+            raise ValueError(
+                f"packing: token {place} of sample {s.uid} is {s.token_ids[place]}, which is not among the "
+                f"{s.kept_tokens.counts[place]} that its sampler kept there"
+            )
+        assert len(s.prompt_ids), f"sample {s.uid} has no prompt: no position predicts its first token"
+        first = start + len(s.prompt_ids) - 1  # the position that predicts the completion's first token
+        counts[first : first + len(s.token_ids)] = s.kept_tokens.counts
+        ids.append(s.kept_tokens.ids)
+    if not ids:
+        return None
+    starts_of_ids = counts.cumsum() - counts
+    return Support(_on_device(np.concatenate(ids)), _on_device(starts_of_ids), _on_device(counts), int(counts.max()))

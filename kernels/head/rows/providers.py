@@ -9,6 +9,7 @@ from torch import Tensor
 from marsrl.kernels import library
 from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
 from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -17,7 +18,7 @@ class RowProvider:
     """An implementation that is loaded when it is first used.
 
     machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
-    its name and a tensor; why_not_together: for all of them.
+    its name and a tensor; why_not_together: for all of them. takes_support: a logit of -inf is seen by its statistics.
     """
 
     name: str
@@ -25,6 +26,7 @@ class RowProvider:
     machine_lacks: Callable[[], str | None]
     why_not_tensor: Callable[[str, Tensor], str | None]
     why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
+    takes_support: bool = True
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
@@ -36,6 +38,12 @@ class RowProvider:
             if tensor.dtype == torch.float64:
                 return f"float64 input ({name}), the row kernels compute in float32"
         return self.why_not_together(tensors)
+
+    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head) -> str | None:
+        """None where this call of a head can be served; else the reason."""
+        if head.support is not None and not self.takes_support:
+            return "support is given, and its statistics come from the product, before columns are left out"
+        return self.why_not(hidden=hidden, weight=weight)
 
 
 def _load_cpu() -> RowKernels:
@@ -90,5 +98,12 @@ ROW_PROVIDERS = (
 # it should come first.
 HEAD_PROVIDERS = (
     *ROW_PROVIDERS,
-    RowProvider("triton_gemm", _load_triton_gemm, machine_lacks_triton, why_not_triton, _why_not_first_gemm),
+    RowProvider(
+        "triton_gemm",
+        _load_triton_gemm,
+        machine_lacks_triton,
+        why_not_triton,
+        _why_not_first_gemm,
+        takes_support=False,
+    ),
 )

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.engines.sampler import RowSampling
+from marsrl.rollout.engines.sampler import RowSampling, kept_ids
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.types import Finish
+from marsrl.rollout.types import Finish, IntArray
 
 _CACHE_STEP = 64  # the cache grows by this many positions
 
@@ -44,6 +45,7 @@ class Row:
     finish: Finish | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[IntArray] = field(default_factory=list)  # ids at each place, where they are wanted
 
     def result(self, version: int, error: str = "") -> DecodeResult:
         return DecodeResult(
@@ -55,6 +57,7 @@ class Row:
             num_cached_tokens=self.num_cached,
             error=error,
             routed_experts=self._routed_experts(),
+            kept_tokens=KeptTokens.of(self.kept) if self.request.sampling.records_kept else None,
         )
 
     def _routed_experts(self) -> ExpertArray | None:
@@ -90,6 +93,14 @@ class Batch:
             if row.record is not None and row.finish is None:
                 row.record.append(experts)
         self.experts = None
+
+    def record_kept(self, scaled: Tensor) -> None:
+        """Into the rows that want it, before their token is known: what can be drawn from scaled [B, V]."""
+        wanted = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
+        if wanted:
+            of_wanted = scaled if len(wanted) == len(self.rows) else scaled[torch.tensor(wanted, device=scaled.device)]
+            for i, ids in zip(wanted, kept_ids(of_wanted), strict=True):
+                self.rows[i].kept.append(ids)
 
     def keep_going(self) -> None:
         """Drop the rows that have ended."""

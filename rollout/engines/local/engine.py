@@ -35,7 +35,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
-from marsrl.rollout.engines.sampler import draw
+from marsrl.rollout.engines.sampler import draw_from, truncated
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
@@ -221,7 +221,9 @@ class LocalEngine:
     def _step(self, batch: Batch) -> list[DecodeResult]:
         """Draw a token for every row and compute the next; the results of those that have ended."""
         ended = []
-        drawn, drawn_logprobs = draw(self._model.logits(batch.hidden), batch.sampling, batch.lengths)
+        scaled = truncated(self._model.logits(batch.hidden), batch.sampling)
+        drawn, drawn_logprobs = draw_from(scaled, batch.sampling, batch.lengths)
+        batch.record_kept(scaled)
         batch.keep_experts()
         for row, token, logprob in zip(batch.rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
             if row.finish is not None:

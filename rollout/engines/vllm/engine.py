@@ -34,6 +34,7 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.engines.refusals import sharded_engine
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -334,17 +335,18 @@ class VllmEngine:
         requests = [self._under_way.pop(output.request_id) for output in outputs]
         completions = [output.outputs[0] for output in outputs]
         lengths = [len(completion.token_ids) for completion in completions]
-        logprobs = self._take_logprobs([output.request_id for output in outputs], lengths)
+        draws = self._take_draws([output.request_id for output in outputs], lengths)
         return [
             DecodeResult(
                 uid=request.uid,
                 token_ids=np.asarray(completion.token_ids, np.int32),
-                logprobs=drawn,
+                logprobs=logprobs,
                 finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
                 version=self._version,
                 num_cached_tokens=output.num_cached_tokens or 0,
+                kept_tokens=kept,
             )
-            for request, output, completion, drawn in zip(requests, outputs, completions, logprobs, strict=True)
+            for request, output, completion, (logprobs, kept) in zip(requests, outputs, completions, draws, strict=True)
         ]
 
     def _stopped(self) -> list[DecodeResult]:
@@ -363,11 +365,11 @@ class VllmEngine:
             return []
         drawn = [np.asarray(tokens[key], np.int32) for key in keys]
         self._core.abort_request(keys)
-        logprobs = self._take_logprobs(keys, [len(each) for each in drawn])
+        draws = self._take_draws(keys, [len(each) for each in drawn])
         self._num_ended += sum(map(len, drawn))
         return [
-            DecodeResult(self._under_way.pop(key).uid, ids, values, Finish.STOP, self._version)
-            for key, ids, values in zip(keys, drawn, logprobs, strict=True)
+            DecodeResult(self._under_way.pop(key).uid, ids, logprobs, Finish.STOP, self._version, kept_tokens=kept)
+            for key, ids, (logprobs, kept) in zip(keys, drawn, draws, strict=True)
         ]
 
     def _give_up(self) -> list[DecodeResult]:
@@ -378,21 +380,27 @@ class VllmEngine:
         self._core.abort_request(list(self._under_way))
         while self._core.has_unfinished_requests():
             self._core.step()
-        drawn = dict(zip(keys, self._take_logprobs(keys, [len(tokens[key]) for key in keys]), strict=True))
+        draws = dict(zip(keys, self._take_draws(keys, [len(tokens[key]) for key in keys]), strict=True))
         self._llm.collective_rpc("marsrl_forget_draws")
-        none = np.zeros(0, np.float32)
+        none = np.zeros(0, np.float32), None
         results = [
             DecodeResult(
-                request.uid, np.asarray(tokens[key], np.int32), drawn.get(key, none), Finish.UNFINISHED, self._version
+                request.uid,
+                np.asarray(tokens[key], np.int32),
+                logprobs,
+                Finish.UNFINISHED,
+                self._version,
+                kept_tokens=kept,
             )
             for key, request in self._under_way.items()
+            for logprobs, kept in [draws.get(key, none)]
         ]
         self._under_way.clear()
         self._num_ended += sum(map(len, tokens.values()))
         return results
 
-    def _take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
-        return self._llm.collective_rpc("marsrl_take_logprobs", args=(keys, lengths))[0] if keys else []
+    def _take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
+        return self._llm.collective_rpc("marsrl_take_draws", args=(keys, lengths))[0] if keys else []
 
     def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
         """Finished RequestOutputs in the order of work; nothing else is under way."""

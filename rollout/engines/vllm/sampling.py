@@ -6,7 +6,7 @@ share its batch, with a prefill that is cut in two, or with a resubmission. It i
 processors: the drawn token's logit is raised above all others, and vLLM takes the largest (temperature 0).
 
     SamplingParams(temperature=0, extra_args=draw_arguments(key, request))      asks for it
-    collective_rpc("marsrl_take_logprobs", args=(keys, lengths))                what was drawn, when all have finished
+    collective_rpc("marsrl_take_draws", args=(keys, lengths))                   what is known of them, when all have finished
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.sample.logits_processor.interface import AddedRequest
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
-from marsrl.rollout.engines.sampler import RowSampling, draw
-from marsrl.rollout.types import FloatArray
+from marsrl.rollout.engines.sampler import RowSampling, draw_from, kept_ids, truncated
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -40,16 +41,19 @@ def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
     """
     sampling = request.sampling
     # one string: vLLM looks through the arguments, several times a request
-    return {_KEY: json.dumps([key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed])}
+    drawn = [key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed, sampling.records_kept]
+    return {_KEY: json.dumps(drawn)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request in the batch. output: vLLM's own list, which grows. slot: its row of the tables."""
+    """A request in the batch. output: vLLM's own list, which grows. slot: its row of the tables. kept: the ids that each
+    token was drawn from; None: not wanted."""
 
     output: list[int]
     slot: int
     truncates: bool
+    kept: list[IntArray] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class _Batch:
     slots: Tensor  # [R] int64
     sampling: RowSampling
     prompt_lengths: Tensor  # [R] int64
+    recorded: list[tuple[int, list[IntArray]]]  # rows whose kept ids are wanted, and where they go
 
 
 class _Tables:
@@ -74,6 +79,7 @@ class _Tables:
         self._device = device
         self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
         self._free: list[int] = []
+        self.kept: dict[int, list[IntArray]] = {}  # by slot, of requests that record it, the ids kept at each place
 
     def slot(self, key: str) -> int:
         """Of this request, which may have one already: vLLM preempts and brings back."""
@@ -93,15 +99,16 @@ class _Tables:
         self.sampling.put(at, RowSampling.of(samplings, seeds, self._device))
         self.prompt_lengths[at] = torch.tensor(lengths, device=self._device)
 
-    def free(self, key: str) -> int:
-        """The slot that it had; its contents are there until the next request comes."""
+    def free(self, key: str) -> tuple[int, list[IntArray] | None]:
+        """The slot that it had, whose contents are there until the next request comes, and what was kept at its places."""
         slot = self._slots.pop(key)
         self._free.append(slot)
-        return slot
+        return slot, self.kept.pop(slot, None)
 
     def clear(self) -> None:
         self._free += self._slots.values()
         self._slots.clear()
+        self.kept.clear()
 
     def _grow(self, more: int) -> None:
         size, longest = self.logprobs.shape
@@ -152,20 +159,38 @@ class DrawTokens(LogitsProcessor):
         batch = self._batch or self._gather()
         outputs = torch.tensor([len(output) for output in batch.outputs], device=self._device)
         mine = logits if len(outputs) == len(logits) else logits[batch.index]
-        tokens, logprobs = draw(mine, batch.sampling, batch.prompt_lengths + outputs)
+        scaled = truncated(mine, batch.sampling)
+        tokens, logprobs = draw_from(scaled, batch.sampling, batch.prompt_lengths + outputs)
+        if batch.recorded:
+            self._record(batch, scaled)
         self._tables.logprobs[batch.slots, outputs] = logprobs
         logits[batch.index, tokens] = _CHOSEN
         return logits
 
-    def take(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
-        """Log-probs [n] float32 of the first n tokens of finished requests, nats; they are forgotten here."""
-        slots = [self._tables.free(key) for key in keys]
-        drawn = self._tables.logprobs[slots, : max(lengths, default=0)].cpu().numpy()
-        return [row[:length].copy() for row, length in zip(drawn, lengths, strict=True)]
+    def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
+        """Log-probs [n] float32 of the first n tokens of finished requests, nats, and what was kept at their places, where
+        that was asked for; they are forgotten here."""
+        freed = [self._tables.free(key) for key in keys]
+        drawn = self._tables.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
+        return [
+            (row[:length].copy(), None if kept is None else KeptTokens.of(kept[:length]))
+            for row, (_, kept), length in zip(drawn, freed, lengths, strict=True)
+        ]
 
     def forget(self) -> None:
         """Drop what aborted requests left; none of ours is running."""
         self._tables.clear()
+
+    @staticmethod
+    def _record(batch: _Batch, scaled: Tensor) -> None:
+        """What could be drawn from scaled [R, V], at the places that are drawn now."""
+        rows = [row for row, _ in batch.recorded]
+        of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
+        for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):
+            place = len(batch.outputs[row])
+            del kept[place:]  # of a draw that vLLM threw away: a part of a prefill, a preemption
+            assert len(kept) == place, f"{len(kept)} places are recorded, and place {place} is drawn"
+            kept.append(ids)
 
     @staticmethod
     def _asked(params: SamplingParams) -> str | None:
@@ -178,12 +203,13 @@ class DrawTokens(LogitsProcessor):
             asked = self._asked(params)
             if asked is None:
                 continue
-            key, temperature, top_p, top_k, seed = json.loads(asked)
+            key, temperature, top_p, top_k, seed, records_kept = json.loads(asked)
             samplings.append(Sampling(temperature, top_p, top_k))
             seeds.append(seed)
             lengths.append(len(prompt or ()))
             slots.append(self._tables.slot(key))
-            self._rows[place] = _Row(output, slots[-1], samplings[-1].truncates)
+            kept = self._tables.kept.setdefault(slots[-1], []) if records_kept else None
+            self._rows[place] = _Row(output, slots[-1], samplings[-1].truncates, kept)
         if slots:
             self._tables.put(slots, samplings, seeds, lengths)
 
@@ -197,5 +223,6 @@ class DrawTokens(LogitsProcessor):
             slots,
             replace(self._tables.sampling.select(slots), truncates=any(row.truncates for row in rows)),
             self._tables.prompt_lengths[slots],
+            [(i, row.kept) for i, row in enumerate(rows) if row.kept is not None],
         )
         return self._batch

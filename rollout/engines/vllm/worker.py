@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
@@ -105,8 +106,8 @@ class WorkerExtension:
                     found.setdefault(name, set()).add(float(value))
         return {name: tuple(sorted(values)) for name, values in found.items()}
 
-    def marsrl_take_logprobs(self, keys: list[str], lengths: list[int]) -> list[FloatArray]:
-        """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew."""
+    def marsrl_take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
+        """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew, and what was kept at their places."""
         return self._drawer().take(keys, lengths)
 
     def marsrl_forget_draws(self) -> None:

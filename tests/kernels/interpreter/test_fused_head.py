@@ -16,6 +16,7 @@ from fused_head import (
     linear_policy_loss,
     policy_loss,
     run_policy_loss,
+    support_of,
     with_exact_logits,
 )
 
@@ -51,6 +52,14 @@ def test_every_objective_equals_its_definition(name, monkeypatch):
     in_chunks(monkeypatch, 7)
     case = head_case(12, 8)
     compare_policy_loss(case, arguments_for(case, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["k3, entropy bonus, tis", "sequence ratio"])
+def test_columns_that_were_not_drawn_from_are_left_out(name, dtype, monkeypatch):
+    in_chunks(monkeypatch, 7, vocab=333)
+    case = head_case(12, 8, 333)  # pieces and blocks of which a row keeps nothing
+    compare_policy_loss(case, arguments_for(case, name, support=support_of(case[2], 333, most=4)), dtype)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -76,6 +76,10 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         if isinstance(values, Tensor):
             padding = values.new_full((1, *values.shape[1:]), _padding(name, values.dtype))
             changes[name] = torch.cat([values, padding])[places[rank]]
+    if batch.support is not None:
+        starts_and_counts = torch.stack([batch.support.starts, batch.support.counts])
+        own = torch.nn.functional.pad(starts_and_counts, (0, 1))[:, places[rank]]
+        changes["support"] = dataclasses.replace(batch.support, starts=own[0], counts=own[1])
     cu_seqlens = bounds.to(device, torch.int32)
     trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, cu_seqlens)
     mine = dataclasses.replace(

@@ -118,8 +118,11 @@ class PolicyModel(GPTModel):
         rows: Tensor,
         temperature: Tensor | float | None = None,
     ) -> Any:
-        """Log-probs and entropy [R] of these rows; temperature None: those that they were sampled at."""
+        """Log-probs and entropy [R] of these rows: at a temperature of the whole vocabulary, None: at the one that they were
+        sampled at, of what the sampler kept."""
+        support = None
         if temperature is None:
+            support = None if batch.support is None else batch.support.take(rows)
             temperature = batch.temperature[rows] if isinstance(batch.temperature, Tensor) else batch.temperature
         with torch.no_grad():
             return linear_logprob(
@@ -129,6 +132,7 @@ class PolicyModel(GPTModel):
                 temperature=temperature,
                 tp_group=self.pg_collection.tp,
                 real_vocab_size=self.real_vocab_size,
+                support=support,
             )
 
     def _loss(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, hidden: Tensor, weight: Tensor) -> HeadResult:
@@ -142,6 +146,7 @@ class PolicyModel(GPTModel):
             main_grad=self._main_grad(weight),
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
+            support=batch.support,
         )
         return HeadResult(policy, gate)
 

@@ -1,0 +1,76 @@
+"""Rows of logits cut to the columns that a token was drawn from: all else of the head then sees that distribution alone.
+
+A logit of -inf has probability 0 and gradient 0, so statistics, objective and gradients are those of the softmax over the
+columns that are kept, whoever computes them. Setting them is one pass over logits that are there anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.checks import check
+from marsrl.kernels.head.rows.subset import Rows
+
+
+@dataclass(frozen=True)
+class Support:
+    """Which columns of the whole vocabulary each of T tokens was drawn from.
+
+    ids [n] int32: of all tokens, one after the other. starts, counts [T] int64: those of token t are ids[starts[t]:][:counts[t]],
+    each once; count 0: every column. most: no count is above it; the host knows it.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    counts: Tensor
+    most: int
+
+    def take(self, tokens: Tensor) -> Support:
+        """Of these tokens [R] int64 alone."""
+        return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
+
+    def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
+        """-inf in place outside of the support of each row, in logits [R, columns] of a part of the vocabulary.
+
+        first_column, num_columns: where the part begins, and how many of its columns are real.
+        """
+        if rows.count == 0 or num_columns == 0:
+            return
+        restrict = self._restrict_on_device if logits.is_cuda else self._restrict_on_host
+        restrict(logits, rows.take(self.starts), rows.take(self.counts), first_column, num_columns)
+
+    def _restrict_on_host(
+        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
+    ) -> None:
+        row = torch.arange(len(counts)).repeat_interleave(counts)
+        behind = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]  # of the row's own, how many came before
+        columns = self.ids[starts[row] + behind] - first_column
+        is_here = (columns >= 0) & (columns < num_columns)
+        row, columns = row[is_here], columns[is_here].long()
+        kept = logits[row, columns]
+        logits.index_fill_(0, counts.nonzero()[:, 0], -torch.inf)
+        logits[row, columns] = kept
+
+    def _restrict_on_device(
+        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
+    ) -> None:
+        """Without a wait for how many ids these rows have: `most` places a row."""
+        slot = torch.arange(self.most, device=logits.device)
+        columns = self.ids[(starts[:, None] + slot).clamp_(max=self.ids.numel() - 1)].long() - first_column
+        is_out = (slot >= counts[:, None]) | (columns < 0) | (columns >= num_columns)  # [R, most]
+        columns.masked_fill_(is_out, 0)
+        kept = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
+        logits.masked_fill_(counts[:, None] > 0, -torch.inf)
+        logits.scatter_reduce_(1, columns, kept, "amax")  # -inf changes nothing: a place that is out goes to column 0
+
+
+def check_support(op: str, support: Support, num_tokens: int, device: torch.device) -> None:
+    """Raise ValueError unless the arrays fit together; which columns they name is not read."""
+    check(op, "support.ids", support.ids, (None,), (torch.int32,), device)
+    for name in ("starts", "counts"):
+        check(op, f"support.{name}", getattr(support, name), (num_tokens,), (torch.int64,), device)
+    if support.ids.numel() == 0:
+        raise ValueError(f"{op}: support.ids is empty; give no support where every token has the whole vocabulary")

@@ -1,0 +1,149 @@
+"""The head over the columns that a token was drawn from: against a dense softmax in float64."""
+
+import pytest
+import torch
+from fused_head import (
+    Head,
+    arguments_for,
+    chunks_of,
+    compare_policy_loss,
+    head_case,
+    linear_policy_loss,
+    support_of,
+)
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective, Support, linear_logprob
+from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
+from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.vocabulary import make_head
+from marsrl.kernels.testing import OBJECTIVES
+
+
+def is_kept(support: Support, vocab: int) -> Tensor:
+    """[T, V] bool."""
+    kept = torch.zeros(len(support.counts), vocab, dtype=torch.bool)
+    for row, start, count in zip(kept, support.starts.tolist(), support.counts.tolist()):
+        row[support.ids[start : start + count].long()] = True
+        if count == 0:
+            row.fill_(True)
+    return kept
+
+
+def dense(case: Head, support: Support, temperature: Tensor | float, columns: int) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropy) by exponentials divided by their sum over what is kept: no -inf, no kernel, no reference of ours."""
+    hidden, weight, targets = case
+    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    logits = hidden @ weight[:columns].t() / divisor
+    kept = is_kept(support, columns)
+    share = torch.where(kept, (logits - logits.detach().amax(-1, keepdim=True)).exp(), 0.0)
+    share = share / share.sum(-1, keepdim=True)
+    logs = torch.where(kept, share, 1.0).log()
+    return logs.gather(1, targets[:, None])[:, 0], -(share * logs).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, "per token"])
+def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_the_support(dtype, temperature):
+    torch.manual_seed(0)
+    columns, width = 1531, 1600  # two tiles of the vocabulary of a bfloat16 weight, and padding
+    hidden, weight, targets = head_case(40, 16, width)
+    hidden, weight, targets = hidden.to(dtype), weight.to(dtype), targets % columns
+    heat = torch.rand(40) + 0.5 if temperature == "per token" else temperature
+    support = support_of(targets, columns)
+    upstream = torch.randn(2, 40, dtype=torch.float64)
+
+    def run(function, dtype):
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (hidden, weight)]
+        found = function(*leaves)
+        sum((up * each.double()).sum() for up, each in zip(upstream, found)).backward()
+        return [*(each.detach().double() for each in found), *(leaf.grad.double() for leaf in leaves)]
+
+    def ours(hidden, weight):
+        found = linear_logprob(hidden, weight, targets, temperature=heat, real_vocab_size=columns, support=support)
+        return found.logprobs, found.entropy
+
+    exact = run(lambda h, w: dense((h, w, targets), support, heat, columns), torch.float64)
+    found = run(ours, dtype)
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float64: 1e-6}[dtype]
+    for one, other in zip(found, exact):
+        torch.testing.assert_close(one, other, atol=tolerance * float(other.abs().max()), rtol=tolerance)
+    assert not found[3][columns:].any() and float(found[0].max()) <= 0
+    alone = support.counts == 1
+    assert alone.any() and not found[0][alone].any() and not found[1][alone].any() and not found[2][alone].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [7, 1000])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_and_gradients_of_every_objective(name, rows, dtype, monkeypatch):
+    """KL, entropy bonus, gate, ratios of tokens and sequences, corrections; masked tokens poisoned, chunks of any size."""
+    torch.manual_seed(1)
+    chunks_of(rows, monkeypatch)
+    case = head_case()
+    support = support_of(case[2], len(case[1]))
+    compare_policy_loss(case, arguments_for(case, name, support=support), dtype)
+
+
+def test_columns_outside_of_the_support_have_no_gradient_at_all():
+    torch.manual_seed(2)
+    hidden, weight, targets = head_case(30, 16, 400)
+    support = support_of(targets, 400, whole=0.0, most=4)
+    objective = PolicyObjective(entropy_coef=0.1)
+    arguments = arguments_for((hidden, weight, targets), next(iter(OBJECTIVES)), support=support, objective=objective)
+    weight.requires_grad_()
+    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+    used = is_kept(support, 400)[arguments["mask"]].any(0)
+    assert int((~used).sum()) > 30 and not weight.grad[~used].any() and weight.grad[used].any()
+
+
+def test_every_column_kept_is_the_same_as_no_support():
+    torch.manual_seed(3)
+    hidden, weight, targets = head_case(20, 16, 50)
+    everything = torch.arange(50, dtype=torch.int32).repeat(20)
+    support = Support(everything, torch.arange(20) * 50, torch.full((20,), 50), 50)
+    found = linear_logprob(hidden, weight, targets, support=support)
+    right = linear_logprob(hidden, weight, targets)
+    assert torch.equal(found.logprobs, right.logprobs) and torch.equal(found.entropy, right.entropy)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_part_of_the_vocabulary_keeps_its_own_columns(parts, where, monkeypatch):
+    monkeypatch.setattr(Support, "_restrict_on_host", getattr(Support, f"_restrict_on_{where}"))
+    torch.manual_seed(4)
+    targets = torch.randint(0, 50, (12,))
+    support = support_of(targets, 50, most=6)
+    logits, width = torch.randn(12, 50), 50 // parts
+    right = logits.masked_fill(~is_kept(support, 50), -torch.inf)
+    ids = torch.tensor([1, 2, 7, 11])
+    for rows in (Rows(None, 3, 6), Rows(ids, 0, 4)):
+        for part in range(parts):
+            piece = rows.take(logits)[:, part * width : (part + 1) * width].clone()
+            support.restrict_(piece, rows, part * width, width)
+            assert torch.equal(piece, rows.take(right)[:, part * width : (part + 1) * width])
+
+
+def test_a_support_that_does_not_fit_is_named():
+    hidden, weight, targets = head_case(4, 16, 20)
+    zeros, ids = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"linear_logprob: support.counts has shape \[3\], expected \[4\]"):
+        linear_logprob(hidden, weight, targets, support=Support(ids, zeros, zeros[:3], 1))
+    with pytest.raises(ValueError, match="support.ids has dtype int64, expected int32"):
+        linear_logprob(hidden, weight, targets, support=Support(ids.long(), zeros, zeros, 1))
+    with pytest.raises(ValueError, match="support.ids is empty"):
+        linear_logprob(hidden, weight, targets, support=Support(ids[:0], zeros, zeros, 0))
+
+
+def test_a_product_that_takes_the_statistics_by_itself_refuses_a_support():
+    hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(4, 16, 20))
+    given = [
+        make_head("op", hidden, weight, targets, 1.0, None, None, support)
+        for support in (None, support_of(targets, 20))
+    ]
+    refusals = {p.name: [p.why_not_head(hidden, weight, head) for head in given] for p in HEAD_PROVIDERS}
+    assert refusals["cpu"] == [None, None]
+    assert (
+        str(refusals["triton_gemm"][1]).startswith("support is given")
+        and refusals["triton_gemm"][0] != refusals["triton_gemm"][1]
+    )
