@@ -323,7 +323,7 @@ class ModelJudge:
             return
         said = self._renderer.decode(result.token_ids)
         try:
-            if False:
+            if result.finish is not Finish.STOP:
                 raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
             spoken = visible(said, work.starts_in_thought)
             if spoken is None:

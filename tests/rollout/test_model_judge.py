@@ -345,3 +345,14 @@ def test_judgements_are_under_way_while_others_decode_and_those_that_were_kept_a
     while resumed.take() is None:
         resumed.advance(0.01)
     assert kept and begun and not kept.intersection(begun)
+
+
+def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(desk: Make) -> None:
+    judged = desk(by_answer)
+    judged.judge.pool._sleeps = True  # rollout.placement=colocated
+    team, _, _ = team_with(judged)
+    assert team.all_pools == [team.pools["main"], judged.judge.pool]
+    assert judged.rewards("Lima")[0].value == 1
+    team.sleep()
+    assert judged.engine._asleep == {"weights", "kv_cache"}
+    assert judged.rewards("Rome")[0].value == 0 and not judged.engine._asleep
