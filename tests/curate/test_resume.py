@@ -150,6 +150,15 @@ def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path
     assert said.count("done before") == 4 and "Done again" not in said
 
 
+def test_rows_without_a_record_count_for_nothing(tmp_path: Path) -> None:
+    """Killed while verdicts of other settings were being removed."""
+    run(tmp_path, [Readable(1000, {}), Thirds()], rows())
+    (tmp_path / "stages/thirds/stage.json").unlink()
+    again = Thirds()
+    run(tmp_path, [Readable(1000, {}), again], rows())
+    assert again.recalled == [] and again.seen == list(range(120))
+
+
 def test_a_stage_that_is_left_out_or_put_in_redoes_those_behind_it(tmp_path: Path) -> None:
     read, level = Readable(1000, {}), Level(LevelConfig(field="answer", keep=["4"]))
     run(tmp_path, [read, level, Thirds()], rows())

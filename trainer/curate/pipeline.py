@@ -23,7 +23,11 @@ from marsrl.trainer.curate.rows import Row, Stage, encoded, from_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import names_file, write_json
 
-_VERDICT_FILES = ("stage.json", "kept.jsonl", "dropped.jsonl")
+_VERDICT_FILES = (
+    "stage.json",
+    "kept.jsonl",
+    "dropped.jsonl",
+)  # removed in this order: rows without a record count for nothing
 
 
 class StageRecord(Settings):
@@ -125,16 +129,16 @@ class Pipeline:
     def _forget_from(self, num_kept: int, found: StageRecord | None, settings: Mapping[str, Any]) -> None:
         """Verdicts of all stages but the first ones, also of stages that are left out now. Answers of models stay."""
         first, valid = self._stages[num_kept].name, {stage.name for stage in self._stages[:num_kept]}
-        old = [path.parent for path in sorted(self._folder.glob("*/stage.json")) if path.parent.name not in valid]
-        if not old:
+        old = [folder for folder in sorted(self._folder.glob("*")) if folder.name not in valid]
+        files = [folder / name for name in _VERDICT_FILES for folder in old if (folder / name).exists()]
+        if not files:
             return
         changed = ["it was not there"] if found is None else _changed(found.settings, settings)
         why = "; ".join(changed) or "the stages before it are others"
         names = ", ".join(stage.name for stage in self._stages[num_kept:])
         self._console.warning(f"curate.{first}: {why}. Done again: {names}")
-        for folder in old:
-            for name in _VERDICT_FILES:
-                (folder / name).unlink(missing_ok=True)
+        for file in files:
+            file.unlink()
 
     def _record(self, name: str) -> StageRecord | None:
         path = self._file(name, "stage.json")
