@@ -232,6 +232,8 @@ class Ledger:
                 f"{result.uid}: agents.{opened.ask.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
                 "kept, as loss.truncation=renormalise needs"
             )
+        if result.kept_tokens is not None:
+            self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
         partial = replace(opened.partial[index])
         partial.extend(result.token_ids, result.logprobs, result.version, result.routed_experts, result.kept_tokens)
         if result.finish in (Finish.STOP, Finish.ERROR):

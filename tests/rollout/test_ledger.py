@@ -153,6 +153,7 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
     kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
     partial, _ = books.extended(group, 0, result(2, kept_tokens=kept))
     assert partial.kept_tokens is not None and partial.kept_tokens.counts.tolist() == [2, 1]
+    assert books.counts["rollout/kept_tokens"] == 3
     assert books.extended(group, 0, result(0))[0].kept_tokens is None
     books.team = replace(books.team, max_kept={})
     assert not books.request(group, 0).sampling.records_kept
