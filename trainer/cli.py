@@ -296,7 +296,7 @@ def _tool(add: AddParser) -> None:
         from marsrl.trainer.evaluate.tool_call import call_tool
         from marsrl.trainer.read_config import read_config
 
-        built_in = [] if words.config else ["task=qa", "tools.scholar.kind=index"]
+        built_in = [] if words.config else ["task=qa", "tools.scholar.kind=index", "tools.python={}"]
         config, origin = read_config(words.config, [*built_in, *words.settings])
         with origin.places_in_errors():
             called = call_tool(config, words.tool, words.argument)
