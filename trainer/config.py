@@ -495,10 +495,12 @@ class RunConfig(Settings):
         return options
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> RunConfig:
+    def _sections_agree(self, given: ValidationInfo) -> RunConfig:
+        """context {"trains": False}: nothing is trained (marsrl curate), so every policy may be frozen."""
+        trains = (given.context or {}).get("trains", True)
         for name, policy in self.policies.items():
             _check_policy(f"policies.{name}", policy)
-        if not self.trained_policies:
+        if not self.trained_policies and trains:
             raise ValueError(
                 f"policies: every one is frozen ({', '.join(self.policies)}), and nothing is left to train"
             )
@@ -518,7 +520,7 @@ class RunConfig(Settings):
                     f"agents.{name}.stop is set, and policies.{agent.policy}.openai answers: its completions come without the "
                     "text that ended them; give the agent a policy with an engine of ours, or leave stop out"
                 )
-            if name in trained and self.policies[agent.policy].frozen:
+            if trains and name in trained and self.policies[agent.policy].frozen:
                 raise ValueError(
                     f"agents.{name} is trained, but its policy {agent.policy} is frozen"
                     f"{' and served by policies.' + agent.policy + '.openai' if self.policies[agent.policy].openai else ''}"

@@ -21,7 +21,9 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"  # in a checkout, a
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 
 
-def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[RunConfig, ConfigOrigin]:
+def read_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True
+) -> tuple[RunConfig, ConfigOrigin]:
     """The checked settings, and what they were made of.
 
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
@@ -32,6 +34,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
     Args:
         path: a YAML file or the name of a shipped preset; None: no file.
         overrides: words `key.sub=value`, later ones win; values are YAML.
+        trains: False where nothing is trained, and every policy may be frozen.
 
     Raises:
         ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
@@ -51,7 +54,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple
     _leave_out_agents_of_another_team(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
-        return RunConfig.model_validate({**merged, "preset": "none"}), origin
+        return RunConfig.model_validate({**merged, "preset": "none"}, context={"trains": trains}), origin
     except ValidationError as error:
         raise ConfigError(explain(error, origin)) from error
 

@@ -75,6 +75,8 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
         rollouts: as each policy has it that has engines here; they differ in their engines at most.
         weight_files: folder of the files that carry weights to the engines; None: the trainer's ranks send them.
     """
+    if not rollouts:  # servers answer
+        return ()
     found = (
         *(sharded_engine(each.vllm.tensor_parallel, each.engines) for each in rollouts),
         _lack_of_gpus(rollouts, host),

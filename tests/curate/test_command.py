@@ -220,6 +220,27 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
     assert [each["answer"] for each in curated()] == ["9", "9"]
 
 
+@pytest.mark.slow
+def test_a_team_behind_a_server_plays_where_nothing_is_trained(tmp_path: Path, capsys: Any) -> None:
+    model = boxing_model(tmp_path / "model")
+    write("raw.jsonl", row(WORDS[0], "7"), row(WORDS[1], "8"))
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        handler.complete(f"\\boxed{{{7 if WORDS[0] in body['prompt'] and body['seed'] % 2 else 9}}}")
+
+    with completions_server(reply) as server:
+        words = ["raw.jsonl", "task=math", "orchestration=solver", "agents.solver.policy=served"]
+        words.append(f"policies.served={{frozen: true, engine: openai, model: {model}}}")
+        words.append(f"policies.served.openai={{base_url: '{server.base_url}', model: m}}")
+        assert cli.main(["curate", *words, "--out", "out", "curate.best_of_n.n=16"]) == 0, capsys.readouterr().err
+    assert len(server.bodies) == 2 * 16
+    num_right = sum(WORDS[0] in body["prompt"] and body["seed"] % 2 for body in server.bodies)
+    assert curated() == ([row(WORDS[0], "7")] if 1 <= num_right <= 11 else [])
+    assert "too hard" in capsys.readouterr().err
+    assert cli.main(["evaluate", *words[1:], "data.eval=raw.jsonl"]) == 2
+    assert "every one is frozen (served), and nothing is left to train" in capsys.readouterr().err
+
+
 def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any) -> None:
     model = boxing_model(tmp_path / "model")
     write("raw.jsonl", row(WORDS[0]))

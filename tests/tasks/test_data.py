@@ -288,3 +288,13 @@ def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers
     )
     assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
     assert find_repeats(read_problems(data, "math").problems[:2]).sentences("data.train") == []
+
+
+def test_a_line_without_end_is_bounded_and_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marsrl.rollout.jsonl.MAX_LINE_BYTES", 1 << 20)
+    path = write(tmp_path / "d.jsonl", GOOD, "x" * (5 << 20), GOOD, {"question": "y" * (1 << 20), "answer": "1"}, GOOD)
+    found = read_problems(path, "math", on_bad_line="skip")
+    assert [problem.id for problem in found.problems] == ["d.jsonl:1", "d.jsonl:3", "d.jsonl:5"]
+    assert found.notes == (f"{path}:2: longer than 1 MiB", f"{path}:4: longer than 1 MiB")

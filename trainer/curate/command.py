@@ -53,7 +53,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None, console: Ru
     inputs, settings = split_words(words)
     if not inputs:
         raise ConfigError("no input is given: name jsonl or parquet files, or Hugging Face dataset directories")
-    config, origin = read_config(config_file, settings)
+    config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         check(config)
         out.mkdir(parents=True, exist_ok=True)

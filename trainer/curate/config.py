@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from marsrl.rollout.config import MOST, MOST_TOKENS, Settings
 
 Fate = Literal["drop", "keep"]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 _LEAST_FOUND = 0.9
 
 
@@ -73,14 +74,14 @@ class BestOfNConfig(Settings):
     """Answers of the config's team: what it always gets right, or never, teaches nothing."""
 
     n: int = Field(16, gt=0, le=MOST, description="answers of the whole team to each question")
-    keep: tuple[int, int] = Field((1, 11), description="fewest and most right answers of a question that is kept")
+    keep: tuple[Count, Count] = Field((1, 11), description="fewest and most right answers of a question that is kept")
     missing: Fate = Field("drop", description="questions that too many unknown answers leave undecided")
     max_missing_share: float = Field(0.1, ge=0, le=1, description="of such questions; with more the command stops")
     batch: int = Field(32, gt=0, le=MOST, description="questions that are played at once, and lost when it is killed")
 
     @model_validator(mode="after")
     def _some_can_be_kept(self) -> BestOfNConfig:
-        if not 0 <= self.keep[0] <= self.keep[1] <= self.n:
+        if not self.keep[0] <= self.keep[1] <= self.n:
             raise ValueError(
                 f"curate.best_of_n.keep is {list(self.keep)}; expected two counts, the smaller first, from 0 to n={self.n}"
             )

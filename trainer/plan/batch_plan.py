@@ -67,7 +67,7 @@ def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
         ValueError: the layout does not divide the number of ranks.
     """
     rollout = config.rollout
-    layout = next(iter(config.trained_policies.values())).layout
+    layout = next(iter((config.trained_policies or config.policies).values())).layout
     cut = layout.tensor * layout.pipeline * layout.context
     if world_size % cut:
         raise ValueError(
