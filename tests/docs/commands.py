@@ -185,6 +185,7 @@ WAYS = {
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),
+    "python benchmarks/python_tool.py": bench("4 calls: tests/tools/test_python.py::test_the_benchmark_measures"),
     "python benchmarks/probe.py": PROBE,
     "python benchmarks/probe.py --honest 200": PROBE,
     "python benchmarks/weight_sync.py": SYNC,

@@ -326,3 +326,17 @@ def test_the_numbers_are_those_of_the_kernel_s_headers(machine: str, header: str
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
     wrong = {name: number for name, number in denied_calls(machine).items() if defined.get(name) != str(number)}
     assert not wrong
+
+
+def test_the_benchmark_measures(tmp_path: Path) -> None:
+    words = ["--calls", "4", "--honest", "2", "--rounds", "1", "--json", str(tmp_path / "out.json")]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/python_tool.py", *words], capture_output=True, text=True, cwd=root, timeout=SOON_S
+    )
+    if "tools.python.strict=true" in done.stderr:
+        pytest.skip("this machine has no whole sandbox")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["calls"] for row in rows] == ["alone", "at once", "honest", "honest beside hostile"]
+    assert done.stdout.splitlines()[-1].startswith("ratio: ")
