@@ -7,12 +7,12 @@ the snippet's own:
 
     alone        one call after the other of `1 + 1`, which takes no time
     at once      all calls together of a snippet that waits 0.2 s and prints: it wants no processor itself
-    neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in several
-                 processes, memory, output, files, threads and recursion
+    neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in
+                 several processes, memory, output, files, threads and recursion
 
-Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load`
-is the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the
-median overhead of the calls at once.
+Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load` is
+the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the median overhead of the calls at
+once.
 """
 
 from __future__ import annotations
