@@ -26,8 +26,9 @@ $(STAMP): constraints/install.sh constraints/cpu.txt constraints/gpu.txt constra
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
-test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, for one of them)
+test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium and bubblewrap, for some of them)
 	tests/report/chromium.sh install
+	tests/tools/bubblewrap.sh
 	tests/all.sh
 
 parity: install  ## every parallel layout against one rank and against transformers

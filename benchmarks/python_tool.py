@@ -7,12 +7,12 @@ the snippet's own:
 
     alone        one call after the other of `1 + 1`, which takes no time
     at once      all calls together of a snippet that waits 0.2 s and prints: it wants no processor itself
-    neighbours   32 honest calls at once, without and with 8 hostile ones that have begun before: endless loops in several
-                 processes, memory, output, files, threads and recursion
+    neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in
+                 several processes, memory, output, files, threads and recursion
 
-Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load`
-is the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the
-median overhead of the calls at once.
+Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load` is
+the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the median overhead of the calls at
+once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 WANTED_MS = 30.0
 WAIT_S = 0.2
 WAITING = f"import time\ntime.sleep({WAIT_S})\nprint('well')"
-NUM_HONEST = 32
 HOSTILE = (
     "while True: pass",
     "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
@@ -97,9 +96,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--calls", type=int, default=64, help="at once")
+    parser.add_argument("--honest", type=int, default=32, help="calls beside the hostile ones")
     parser.add_argument("--rounds", type=int, default=3, help="of each set of calls")
     words = parser.parse_args()
-    most = max(words.calls, NUM_HONEST + len(HOSTILE))
+    most = max(words.calls, words.honest + len(HOSTILE))
     config = PythonTool(concurrency=most, warm=most, wall_s=5.0)
     load = float(Path("/proc/loadavg").read_text().split()[0])
     tool = PythonInterpreter(config)
@@ -113,14 +113,14 @@ def main() -> int:
             refill(tool, most)
             found["at once"] += latencies(pool, [WAITING] * words.calls, WAIT_S, is_at_once=True)
             refilled.append(1000 * refill(tool, most) / words.calls)
-            found["honest"] += latencies(pool, [WAITING] * NUM_HONEST, WAIT_S, is_at_once=True)
+            found["honest"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
             refill(tool, most)
             hostile = [
                 pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
                 for number, code in enumerate(HOSTILE)
             ]
             time.sleep(1.0)  # they are at work
-            found["honest beside hostile"] += latencies(pool, [WAITING] * NUM_HONEST, WAIT_S, is_at_once=True)
+            found["honest beside hostile"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
             for future in hostile:
                 future.result()
             refill(tool, most)

@@ -60,7 +60,7 @@ class PythonInterpreter:
         self._running: set[Interpreter] = set()
         self._spent: list[Interpreter] = []  # their processes are ended, and nobody has waited for them yet
         self._failure: str | None = None  # why the last one did not start
-        self._is_closed = False
+        self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="marsrl-python", daemon=True)
         self._keeper.start()
 
@@ -95,7 +95,7 @@ class PythonInterpreter:
     def close(self) -> None:
         """Kill every interpreter; may be called twice. Calls under way end as if their snippet had been killed."""
         with self._changed:
-            self._is_closed = True
+            self._closed.set()
             self._spent += self._ready
             self._ready.clear()
             for interpreter in self._running:
@@ -105,7 +105,7 @@ class PythonInterpreter:
 
     def _take(self) -> Interpreter:
         with self._changed:
-            while not self._is_closed:
+            while not self._closed.is_set():
                 while self._ready:
                     interpreter = self._ready.popleft()
                     self._changed.notify_all()  # the keeper: there is room for another
@@ -136,15 +136,19 @@ class PythonInterpreter:
 
     def _wait_for_room(self) -> int:
         """How many to start now, 0 when the tool is closed. They give way to calls for a little while."""
-        while True:
-            self._bury()
+        while not self._closed.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._spent or len(self._ready) < self._config.warm)
-                self._changed.wait_for(lambda: self._is_closed or not self._ready or not self._running, _GIVES_WAY_S)
-                if self._is_closed:
-                    return 0
-                if room := self._config.warm - len(self._ready):
-                    return min(room, os.cpu_count() or 1)
+                self._changed.wait_for(lambda: self._closed.is_set() or self._spent or self._room())
+                is_busy = bool(self._ready and self._running)
+            if is_busy:
+                self._closed.wait(_GIVES_WAY_S)  # and not by the condition, which every call tells of its end
+            self._bury()
+            if room := self._room():
+                return min(room, os.cpu_count() or 1)
+        return 0
+
+    def _room(self) -> int:
+        return self._config.warm - len(self._ready)
 
     def _bury(self) -> None:
         with self._changed:
@@ -174,7 +178,7 @@ class PythonInterpreter:
     def _add(self, interpreter: Interpreter) -> None:
         with self._changed:
             self._failure = None
-            (self._spent if self._is_closed else self._ready).append(interpreter)
+            (self._spent if self._closed.is_set() else self._ready).append(interpreter)
             self._changed.notify_all()
 
     def _fail(self, failure: str, num_failed: int) -> None:
@@ -184,7 +188,7 @@ class PythonInterpreter:
         with self._changed:
             self._failure = None if self._ready else failure
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed, min(2.0 ** min(num_failed, 6), _LONGEST_PAUSE_S))
+            self._changed.wait_for(lambda: self._closed.is_set(), min(2.0 ** min(num_failed, 6), _LONGEST_PAUSE_S))
 
 
 def shown(ending: Ending, config: PythonTool) -> str:
