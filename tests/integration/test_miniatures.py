@@ -56,15 +56,15 @@ def test_a_miniature_trains_every_policy_that_it_has(command: str, runner: objec
 
 @pytest.mark.parametrize("command", run_by("test_the_search_team_in_miniature_trains_by_its_outcome"))
 def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, runner: object) -> None:
-    """From a warm start that is long enough to be read, and not to be right."""
+    """From a warm start that is long enough for an answer in four to be right."""
     words = shlex.split(command)[2:]
-    steps = ("warm_start.max_solver_steps=40", "warm_start.short_steps=20", "warm_start.max_team_steps=60")
+    steps = ("warm_start.max_solver_steps=110", "warm_start.short_steps=60", "warm_start.max_team_steps=80")
     rest = ("warm_start.decay_steps=20", "run.steps=3")
     directory: Path = runner.run("search-team", *words, *steps, *rest)  # type: ignore[attr-defined]
     rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
     assert len(rows) == 3 and sum(row["actor/updates"] or 0 for row in rows) > 0
     for agent in ("verifier", "search", "answer"):
-        assert sum(row[f"actor/{agent}/tokens"] or 0 for row in rows) > 0
+        assert sum(row.get(f"actor/{agent}/tokens") or 0 for row in rows) > 0
     assert all(row["tools/search/calls"] and not row["tools/search/errors"] for row in rows)
     summary = load_summary(directory / "summary.json")
     assert summary.warm_start is not None and summary.before is not None
