@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 class Tools(Protocol):
@@ -159,30 +161,24 @@ class Team:
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended."""
-        if not episode.error:
-            try:
-                return self.orchestration.outcome(episode)
-            except Exception as error:
-                self._fail(episode, "outcome", error)
-        return None
+        return self._of_ended(episode, self.orchestration.outcome, None)
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
         """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""
-        if not episode.error:
-            try:
-                return self.orchestration.outcomes(episode)
-            except Exception as error:
-                self._fail(episode, "outcomes", error)
-        return {}
+        return self._of_ended(episode, self.orchestration.outcomes, {})
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """Of an episode that has ended; none of one that failed."""
+        return self._of_ended(episode, self.orchestration.metrics, {})
+
+    def _of_ended(self, episode: Episode, method: Callable[[Episode], Found], otherwise: Found) -> Found:
+        """What this method of the orchestration says; `otherwise` where the episode failed before, or does now."""
         if not episode.error:
             try:
-                return self.orchestration.metrics(episode)
+                return method(episode)
             except Exception as error:
-                self._fail(episode, "metrics", error)
-        return {}
+                self._fail(episode, method.__name__, error)
+        return otherwise
 
     def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
         if not isinstance(each, Ask | ToolCall):

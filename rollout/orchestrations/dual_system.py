@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -142,10 +143,15 @@ class DualSystem(Orchestration):
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """turns and answered; calls of each tool; failed_calls, that could not be read or had an error; distillates."""
+        """turns and answered; calls of each tool, pages and papers found; failed_calls, of which an error came, and
+        turns_without_call, where none could be read either; distillates."""
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
         tools = [call.tool for call in episode.calls.values()]
+        num_parts = Counter[str]()
+        for name, output in episode.outputs.items():
+            num_parts[episode.calls[name].tool] += len(output.parts)
+        found = {"pages": num_parts["search"], "papers": num_parts["scholar"]}
         return {
             "turns": num_waits + len(reasoned),
             "answered": sum(sample.answer is not None for sample in reasoned),
@@ -153,6 +159,7 @@ class DualSystem(Orchestration):
             "failed_calls": sum(output.is_error for output in episode.outputs.values()),
             "distillates": sum(ask.agent == "system1" for ask in episode.asks.values()),
             **{f"calls/{name}": tools.count(name) for name in self.tools},
+            **found,
         }
 
     @staticmethod

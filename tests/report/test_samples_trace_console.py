@@ -131,7 +131,7 @@ def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
     assert load_summary(path) == summary
     values = json.loads(path.read_text())
     assert values["engine"]["class"] == "LLMEngine"
-    assert set(values["after"]) == {"agents", "system", "num_episodes", "usage", "judge"}
+    assert set(values["after"]) == {"agents", "system", "num_episodes", "usage", "judge", "team"}
     assert {"mean", "low", "high", "n"} == set(values["before"]["system"])
     values["before"]["agents"]["solver"]["mean"] = 2
     path.write_text(json.dumps(values))

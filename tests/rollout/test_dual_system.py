@@ -269,7 +269,7 @@ def test_metrics_of_an_episode(renderer: ChatRenderer) -> None:
     episode, _, _ = play(renderer, [SEARCH, "hm", RUN, call("python"), "<answer>7</answer>"], Looker())
     assert system(renderer).metrics(episode) == {
         "turns": 5, "answered": 1, "turns_without_call": 1, "failed_calls": 0, "distillates": 2,
-        "calls/search": 1, "calls/scholar": 0, "calls/python": 2,
+        "calls/search": 1, "calls/scholar": 0, "calls/python": 2, "pages": 4, "papers": 0,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ system    episodes that end in the answer that counts (Orchestration.follow and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -135,7 +136,14 @@ class Evaluator:
             num_episodes=len(episodes),
             usage=usage(player.answered, self.team.agents, self.policies),
             judge=self._judge_usage(),
+            team=self._team_metrics(episodes),
         )
+
+    def _team_metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for episode in episodes:
+            total.update(self.team.metrics(episode))
+        return {name: value / len(episodes) for name, value in total.items()}
 
     def correctness(
         self,

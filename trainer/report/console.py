@@ -141,6 +141,8 @@ class RunConsole:
                 table.add_row(Text(f"  {agent} ({own.policy})"), cell, *_per_episode([own], episodes), "")
             if (judge := evaluation.judge) is not None:
                 table.add_row(Text(f"  judge ({judge.policy})"), "", *_per_episode([judge], episodes), "")
+            for what, value in evaluation.team.items():
+                table.add_row(Text(f"  {what}"), "", f"{value:,.1f}")
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)

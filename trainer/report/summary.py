@@ -106,7 +106,8 @@ class JudgeUsage(Usage):
 class Evaluation(Schema):
     """One row set of the table: each agent that was asked, in the order of play, and the whole team.
 
-    usage: by agent, of the episodes that `system` is of; judge: of their answers, null where no model judged them.
+    usage: by agent, of the episodes that `system` is of; judge: of their answers, null where no model judged them; team: means of
+    the orchestration's own metrics over them, by name.
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
@@ -114,6 +115,7 @@ class Evaluation(Schema):
     num_episodes: int = Field(0, ge=0)
     usage: dict[str, Usage] = Field(default_factory=dict)
     judge: JudgeUsage | None = None
+    team: dict[str, float] = Field(default_factory=dict)
 
     @property
     def rows(self) -> dict[str, Estimate]:
