@@ -29,7 +29,7 @@ SURVIVED = r"\bsurvived\b"
 
 
 class Snippet(NamedTuple):
-    """says: a pattern of the output. needs: parts of the sandbox (launcher.WANTED) without which it does not hold."""
+    """says: a pattern of the output. needs: parts of the sandbox (launcher.WANTED) without which it does not hold ("user": it starts processes, too)."""
 
     name: str
     code: str
@@ -48,7 +48,7 @@ SNIPPETS = (
         "processes",
         is_long=True,
     ),
-    Snippet("shell fork bomb", "subprocess.run(['sh', '-c', ':(){ :|:& };:'])\nprint('survived')", SURVIVED, "processes"),
+    Snippet("shell fork bomb", "subprocess.run(['sh', '-c', ':(){ :|:& };:'])\nprint('survived')", SURVIVED, "processes user"),
     Snippet(
         "thread bomb",
         "import threading\nfor _ in range(1000): threading.Thread(target=time.sleep, args=(1e6,)).start()",
@@ -56,9 +56,9 @@ SNIPPETS = (
         "processes",
         is_long=True,
     ),
-    Snippet("daemon", "os.fork() or (os.fork() or time.sleep(1e6))\nprint('survived')", SURVIVED),
+    Snippet("daemon", "os.fork() or (os.fork() or time.sleep(1e6))\nprint('survived')", SURVIVED, "user"),
     Snippet("daemon of its own session", "attempt(os.setsid); attempt(os.setpgid, 0, 0)", REFUSED, "seccomp"),
-    Snippet("nohup", "subprocess.Popen(['sh', '-c', 'trap \"\" HUP TERM; sleep 1e6'])\nprint('survived')", SURVIVED),
+    Snippet("nohup", "subprocess.Popen(['sh', '-c', 'trap \"\" HUP TERM; sleep 1e6'])\nprint('survived')", SURVIVED, "user"),
     Snippet("deaf to signals", "for s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass", STOPPED , is_long=True),
     Snippet("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)\nprint('woken')", STOPPED + "|woken", is_long=True),
     Snippet("signals to all", "try: os.kill(-1, 9)\nexcept OSError: pass\nprint('survived')", SURVIVED, "pid user"),
@@ -78,7 +78,7 @@ SNIPPETS = (
     Snippet("memory of System V", "attempt(syscall, NR_shmget, 0, 1 << 20, 0o1600)", REFUSED, "seccomp"),
     Snippet("memory without a name", "attempt(os.memfd_create, 'x')", REFUSED, "seccomp"),
     Snippet("zip bomb", "import zlib\npacker = zlib.compressobj()\nsmall = b''.join(packer.compress(bytes(1 << 20)) for _ in range(600)) + packer.flush()\nlen(zlib.decompress(small))", "MemoryError|" + STOPPED, is_long=True),
-    Snippet("pickle bomb", "import pickle\npickle.loads(b\"cos\\nsystem\\n(S'cat /etc/shadow; echo survived'\\ntR.\")", SURVIVED),
+    Snippet("pickle bomb", "import pickle\npickle.loads(b\"cos\\nsystem\\n(S'cat /etc/shadow; echo survived'\\ntR.\")", SURVIVED, "user"),
     Snippet("pickle of a huge list", "import pickle\npickle.loads(b'\\x80\\x04' + b'\\x8e' + (1 << 45).to_bytes(8, 'little'))", "MemoryError|UnpicklingError"),
     Snippet("laughing lists", "a = ['lol' * 10]\nfor _ in range(40): a = a * 10\nlen(a)", "MemoryError|" + STOPPED, is_long=True),
     Snippet("JSON that is deep", "import json\njson.loads('[' * 10 ** 6)", "RecursionError"),
@@ -100,7 +100,7 @@ SNIPPETS = (
     Snippet("limits raised", "import resource\nfor limit in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE):\n    attempt(resource.setrlimit, limit, (-1, -1))", REFUSED, "user"),
     # output
     Snippet("endless output", "while True: print('spam' * 1000)", STOPPED + "printed"),
-    Snippet("endless output of children", "subprocess.run(['yes'])", STOPPED + "printed"),
+    Snippet("endless output of children", "subprocess.run(['yes'])", STOPPED + "printed", "user"),
     Snippet("ANSI and bidi", "print('\\x1b[2J\\x1b]0;title\\x07 \\u202eevil\\u2066 \\x9b31m \\u200b \\r\\x08')", r"\A\\x1b\[2J\\x1b\]0;title\\x07 \\u202eevil\\u2066 \\x9b31m \\u200b \\r\\x08\Z"),
     Snippet("no UTF-8", "os.write(1, b'\\xff\\xfe\\x00\\xed\\xa0\\x80survived')\nprint('\\ud800')", SURVIVED),
     Snippet("a forged end", "os.write(1, b'ready\\n{\"status\": 0}\\n')\nos.write(0, b'x') if False else print('survived')", SURVIVED),

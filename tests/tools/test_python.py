@@ -25,7 +25,7 @@ from marsrl.rollout.tools.config import PythonTool, ToolsConfig
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.python import launcher as launcher_module
 from marsrl.rollout.tools.python import tool as tool_module
-from marsrl.rollout.tools.python.launcher import Launcher, choose_launcher, launchers
+from marsrl.rollout.tools.python.launcher import WANTED, Launcher, choose_launcher, launchers
 from marsrl.rollout.tools.python.seccomp import denied_calls, seccomp_filter
 from marsrl.rollout.tools.python.tool import PythonInterpreter, plain
 from marsrl.rollout.types import ToolCall
@@ -71,6 +71,8 @@ def run(tool: PythonInterpreter, code: str) -> str:
 def test_a_snippet_answers_with_what_it_prints_and_its_last_value(
     python: PythonInterpreter, code: str, output: str
 ) -> None:
+    if ("subprocess" in code or "threading" in code) and WANTED["user"] in choose_launcher(CONFIG)[1]:
+        pytest.skip("the sandbox of this machine counts all processes of this user, so that code in it can start none")
     assert run(python, code) == output
 
 
@@ -148,7 +150,7 @@ def all_gone(processes: set[psutil.Process]) -> bool:
 def test_closing_leaves_no_process_and_ends_calls_under_way() -> None:
     before = children()
     pool = build_tools(ToolsConfig(python=CONFIG), ["python"], ())
-    code = "import subprocess, time\nsubprocess.Popen(['sleep', '1000'])\nprint('at work')\ntime.sleep(1000)"
+    code = "import subprocess, time\ntry: subprocess.Popen(['sleep', '1000'])\nfinally: time.sleep(1000)"
     call = pool.submit(ToolCall("1", "python", json.dumps({"code": code})))
     assert pool.submit(ToolCall("2", "python", '{"code": "1"}')).result(SOON_S).text == "1"
     begun = children() - before
@@ -158,6 +160,8 @@ def test_closing_leaves_no_process_and_ends_calls_under_way() -> None:
 
 
 def test_a_killed_trainer_leaves_no_process() -> None:
+    if WANTED["pid"] in choose_launcher(CONFIG)[1]:
+        pytest.skip("the sandbox of this machine has no pid namespace: what a snippet forked outlives a killed trainer")
     script = """
         import threading
         from marsrl.rollout.tools.config import PythonTool
@@ -175,10 +179,6 @@ def test_a_killed_trainer_leaves_no_process() -> None:
         begun = set(psutil.Process(trainer.pid).children(recursive=True))
         os.kill(trainer.pid, signal.SIGKILL)
     assert len(begun) >= 3
-    if "a pid namespace of its own" in choose_launcher(CONFIG)[1]:
-        for process in begun:
-            process.kill()
-        pytest.skip("the sandbox of this machine has no pid namespace: what a snippet forked outlives a killed trainer")
     assert all_gone(begun)
 
 
@@ -253,7 +253,7 @@ def test_a_way_that_can_be_had_gives_all_that_it_is_for(label: str) -> None:
         lacks = set(launcher_module.look(launcher, CONFIG))
     except (launcher_module.StartError, OSError) as error:
         pytest.skip(f"{label} cannot be had here: {error}")
-    names = launcher_module.WANTED
+    names = WANTED
     assert not lacks & {names["seccomp"], names["capabilities"], names["processes"], names["kernel"]}
     if label.startswith("plain"):
         assert {names["pid"], names["mnt"], names["net"]} <= lacks

@@ -84,7 +84,7 @@ class Interpreter:
             said += chunk
             if not chunk or len(said) > _CHUNK:
                 words = " ".join(said.decode("utf-8", "replace").split())
-                raise StartError(words[-200:] or f"it ended with {self._process.wait()}")
+                raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
         """Give it its snippet, and end it with everything that it has started. It is still to be killed."""

@@ -127,7 +127,7 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
         ValueError: tools.python.strict, and something is missing; or nothing can be started at all.
     """
     if not hasattr(os, "pidfd_open"):
-        raise ValueError("tools.python needs Linux; without it: no tools.python")
+        raise ValueError("tools.python runs on Linux only; leave it out here")
     if config.packages is not None and not os.path.isdir(config.packages):
         raise ValueError(f"tools.python.packages: {config.packages!r} is no folder")
     best: tuple[Launcher, list[str]] | None = None
@@ -233,14 +233,8 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     # the guest, which cannot touch it, and only it can be reached by the signal that ends all when the trainer dies. Elsewhere
     # the guest could write its memory, and has to be the first process itself.
     command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
-    command += [
-        "--perms",
-        "1777",
-        "--size",
-        str(config.tmp_mib << 20),
-        "--tmpfs",
-        "/tmp",
-    ]  # first: packages may lie below
+    size = str(config.tmp_mib << 20)
+    command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # first: packages may lie below
     for path in _shown(config):
         for parent in reversed(Path(path).parents[:-1]):  # it would make them as closed as the machine's
             command += ["--perms", "0755", "--dir", str(parent)]

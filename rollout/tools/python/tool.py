@@ -58,7 +58,7 @@ class PythonInterpreter:
         self._changed = threading.Condition()
         self._ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
-        self._spent: list[Interpreter] = []  # their processes are ended, and nobody has waited for them yet
+        self._spent: list[Interpreter] = []  # still to be killed or waited for
         self._failure: str | None = None  # why the last one did not start
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="marsrl-python", daemon=True)
@@ -85,7 +85,6 @@ class PythonInterpreter:
         try:
             ending = interpreter.run(code, self._config.wall_s, _BYTES_A_CHAR * self._config.max_output_chars)
         finally:
-            interpreter.stop()
             with self._changed:
                 self._running.remove(interpreter)
                 self._spent.append(interpreter)
