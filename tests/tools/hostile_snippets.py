@@ -152,6 +152,6 @@ SNIPPETS = (
     Snippet("a service on the loopback", "attempt(socket.create_connection, ('127.0.0.1', PORT), 2); attempt(socket.create_connection, ('localhost', PORT), 2)", REFUSED, "seccomp"),
     Snippet("a service on the loopback, by a shell", "attempt(subprocess.run, ['bash', '-c', 'echo x > /dev/tcp/127.0.0.1/PORT'], check=True, stderr=-3)", REFUSED, "seccomp"),
     Snippet("an abstract socket", "def reach():\n    one = socket.socket(socket.AF_UNIX); one.connect('\\0ABSTRACT')\nattempt(reach)", REFUSED, "seccomp"),
-    Snippet("names", "attempt(socket.getaddrinfo, 'example.com', 80); import urllib.request; attempt(urllib.request.urlopen, 'http://example.com', timeout=2)"),
+    Snippet("names", "attempt(socket.getaddrinfo, 'example.com', 80)"),
     Snippet("interfaces", "print([line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]])", r"\A\['lo'(, '\w*tun\w*'|, '\w*gre\w*'|, 'sit0'|, 'ip6\w+'|, 'ip_vti0')*\]\Z", "net"),
 )  # fmt: skip
