@@ -154,7 +154,7 @@ def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> No
     assert (cut.answer, cut.verdict) == (None, None)
     assert TEAM.parse(sample("s", text=r"\boxed{4}", finish=Finish.LENGTH)).answer is None
     assert TEAM.parse(sample("s", text=r"<think>\boxed{4}")).answer is None
-    assert TEAM.parse(sample("s", text=r"\boxed{4}", prompt_text="assistant\n<think>\n")).answer is None
+    assert TEAM.parse(replace(sample("s", text=r"\boxed{4}"), in_thought=True)).answer is None
     assert TEAM.parse(sample("v", "verifier1", text="<think>Verdict: wrong")).verdict is None
     assert TEAM.parse(sample("v", "verifier1", text="<think>x</think>Verdict: wrong")).verdict is False
 
@@ -390,7 +390,9 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"debate, search_team, solver, .*, verifier_corrector, and your own as FILE"):
+    with pytest.raises(
+        ValueError, match=r"debate, dual_system, search_team, solver, .*, verifier_corrector, and your own as FILE"
+    ):
         build_orchestration("debates", {}, "math")
     with pytest.raises(ValueError, match="corrector2"):
         build_orchestration("verifier_corrector", {"solvr": AgentConfig()}, "math")

@@ -19,9 +19,11 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.types import Problem
+from marsrl.rollout.team import WatchedJudge
+from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.curate.best_of_n import BestOfN
 from marsrl.trainer.curate.config import BestOfNConfig
 from marsrl.trainer.curate.missing import CurationStopped
@@ -186,10 +188,7 @@ def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known(
 ) -> None:
     (row,) = rows(1)
     with players(lambda question: 4).open([row.problem]) as evaluator:
-        judged = evaluator.team.judge
-        lost = replace(
-            evaluator.team, judge=lambda pairs: [replace(r, value=math.nan, correct=math.nan) for r in judged(pairs)]
-        )
+        lost = replace(evaluator.team, judge=WatchedJudge(lambda problem, answer: known(Reward(math.nan, math.nan))))
         unknown = replace(evaluator, team=lost).correctness({"p": row.problem}, N, {"main": 0})["p"]
         cut = replace(evaluator, max_tokens=1).correctness({"q": row.problem}, N, {"main": 0})["q"]
     assert all(math.isnan(value) for value in unknown) and len(unknown) == N

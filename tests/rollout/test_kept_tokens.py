@@ -24,7 +24,7 @@ from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team
+from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
@@ -85,7 +85,7 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
         orchestration,
         {"main": LetterRenderer()},
         {"main": pool},
-        judge,
+        WatchedJudge(judge),
         max_kept={"solver": MOST},  # type: ignore[dict-item, arg-type]
     )
     scheduler = Scheduler(config, team, letter_problems(4), seed=0)

@@ -24,9 +24,10 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.schedule.at_once import AtOnce
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.team import Team, WatchedJudge, _turn
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
 
 VERSIONS = {"main": 0}
@@ -345,3 +346,33 @@ def test_a_team_of_many_turns_is_stopped() -> None:
     odd = [s for group in batch.groups for s in group.samples if s.uid.endswith(".1/solver:0")]
     assert len(odd) == 2 and all("3 calls of agents and tools, at most" in s.reward.note for s in odd)
     assert batch.metrics["rollout/failed_episodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "runs", "turn", "in_thought"),
+    [
+        ("<think>", ["ab"], "ab", True),
+        ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # a pause in the midst of a thought
+        ("<think>", ["a", "[</think>]", "b"], "b", True),  # a stranger ends no thought
+        ("", ["a", "[<think>]", "b"], "b", False),  # and begins none
+        ("<think>", ["a</think>b", "[x]", "c"], "c", False),
+        ("<think>", ["a</think>b\x01", "|next\n<think>\n", "c"], "c", True),  # the next turn begins as the messages say
+        ("<think>", ["a\x01", "|next\n", "c"], "c", False),  # a turn that ended within its thought
+        ("", ["a\x01", "|<think>\n", "b</think>c", "[x]", "d"], "d", False),
+        ("", ["a", "[x]"], "", False),
+    ],
+)
+def test_where_a_turn_begins_and_whether_within_a_thought(
+    prompt: str, runs: list[str], turn: str, in_thought: bool
+) -> None:
+    """runs: its own words, a stranger's, its own, and so on; \x01 ends a turn."""
+    partial = Partial()
+    for place, words in enumerate(runs):
+        ids = np.asarray([*map(ord, words)], np.int32)
+        if place % 2:
+            partial.go_on_with(ids)
+        else:
+            partial.extend(ids, np.zeros(len(ids), np.float32), 0)
+    text = Renderer().decode(partial.token_ids)
+    start, begins = _turn(Renderer(), prompt, partial, text)  # type: ignore[arg-type]
+    assert (text[start:], begins) == (turn, in_thought)
