@@ -569,6 +569,11 @@ class RunConfig(Settings):
                 "mpt.scope=batch needs all agents' samples in one micro-batch, which has one clip range: set "
                 "mpt.scope=sample or off, or the same range for every trained agent"
             )
+        if self.credit.balance == "uniform" and not self.has_whole_instances:
+            raise ValueError(
+                "credit.balance=uniform counts an agent's samples for a problem, and with rollout.pipeline=agentic and "
+                "credit.normalise=group a step has parts of them: set rollout.pipeline=trajectory, or credit.normalise=agent"
+            )
         if not self.credit.train_agents:
             raise ValueError(
                 "credit.train_agents is empty, and nothing is left to train: name agents, or set it to all"

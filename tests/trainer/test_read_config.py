@@ -118,6 +118,8 @@ def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
     assert read_config(None, ["credit.train_agents=solver"])[0].credit.train_agents == ("solver",)
     assert read_config(None, ["credit.train_agents=all"])[0].credit.train_agents == "all"
     assert "credit.train_agents names 'solvr'; the agents are solver, " in refusal("credit.train_agents=solvr")
+    assert "set rollout.pipeline=trajectory, or credit.normalise=agent" in refusal("credit.balance=uniform")
+    assert read_config(None, ["credit.balance=uniform", "credit.normalise=agent"])[0].credit.balance == "uniform"
     assert refusal("credit.train_agents=[]").startswith("credit.train_agents is empty, and nothing is left to train: ")
 
 
