@@ -100,7 +100,7 @@ def test_a_tutors_prompts_are_the_teams(world: World, tool: IndexSearch, rates: 
         while left:
             asks, calls = episode.enter(team.follow(episode))
             for call in calls:
-                episode.outputs[call.id] = ToolOutput(tool.run(json.loads(call.arguments)))
+                episode.outputs[call.id] = ToolOutput.of(tool.run(json.loads(call.arguments)))
             for ask in asks:
                 trace = left.pop(0)
                 assert AGENTS[ask.agent] is trace.role and team.messages(episode, ask) == trace.prompt
