@@ -3,6 +3,7 @@
     python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
     python benchmarks/learning.py preset=cpu_solver_verifier [key.sub=value ...]
     python benchmarks/learning.py preset=cpu_search_team [key.sub=value ...]
+    python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
 for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
@@ -31,6 +32,7 @@ MAIN = Path(__file__).resolve().parent.parent / "trainer" / "main.py"
 REWARDS = {
     "Solver's reward": "reward/solver/mean",
     "Answer agent's reward": "reward/answer/mean",
+    "System 2's reward": "reward/system2/mean",
     "reward of all samples": "reward/all/mean",
 }
 

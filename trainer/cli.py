@@ -80,7 +80,7 @@ def _init(add: AddParser) -> None:
     parser.add_argument(
         "--tokenizer",
         default="bytes",
-        help="bytes, arithmetic, facts, or a directory to copy one from (default: %(default)s)",
+        help="bytes, arithmetic, facts, calls, or a directory to copy one from (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")

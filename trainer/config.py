@@ -22,7 +22,7 @@ from marsrl.rollout.config import (
 )
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tasks.config import SearchSlips, TrainFile, read_train_files
+from marsrl.rollout.tasks.config import DualSystemSlips, SearchSlips, TrainFile, read_train_files
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.trainer.curate.config import CurateConfig
 
@@ -331,6 +331,13 @@ class SearchTeamLessons(SearchSlips):
     gate: tuple[float, float] = (0.35, 0.65)
 
 
+class DualSystemLessons(DualSystemSlips):
+    """What System 2 and System 1 are taught about linked facts and calculations."""
+
+    drills: int = Field(4, ge=0, le=MOST, description="documents and questions about them, a step in phase 2")
+    gate: tuple[float, float] = (0.35, 0.65)
+
+
 class WarmStartConfig(Settings):
     """Supervised traces that turn random weights into a mediocre team (trainer/schools).
 
@@ -368,6 +375,7 @@ class WarmStartConfig(Settings):
     gate_solver: tuple[float, float] = (0.40, 0.65)
     gate_verifier: tuple[float, float] = (0.57, 0.70)
     search_team: SearchTeamLessons = SearchTeamLessons()
+    dual_system: DualSystemLessons = DualSystemLessons()
 
 
 class RunConfig(Settings):

@@ -365,10 +365,13 @@ FACTS = PromptSet(
         Role.ROUTER: (Message("user", "{report} {problem} verify"),),
         Role.SEARCHER: (Message("user", "{report} {problem} search"),),
         Role.ANSWERER: (Message("user", "{report} {problem} answer"),),
+        Role.REASONER: (Message("user", "{problem}"),),
+        Role.DISTILLER: (Message("user", "{problem} {solution} {report} read"),),
     },
     read_answer=QA.read_answer,
     read_verdict=strict_verdict,
     example="<verify> ROUTE </verify> <search> QUESTION </search> <answer> ANSWER </answer>",
+    examples=QA.examples,
 )
 
 _SETS = {prompts.name: prompts for prompts in (MATH, DRMAS_MATH, CHAIN, QA, FACTS)}

@@ -95,13 +95,14 @@ class ChatRenderer:
     def next_turn(self, messages: Sequence[Message], **template_options: bool | str) -> IntArray:
         """[N] int32: what stands between a completion that ended its turn and the next one: these messages.
 
-        The end token is the completion's own, and not repeated.
+        The end token is the completion's own, and not repeated, nor is white space that a template writes before it.
         """
         _, _, _, _, after, *rest = self._parts(
             [Message("user", ""), Message("assistant", ""), *messages], template_options
         )
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
-        return self._filled([after.removeprefix(next(filter(after.startswith, ends), "")), *rest])[0]
+        end = next(filter(after.lstrip().startswith, ends), None)
+        return self._filled([after if end is None else after.lstrip().removeprefix(end), *rest])[0]
 
     def _filled(self, parts: Sequence[str]) -> tuple[IntArray, str]:
         pieces: list[int | str | None] = []

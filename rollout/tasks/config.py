@@ -77,6 +77,12 @@ class FactsOptions(Settings):
     )
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
+    calculations: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the questions that ask to calculate (7 times 8), for a team that has Python",
+    )
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
     wording: Literal["sentences", "terse"] = Field(
         "sentences",
@@ -110,6 +116,17 @@ class SearchSlips(Settings):
         0.2, ge=0, le=1, description="of the queries after the first: for another fact of the document"
     )
     slip_answerer: float = Field(0.25, ge=0, le=1, description="of the answers: another fact of the document")
+
+
+class DualSystemSlips(Settings):
+    """How often the tutors of System 2 and System 1 go wrong about linked facts and calculations, as shares."""
+
+    slip_call: float = Field(0.08, ge=0, le=1, description="of System 2's calls: its JSON has no end")
+    slip_purpose: float = Field(0.12, ge=0, le=1, description="of its searches: for another fact of the document")
+    slip_guess: float = Field(
+        0.5, ge=0, le=1, description="of the calculations: answered without a call, by any number"
+    )
+    slip_distiller: float = Field(0.15, ge=0, le=1, description="of what System 1 writes down: another fact")
 
 
 class QaOptions(FactsOptions):

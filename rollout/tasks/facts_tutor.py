@@ -41,8 +41,7 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
     def read(number: int, slip: float) -> tuple[str, str]:
         """The relation of a step and its value, or another one of the same document."""
         entity, relation, _ = steps[number]
-        if rng.random() < slip:
-            relation = rng.choice([other for name, other in world.facts if name == entity and other != relation])
+        relation = slipped(rng, world, entity, relation, slip)
         return relation, world.facts[entity, relation]
 
     for number, (entity, _, _) in enumerate(steps):
@@ -59,6 +58,13 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
     relation, value = read(-1, slips.slip_answerer)
     write(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")
     return traces
+
+
+def slipped(rng: random.Random, world: World, entity: str, relation: str, slip: float) -> str:
+    """The relation, or with this probability another one of the same document."""
+    if rng.random() < slip:
+        return rng.choice([other for name, other in world.facts if name == entity and other != relation])
+    return relation
 
 
 def reading_drill(rng: random.Random, world: World, num_documents: int, num_questions: int = 6) -> Trace:

@@ -31,6 +31,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from marsrl.rollout.config import problems_of
+from marsrl.rollout.tasks.calculations import Calculation
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.tools.documents import Document
@@ -139,6 +140,11 @@ class World:
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
         """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
         for _ in range(_MOST_DRAWS):
+            if self._options.calculations and rng.random() < self._options.calculations:
+                problem = Calculation.draw(rng).problem(self._is_terse)
+                if self._is_held_out(problem.question) == held_out:
+                    return problem
+                continue
             hops = rng.randint(self._options.min_hops, self._options.max_hops)
             if self._options.about == "facts":
                 name, relations = rng.choice(self.people), _path(rng, hops)
@@ -148,8 +154,7 @@ class World:
             for relation in relations:
                 value = self.facts.get((value, relation), "")  # the oldest paper has no basis
             question = self._question(name, relations)
-            is_held_out = zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
-            if is_held_out == held_out and value not in ("", name):
+            if self._is_held_out(question) == held_out and value not in ("", name):
                 path = "/".join([name.replace(" ", "_"), *relations])
                 return Problem(f"{self._options.about}/{path}", question, value, "qa")
         key, names = ("people", self.people) if self._options.about == "facts" else ("papers", self.papers)
@@ -158,6 +163,9 @@ class World:
             f"{'held out' if held_out else 'for training'}; raise {key} or max_hops, or change held_out_modulus "
             f"({self._options.held_out_modulus})"
         )
+
+    def _is_held_out(self, question: str) -> bool:
+        return zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
 
     def questions(self, seed: int) -> FactsSource:
         """Endless training questions."""

@@ -22,8 +22,13 @@ TASKS = ("arithmetic", "math", "qa")
 TOKENIZERS = {
     "arithmetic": arithmetic_tokenizer.write_arithmetic_tokenizer,
     "facts": facts_tokenizer.write_facts_tokenizer,
+    "calls": facts_tokenizer.write_calls_tokenizer,
 }
-VOCABULARIES = {"arithmetic": arithmetic_tokenizer.VOCABULARY, "facts": facts_tokenizer.VOCABULARY}
+VOCABULARIES = {
+    "arithmetic": arithmetic_tokenizer.VOCABULARY,
+    "facts": facts_tokenizer.VOCABULARY,
+    "calls": facts_tokenizer.CALLS_VOCABULARY,
+}
 
 
 def build_task(

@@ -56,6 +56,11 @@ SEARCH_MINIATURE = Way(
     "to its end, three steps from a short warm start",
     "the whole of it: measured by hand",
 )
+DUAL_MINIATURE = Way(
+    "tests/integration/test_miniatures.py::test_the_dual_system_in_miniature_trains_by_its_outcome",
+    "to its end, three steps from a short warm start",
+    "the whole of it: measured by hand",
+)
 QUESTIONS = Way(
     f"{HERE}::test_a_search_team_passes_its_checks",
     "with --dry-run added",
@@ -122,6 +127,7 @@ WAYS = {
     "torchrun trainer/main.py preset=cpu_solver_verifier policies.solver.shape=cpu_default": MINIATURE,
     "torchrun trainer/main.py preset=cpu_solver_verifier orchestration=solver": MINIATURE,
     "torchrun trainer/main.py preset=cpu_search_team": SEARCH_MINIATURE,
+    "torchrun trainer/main.py preset=cpu_dual_system": DUAL_MINIATURE,
     "torchrun trainer/main.py --config own_task.yaml": OTHER_TEAM,
     "python -m marsrl.trainer.main": MODULE,
     "torchrun -m marsrl.trainer.main": MODULE,
@@ -195,6 +201,7 @@ WAYS = {
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
+    "python benchmarks/learning.py preset=cpu_dual_system --seeds 0 1": PLAYED,
     "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,

@@ -1,5 +1,6 @@
-"""Dr. MAS in miniature: the commands of configs/cpu_solver_verifier.yaml and cpu_search_team.yaml, a few steps of each. Does the
-reward rise? `python benchmarks/learning.py preset=cpu_solver_verifier`, and cpu_search_team, ask that."""
+"""Dr. MAS and MARS in miniature: the commands of configs/cpu_solver_verifier.yaml, cpu_search_team.yaml and
+cpu_dual_system.yaml, a few steps of each. Does the reward rise? `python benchmarks/learning.py preset=cpu_solver_verifier`, and
+the other two, ask that."""
 
 from __future__ import annotations
 
@@ -70,3 +71,27 @@ def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, runner
     assert summary.warm_start is not None and summary.before is not None
     assert summary.warm_start.measured == {"system": summary.before.system.mean}
     assert all(evaluation is not None and evaluation.agents["search"] for evaluation in (summary.before, summary.after))
+
+
+@pytest.mark.parametrize("command", run_by("test_the_dual_system_in_miniature_trains_by_its_outcome"))
+def test_the_dual_system_in_miniature_trains_by_its_outcome(command: str, runner: object) -> None:
+    """From a warm start that is long enough to call tools, and not to be right."""
+    words = shlex.split(command)[2:]
+    steps = ("warm_start.max_solver_steps=60", "warm_start.short_steps=20", "warm_start.max_team_steps=150")
+    more = ("rollout.prompts_per_step=6", "rollout.group_size=6")  # a poor team is seldom right
+    rest = ("warm_start.decay_steps=20", "run.steps=3")
+    directory: Path = runner.run("dual-system", *words, *steps, *more, *rest)  # type: ignore[attr-defined]
+    rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
+    assert len(rows) == 3 and sum(row["actor/updates"] or 0 for row in rows) > 0
+    for system in ("system2", "system1"):
+        assert sum(row.get(f"actor/{system}/tokens") or 0 for row in rows) > 0
+    for tool in ("search", "python"):
+        assert (
+            sum(row[f"team/calls/{tool}"] or 0 for row in rows)
+            > 0
+            == sum(row[f"tools/{tool}/errors"] or 0 for row in rows)
+        )
+    assert sum(row["team/distillates"] or 0 for row in rows) > 0
+    summary = load_summary(directory / "summary.json")
+    assert summary.warm_start is not None and summary.before is not None and summary.after is not None
+    assert summary.warm_start.measured == {"system": summary.before.system.mean}

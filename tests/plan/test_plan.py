@@ -38,6 +38,7 @@ PLANNED_ON = {
     "cpu_default": 2,
     "cpu_solver_verifier": 2,
     "cpu_search_team": 2,
+    "cpu_dual_system": 2,
 }
 NEEDS_A_MODEL = {"math_default", "qa_default"}
 

@@ -17,11 +17,12 @@ from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, num_engin
 from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team"}  # our own engine decodes
+WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
 WITHOUT_A_PLAN = {
     "cpu_default",
     "cpu_solver_verifier",
     "cpu_search_team",
+    "cpu_dual_system",
     "math_default",
     "qa_default",
 }  # their headers name no GPUs

@@ -147,8 +147,14 @@ def searching(*words: str) -> RunConfig:
 
 
 def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_settings_alone() -> None:
-    assert [school_of(config) for config in (RunConfig.model_validate({}), searching())] == list(SCHOOLS)
-    for words in ("task_options.wording=sentences", "agents.answer.prompt=qa", "data.train=q.jsonl"):
+    dual = read_config(None, ["preset=cpu_dual_system"])[0]
+    assert [school_of(config) for config in (RunConfig.model_validate({}), searching(), dual)] == list(SCHOOLS)
+    for words in (
+        "task_options.wording=sentences",
+        "task_options.calculations=0.1",
+        "agents.answer.prompt=qa",
+        "data.train=q.jsonl",
+    ):
         assert school_of(searching(words)) is None
         with pytest.raises(ValueError, match=r"set policies.main.model, or task=arithmetic, or preset=cpu_search_team"):
             recipe_of(searching(words))
@@ -158,6 +164,7 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
         preflight(searching("agents.answer.prompt=qa"), world_size=1)
     chains, facts = read_config(None, [])[0], searching()
     slips = "warm_start.search_team.slip_router=0.5"
+    assert recipe_of(dual) == recipe_of(read_config(None, ["preset=cpu_dual_system", slips])[0])
     assert recipe_of(searching(slips)) != recipe_of(facts) != recipe_of(searching("task_options.people=30"))
     assert recipe_of(read_config(None, [slips])[0]) == recipe_of(chains)
 

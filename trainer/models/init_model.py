@@ -52,8 +52,8 @@ def init_model(
 ) -> Path:
     """Write the directory `out` and return it: weights, config, generation_config, tokenizer with chat template.
 
-    tokenizer: "bytes", "arithmetic", "facts", or a Hugging Face directory whose tokenizer is copied. Matrices are normal with
-    std 0.05; what writes into the residual stream (o_proj, down_proj) is scaled by 1 / sqrt(2 layers). The same seed
+    tokenizer: "bytes", "arithmetic", "facts", "calls", or a Hugging Face directory whose tokenizer is copied. Matrices are
+    normal with std 0.05; what writes into the residual stream (o_proj, down_proj) is scaled by 1 / sqrt(2 layers). The same seed
     gives the same weights.
     """
     if isinstance(shape, str):
@@ -86,7 +86,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
         load_tokenizer(Path(tokenizer)).save_pretrained(str(out))
     else:
         raise ValueError(
-            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic, facts or a Hugging Face directory"
+            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic, facts, calls or a Hugging Face directory"
         )
     loaded = load_tokenizer(out)
     if loaded.eos_token_id is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
+from marsrl.trainer.schools.dual_school import DualSchool
 from marsrl.trainer.schools.school import School
 from marsrl.trainer.schools.search_school import SearchSchool
 
-SCHOOLS: tuple[type[School], ...] = (ArithmeticSchool, SearchSchool)
+SCHOOLS: tuple[type[School], ...] = (ArithmeticSchool, SearchSchool, DualSchool)
 
 
 def school_of(config: RunConfig) -> type[School] | None:

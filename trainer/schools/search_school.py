@@ -13,7 +13,7 @@ from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
 from marsrl.rollout.tasks.trace import Trace
 from marsrl.trainer.config import RunConfig, WarmStartConfig
-from marsrl.trainer.schools.school import School
+from marsrl.trainer.schools.school import School, asks_of_facts
 
 
 class SearchSchool(School):
@@ -33,13 +33,7 @@ class SearchSchool(School):
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
-        return (
-            config.task == "qa"
-            and config.data.train is None
-            and config.task_options.get("wording") == "terse"
-            and config.orchestration == "search_team"
-            and all(agent.prompt == "facts" for agent in config.agents.values())
-        )
+        return asks_of_facts(config, "search_team") and not cls.options(config).calculations
 
     @classmethod
     def options(cls, config: RunConfig) -> QaOptions:
