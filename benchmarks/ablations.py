@@ -1,39 +1,95 @@
 """Trainings that differ in one choice, on the CPU: what does it change? All seeds are reported, none is chosen.
 
     python benchmarks/ablations.py drmas [key.sub=value ...] [--seeds 0 1 2] [--json FILE] [--dir DIR]
+    python benchmarks/ablations.py mars
 
-drmas: what a reward is compared with (credit.normalise: agent, global, and mean and deviation of one each), by one policy for
-both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml, whose
-agents' mean rewards differ on purpose. Each cell is a whole training of each seed; they share the seed's warm start.
+drmas   what a reward is compared with (credit.normalise: agent, global, and mean and deviation of one each), by one policy for
+        both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml,
+        whose agents' mean rewards differ on purpose
+mars    the dual system without one of its parts: System 1, Python, the balance of its samples, a mean of each system; MARS,
+        arXiv:2510.04935, section 4. The miniature is configs/cpu_dual_system.yaml
 
-The table has, as mean over seeds with Student's 95% interval of that mean: accuracy of team and Solver after training, the
-largest gradient norm and the 99th percentile over the steps (several policies: the norm of all their gradients as one
-vector), and the spikes of a training (metric grad_spikes). A training that stops is told, and is in no mean.
+Each cell is a whole training of each seed; they share the seed's warm start. The table has, as mean over seeds with Student's 95%
+interval of that mean, accuracies after training, rewards of its last quarter, and for drmas the largest gradient norm, the 99th
+percentile over the steps (several policies: the norm of all their gradients as one vector) and the spikes of a training (metric
+grad_spikes). A training that stops is told, and is in no mean.
 
-`ratio:` is the team's accuracy under `agent` over that under `global`, geometric mean over shared and separate policies.
+`ratio:` is the team's accuracy under `agent` over that under `global` (geometric mean over shared and separate policies), or of
+the whole dual system over that without System 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from namespace import ROOT, map_marsrl
 
-PRESET = "cpu_solver_verifier"
+
+@dataclass(frozen=True)
+class Ablation:
+    """factors: {name of a choice: {value: its settings}}; every combination is a cell. agents: rows of evaluation and rewards.
+
+    counted: metrics whose means over the last quarter of the steps are reported. columns: of the table. ratio: (choice, value,
+    value).
+    """
+
+    preset: str
+    factors: Mapping[str, Mapping[str, tuple[str, ...]]]
+    agents: tuple[str, ...]
+    columns: tuple[str, ...]
+    ratio: tuple[str, str, str]
+    counted: tuple[str, ...] = ()
+
+    def cells(self) -> list[tuple[dict[str, str], list[str]]]:
+        """(value of each choice, settings), in order."""
+        found = []
+        for chosen in itertools.product(*self.factors.values()):
+            settings = [word for name, value in zip(self.factors, chosen) for word in self.factors[name][value]]
+            found.append((dict(zip(self.factors, chosen, strict=True)), settings))
+        return found
+
+
 NORMALISE = ("agent", "global", "agent_mean", "agent_std")
-POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": ()}
-COLUMNS = ("system", "solver", "grad_norm_max", "grad_norm_p99", "grad_spikes")
-AGENTS = ("solver", "verifier")
+ABLATIONS = {
+    "drmas": Ablation(
+        "cpu_solver_verifier",
+        {
+            "policies": {"shared": ("agents.verifier.policy=solver",), "separate": ()},
+            "normalise": {name: (f"credit.normalise={name}",) for name in NORMALISE},
+        },
+        ("solver", "verifier"),
+        ("system", "solver", "grad_norm_max", "grad_norm_p99", "grad_spikes"),
+        ("normalise", "agent", "global"),
+    ),
+    "mars": Ablation(
+        "cpu_dual_system",
+        {
+            "arm": {
+                "whole": (),
+                "without System 1": ("orchestration_options.distil=false",),
+                "without Python": ("tools.python=null",),
+                "without balance": ("credit.balance=off",),
+                "one mean": ("credit.denominator=all",),
+            }
+        },
+        ("system2",),
+        ("system", "system2_reward_first", "system2_reward_last", *(f"calls/{name}" for name in ("search", "python"))),
+        ("arm", "whole", "without System 1"),
+        ("team/calls/search", "team/calls/python", "team/turns_without_call"),
+    ),
+}
 T_95 = {
     2: 12.706,
     3: 4.303,
@@ -47,7 +103,7 @@ T_95 = {
 }  # by number of seeds
 
 
-def train(name: str, folder: Path, settings: Sequence[str]) -> dict[str, float] | str:
+def train(ablation: Ablation, name: str, folder: Path, settings: Sequence[str]) -> dict[str, float] | str:
     """What one training has shown, or the last line of one that stopped."""
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
@@ -60,7 +116,8 @@ def train(name: str, folder: Path, settings: Sequence[str]) -> dict[str, float] 
     after = load_summary(folder / name / "summary.json").after
     assert after is not None
     found = {name: estimate.mean for name, estimate in after.rows.items() if estimate.mean is not None}
-    return {**{agent: found[agent] for agent in ("system", *AGENTS)}, **gradients(rows), **rewards(rows)}
+    accuracies = {agent: found[agent] for agent in ("system", *ablation.agents)}
+    return accuracies | gradients(rows) | rewards(rows, ablation.agents) | last_counts(rows, ablation.counted)
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
@@ -74,17 +131,25 @@ def gradients(rows: Sequence[Any]) -> dict[str, float]:
     return {"grad_norm_max": max(norms), "grad_norm_p99": p99, "grad_spikes": spikes}
 
 
-def rewards(rows: Sequence[Any]) -> dict[str, float]:
+def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
     """Mean reward of each agent in the first and the last quarter of the steps, and its inflation over all of them."""
     quarter = max(1, len(rows) // 4)
     found = {}
-    for agent in AGENTS:
+    for agent in agents:
         means = [row[f"reward/{agent}/mean"] for row in rows if row.get(f"reward/{agent}/mean") is not None]
         factors = [row.get(f"drmas/{agent}/variance_inflation") for row in rows]
         found[f"{agent}_reward_first"] = statistics.fmean(means[:quarter])
         found[f"{agent}_reward_last"] = statistics.fmean(means[-quarter:])
-        found[f"{agent}_inflation"] = statistics.fmean(factor for factor in factors if factor is not None)
+        known = [factor for factor in factors if factor is not None]
+        if known:
+            found[f"{agent}_inflation"] = statistics.fmean(known)
     return found
+
+
+def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+    """Means of these metrics over the last quarter of the steps; 0 where one is not there, as of a tool that is not set."""
+    last = rows[-max(1, len(rows) // 4) :]
+    return {name.removeprefix("team/"): statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -95,38 +160,40 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(ablation: Ablation, records: Sequence[dict[str, Any]]) -> str:
     """Markdown; a row a cell of the ablation."""
-    lines = [f"| policies | normalise | seeds | {' | '.join(COLUMNS)} |", "|---" * (3 + len(COLUMNS)) + "|"]
-    for policies in POLICIES:
-        for normalise in NORMALISE:
-            whole = of_cell(records, policies, normalise)
-            if whole:
-                shown = [interval([each[column] for each in whole]) for column in COLUMNS]
-                cells = " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in shown)
-                lines.append(f"| {policies} | {normalise} | {len(whole)} | {cells} |")
+    headings = [*ablation.factors, "seeds", *ablation.columns]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for cell, _ in ablation.cells():
+        whole = of_cell(records, cell)
+        if whole:
+            shown = [interval([each[column] for each in whole]) for column in ablation.columns]
+            cells = " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in shown)
+            lines.append(f"| {' | '.join(cell.values())} | {len(whole)} | {cells} |")
     return "\n".join(lines)
 
 
-def of_cell(records: Sequence[dict[str, Any]], policies: str, normalise: str) -> list[dict[str, float]]:
+def of_cell(records: Sequence[dict[str, Any]], cell: Mapping[str, str]) -> list[dict[str, float]]:
     """What the trainings of one cell that went to their end have shown, a seed each."""
-    mine = [each["found"] for each in records if (each["policies"], each["normalise"]) == (policies, normalise)]
+    mine = [each["found"] for each in records if all(each[name] == value for name, value in cell.items())]
     return [found for found in mine if not isinstance(found, str)]
 
 
-def headline(records: Sequence[dict[str, Any]]) -> float:
-    """NaN where no cell of `agent` or of `global` went to its end."""
+def headline(ablation: Ablation, records: Sequence[dict[str, Any]]) -> float:
+    """NaN where no cell of either kind went to its end."""
+    choice, one, other = ablation.ratio
     ratios = []
-    for policies in POLICIES:
-        ours, theirs = (of_cell(records, policies, normalise) for normalise in ("agent", "global"))
-        if ours and theirs:
-            ratios.append(interval([x["system"] for x in ours])[0] / interval([x["system"] for x in theirs])[0])
+    for cell, _ in ablation.cells():
+        if cell[choice] == one:
+            ours, theirs = of_cell(records, cell), of_cell(records, {**cell, choice: other})
+            if ours and theirs:
+                ratios.append(interval([x["system"] for x in ours])[0] / interval([x["system"] for x in theirs])[0])
     return statistics.geometric_mean(ratios) if ratios else math.nan
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ablation", choices=["drmas"])
+    parser.add_argument("ablation", choices=list(ABLATIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--json", type=Path, help="write every number to this file; trainings that it has are not done again"
@@ -137,28 +204,30 @@ def main() -> int:
     map_marsrl()
     from marsrl.benchmarks.record import surroundings
 
+    ablation = ABLATIONS[words.ablation]
     is_there = words.json is not None and words.json.exists()
     records: list[dict[str, Any]] = json.loads(words.json.read_text()) if is_there else []
-    done = {(each["seed"], each["policies"], each["normalise"]): each["settings"] for each in records}
-    if any(settings != words.settings for settings in done.values()):
-        parser.error(f"--json {words.json} holds trainings with other settings; name another file")
+    if any(not set(ablation.factors) <= record.keys() or record["settings"] != words.settings for record in records):
+        parser.error(
+            f"--json {words.json} holds trainings of another ablation, or with other settings; name another file"
+        )
+    done = [{name: record[name] for name in ("seed", *ablation.factors)} for record in records]
     with tempfile.TemporaryDirectory() as temporary:
         for seed in words.seeds:
-            for policies, of_policies in POLICIES.items():
-                for normalise in NORMALISE:
-                    if (seed, policies, normalise) in done:
-                        continue
-                    name = f"{policies}-{normalise}-seed{seed}"
-                    cell = [f"preset={PRESET}", f"run.seed={seed}", f"credit.normalise={normalise}", *of_policies]
-                    found = train(name, words.dir or Path(temporary), [*cell, *words.settings])
-                    record = {"policies": policies, "normalise": normalise, "seed": seed, "found": found}
-                    record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
-                    records.append(record)
-                    print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)
-                    if words.json:
-                        words.json.write_text(json.dumps(records, indent=1) + "\n")
-    print(table(records))
-    print(f"ratio: {headline(records):.3f}")
+            for cell, settings in ablation.cells():
+                if {"seed": seed, **cell} in done:
+                    continue
+                name = "-".join([*(value.replace(" ", "_") for value in cell.values()), f"seed{seed}"])
+                given = [f"preset={ablation.preset}", f"run.seed={seed}", *settings, *words.settings]
+                found = train(ablation, name, words.dir or Path(temporary), given)
+                record = {**cell, "seed": seed, "found": found}
+                record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
+                records.append(record)
+                print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)
+                if words.json:
+                    words.json.write_text(json.dumps(records, indent=1) + "\n")
+    print(table(ablation, records))
+    print(f"ratio: {headline(ablation, records):.3f}")
     return 0
 
 

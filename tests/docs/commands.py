@@ -203,6 +203,7 @@ WAYS = {
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
     "python benchmarks/learning.py preset=cpu_dual_system --seeds 0 1": PLAYED,
     "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
+    "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,
     "python benchmarks/run.py linear_policy_loss --all": RUN_PY,
