@@ -76,6 +76,7 @@ def preflight(
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
+    config = config.without_curators()
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)

@@ -147,7 +147,8 @@ def all_gone(processes: set[psutil.Process]) -> bool:
     return not psutil.wait_procs(list(processes), timeout=SOON_S)[1]
 
 
-def test_closing_leaves_no_process_and_ends_calls_under_way() -> None:
+def test_closing_leaves_no_process_and_ends_calls_under_way(python: PythonInterpreter) -> None:
+    wait_until_ready(python)  # it starts none of its own any more
     before = children()
     pool = build_tools(ToolsConfig(python=CONFIG), ["python"], ())
     code = "import subprocess, time\ntry: subprocess.Popen(['sleep', '1000'])\nfinally: time.sleep(1000)"
@@ -182,7 +183,8 @@ def test_a_killed_trainer_leaves_no_process() -> None:
     assert all_gone(begun)
 
 
-def test_an_interpreter_that_died_while_it_waited_is_passed_over() -> None:
+def test_an_interpreter_that_died_while_it_waited_is_passed_over(python: PythonInterpreter) -> None:
+    wait_until_ready(python)
     before = children()
     tool = PythonInterpreter(CONFIG)
     try:

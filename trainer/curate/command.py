@@ -20,7 +20,6 @@ from marsrl.rollout.types import Problem
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.curate.best_of_n import BestOfN
 from marsrl.trainer.curate.config import JudgeConfig
-from marsrl.trainer.curate.criteria import CRITERIA
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
 from marsrl.trainer.curate.pipeline import Pipeline
@@ -83,10 +82,7 @@ def check(config: RunConfig) -> None:
     section = config.curate
     if section.near_duplicates is not None:
         NearDuplicates(section.near_duplicates)
-    for name in CRITERIA:
-        judge: JudgeConfig | None = getattr(section, name)
-        if judge is None:
-            continue
+    for name, judge in section.judges.items():
         policy = config.policies.get(judge.policy)
         if policy is None:
             known = ", ".join(config.policies)
@@ -100,7 +96,7 @@ def check(config: RunConfig) -> None:
                 f"policies.{judge.policy}.model knows {positions:,} positions (max_position_embeddings); lower one"
             )
     if section.best_of_n is not None:
-        models_given(_team_alone(config))
+        models_given(config.without_curators())
 
 
 def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stage]:
@@ -128,7 +124,7 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
     judged("clarity", section.clarity)
     judged("graduate", section.graduate)
     if section.best_of_n is not None:
-        alone = _team_alone(config)
+        alone = config.without_curators()
         answers = out / "stages" / BestOfN.name / "answers.jsonl"
         stages.append(BestOfN(section.best_of_n, team_identity(alone), partial(_open_evaluator, alone), answers))
     return stages
@@ -150,12 +146,6 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
         "max_turns": config.rollout.max_turns,
         "seed": config.run.seed,
     }
-
-
-def _team_alone(config: RunConfig) -> RunConfig:
-    """Without policies that none of its agents has: judges of other stages."""
-    used = {agent.policy for agent in config.agents.values()}
-    return config.model_copy(update={"policies": {n: p for n, p in config.policies.items() if n in used}})
 
 
 @contextmanager

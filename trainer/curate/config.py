@@ -98,3 +98,9 @@ class CurateConfig(Settings):
     clarity: JudgeConfig | None = Field(None, description="is the question clear, judged by a model")
     graduate: JudgeConfig | None = Field(None, description="is it of graduate level, judged by a model")
     best_of_n: BestOfNConfig | None = Field(None, description="how often the team is right")
+
+    @property
+    def judges(self) -> dict[str, JudgeConfig]:
+        """Of the stages that have one, by name."""
+        stages = {"academic": self.academic, "clarity": self.clarity, "graduate": self.graduate}
+        return {name: judge for name, judge in stages.items() if judge is not None}
