@@ -430,11 +430,16 @@ class RunConfig(Settings):
         """Are all samples of a rollout instance trained in one step, because their credit is computed over all of them?"""
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
 
-    def without_curators(self) -> RunConfig:
-        """The same without policies that nobody but `marsrl curate` asks: judges of its stages."""
-        curators = {judge.policy for judge in self.curate.judges.values()}
+    @property
+    def curators(self) -> dict[str, PolicyConfig]:
+        """The policies that nobody but `marsrl curate` asks: judges of its stages."""
+        named = {judge.policy for judge in self.curate.judges.values()}
         used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
-        left = {name: policy for name, policy in self.policies.items() if name in used or name not in curators}
+        return {name: policy for name, policy in self.policies.items() if name in named - used}
+
+    def without_curators(self) -> RunConfig:
+        curators = self.curators
+        left = {name: policy for name, policy in self.policies.items() if name not in curators}
         return self.model_copy(update={"policies": left})
 
     @property

@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import yaml
 
@@ -28,7 +28,7 @@ from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
-from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, RunConfig
+from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
@@ -39,7 +39,10 @@ _LOOKED_AT = 64  # prompts, where all fit
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Settings that fit together and with what is on disk. `task` holds its problems already read."""
+    """Settings that fit together and with what is on disk. `task` holds its problems already read.
+
+    curators: policies that nobody but `marsrl curate` asks, and no run has.
+    """
 
     config: RunConfig
     plan: BatchPlan
@@ -48,11 +51,13 @@ class Checked:
     num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
     host: TrainerHost
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
+    curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
         plan = "\n".join(f"  {line}" for line in self.plan.lines())
-        config = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False) if with_config else ""
+        whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
+        config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
         notes = ""
         if self.num_skipped_lines:
             notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
@@ -60,6 +65,7 @@ class Checked:
             own = is_own(self.config.task)
             of, none = ("problems", "held_out is empty") if own else ("data.train", "no data.eval is given")
             notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
+        notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
         notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
         return f"{config}batch arithmetic:\n{plan}{notes}"
 
@@ -76,7 +82,7 @@ def preflight(
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
-    config = config.without_curators()
+    curators, config = config.curators, config.without_curators()
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)
@@ -130,7 +136,7 @@ def preflight(
     _check_sync_backend(config)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
-    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(warnings))
+    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(warnings), curators)
 
 
 def _check_something_trains(config: RunConfig) -> None:

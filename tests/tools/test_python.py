@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -191,7 +192,8 @@ def test_an_interpreter_that_died_while_it_waited_is_passed_over(python: PythonI
         wait_until_ready(tool)
         waiting = children() - before
         for process in waiting:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
+                process.kill()
         assert all_gone(waiting)
         assert run(tool, "6 * 7") == "42"
     finally:
