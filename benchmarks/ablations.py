@@ -7,7 +7,7 @@ drmas   what a reward is compared with (credit.normalise: agent, global, and mea
         both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml,
         whose agents' mean rewards differ on purpose
 mars    the dual system without one of its parts: System 1, Python, the balance of its samples, a mean of each system; MARS,
-        arXiv:2510.04935, section 4. The miniature is configs/cpu_dual_system.yaml
+        arXiv:2510.04935. The miniature is configs/cpu_dual_system.yaml
 
 Each cell is a whole training of each seed; they share the seed's warm start. The table has, as mean over seeds with Student's 95%
 interval of that mean, accuracies after training, rewards of its last quarter, and for drmas the largest gradient norm, the 99th

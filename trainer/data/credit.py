@@ -132,7 +132,7 @@ def credit(
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
-    """How many copies of each sample, by uid, make `number` of every agent's in every rollout instance (MARS, section 3.3).
+    """How many copies of each sample, by uid, make `number` of every agent's in every rollout instance (MARS).
 
     Of more, so many are drawn, the others have 0; fewer are all taken equally often, and those that are drawn once more. Every
     sample of one agent and instance is as likely to be drawn, so the mean over the copies is expected to be that over them.
