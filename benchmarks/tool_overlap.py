@@ -180,12 +180,14 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
     kind = BackgroundScheduler if overlap else Scheduler
     scheduler = kind(config, players, source, seed=0, trains_whole=True)
     batch = scheduler.next_batch({"main": 0})
+    wasted_s, busy_s = clock.wasted_s(), clock.busy_s  # of this batch: the next problems' follow
+    wall_s = clock.last - clock.first
     scheduler.close()
     tools.close()
-    wall_s = clock.last - clock.first
-    samples = sum(len(group.samples) for group in batch.groups)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    calls = sum(sample.turn for sample in samples)  # each of System 2's turns but the last
     name = "event by event" if overlap else "stage by stage"
-    return Played(name, wall_s, clock.busy_s / wall_s, clock.wasted_s() / wall_s, samples, len(clock.ends))
+    return Played(name, wall_s, busy_s / wall_s, wasted_s / wall_s, len(samples), calls)
 
 
 def main() -> int:
