@@ -6,18 +6,14 @@ phase 2   both from tutors that slip, until System 2's loss is low as well
 
 from __future__ import annotations
 
-import random
-
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.calls_tutor import call_traces, distilling_drill
-from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.facts_tutor import another_world
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.trainer.config import RunConfig, WarmStartConfig
-from marsrl.trainer.schools.school import School, asks_of_facts
+from marsrl.trainer.schools.facts_school import FactsSchool
 
 
-class DualSchool(School):
+class DualSchool(FactsSchool):
     """Of System 2 and System 1 on the built-in questions in their terse wording."""
 
     tokenizer = "calls"
@@ -27,22 +23,6 @@ class DualSchool(School):
         "preset=cpu_dual_system (task=qa with task_options.wording=terse, orchestration=dual_system, "
         "agents.<name>.prompt=facts)"
     )
-
-    def __init__(self, config: RunConfig, rng: random.Random) -> None:
-        super().__init__(config, rng)
-        self._options = self.options(config)
-
-    @classmethod
-    def teaches(cls, config: RunConfig) -> bool:
-        return asks_of_facts(config, "dual_system")
-
-    @classmethod
-    def options(cls, config: RunConfig) -> QaOptions:
-        return QaOptions.model_validate(dict(config.task_options))
-
-    @classmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        return {"system": settings.dual_system.gate}
 
     def first_lesson(self, step: int) -> list[Trace]:
         return self._drills(self.settings.solver_batch)

@@ -52,14 +52,3 @@ class School(ABC):
     @abstractmethod
     def team_lesson(self) -> list[Trace]:
         """Of phase 2: all roles, on the same problems."""
-
-
-def asks_of_facts(config: RunConfig, orchestration: str) -> bool:
-    """Is it this team on the built-in questions, in the words of policies that are made from nothing?"""
-    return (
-        config.task == "qa"
-        and config.data.train is None
-        and config.task_options.get("wording") == "terse"
-        and config.orchestration == orchestration
-        and all(agent.prompt == "facts" for agent in config.agents.values())
-    )

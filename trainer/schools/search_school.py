@@ -6,17 +6,14 @@ phase 2   all roles from tutors that slip, until the Search agent's loss is low 
 
 from __future__ import annotations
 
-import random
-
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.trainer.config import RunConfig, WarmStartConfig
-from marsrl.trainer.schools.school import School, asks_of_facts
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.schools.facts_school import FactsSchool
 
 
-class SearchSchool(School):
+class SearchSchool(FactsSchool):
     """Of the search team on the built-in questions in their terse wording."""
 
     tokenizer = "facts"
@@ -27,21 +24,9 @@ class SearchSchool(School):
         "agents.<name>.prompt=facts)"
     )
 
-    def __init__(self, config: RunConfig, rng: random.Random) -> None:
-        super().__init__(config, rng)
-        self._options = self.options(config)
-
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
-        return asks_of_facts(config, "search_team") and not cls.options(config).calculations
-
-    @classmethod
-    def options(cls, config: RunConfig) -> QaOptions:
-        return QaOptions.model_validate(dict(config.task_options))
-
-    @classmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        return {"system": settings.search_team.gate}
+        return super().teaches(config) and not cls.options(config).calculations
 
     def first_lesson(self, step: int) -> list[Trace]:
         """One document at a time in the first steps, then one or two."""
