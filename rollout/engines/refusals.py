@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.config import RolloutConfig, is_started_here
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """A host of trainer ranks, which hold the first of its GPUs. name: as Ray calls it, the system's host name."""
+
+    name: str
+    num_gpus: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +28,14 @@ class TrainerHost:
     """The host of trainer rank 0, where engines stand unless rollout.ray_address names a cluster.
 
     num_gpus: 0 where there are none, and engines run on CPUs. num_ranks: of the trainer on this host, which hold its first
-    GPUs; 0 where nothing is trained. has_others: a cluster that is joined has other hosts than this one.
+    GPUs; 0 where nothing is trained. has_others: engines can be on other hosts than this one. rank_hosts: all hosts of
+    ranks, this one too; (): not asked yet.
     """
 
     num_gpus: int
     num_ranks: int
     has_others: bool
+    rank_hosts: tuple[RankHost, ...] = ()
 
     def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
         """Indices of the GPUs that a Ray started here may give to the engines of all policies (rollouts: of each): those
@@ -35,7 +46,8 @@ class TrainerHost:
         if rollouts[0].placement == "colocated":
             return ranks or free
         have_sizes = all(each.vllm.kv_cache_mib is not None for each in rollouts)
-        shares = have_sizes and num_engine_gpus(rollouts) > len(free)
+        is_alone = rollouts[0].ray_address is None
+        shares = have_sizes and is_alone and num_engine_gpus(rollouts) > len(free)
         return [*free, *ranks] if shares else free
 
 
@@ -45,7 +57,8 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if trains else 0
-    return TrainerHost(num_gpus, num_ranks, ray_address is not None and not is_this_host(ray_address))
+    has_others = ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
+    return TrainerHost(num_gpus, num_ranks, has_others)
 
 
 def is_this_host(address: str) -> bool:
@@ -138,7 +151,9 @@ def _files_out_of_reach(rollout: RolloutConfig, host: TrainerHost, weight_files:
         return None
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
-    other = "sync.backend=ipc" if rollout.placement == "colocated" else "sync.backend=nccl and sync.host"
+    other = "leave sync.backend=auto"
+    if not host.num_gpus:
+        other = "with rollout.engine=local sync.cpu_twin=true, which sends them over the network"
     return (
         f"sync.backend=shm writes weights to {weight_files} of trainer rank 0's host, which engines on the other hosts of "
         f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or {other}"

@@ -66,6 +66,7 @@ class EnginePool:
     attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
     sleeps: the trainer's GPUs are the replicas' (rollout.placement=colocated): `sleep` gives their memory back, and the
         next call of anything else wakes them.
+    host: the address of this process as the replicas reach it.
     on_call: may be set; told of every call that a replica has served (for trace.json).
     """
 
@@ -79,9 +80,10 @@ class EnginePool:
         attempts: int = 3,
         most_restarts: int = 16,
         sleeps: bool = False,
+        host: str = "127.0.0.1",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name, self.host = name, host
         self.on_call: OnCall | None = None
         self._replicas = replicas
         self._dispatch = Dispatcher(len(replicas), slots)

@@ -10,6 +10,7 @@ from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import nearest, resolve, why_not
+from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
 from marsrl.trainer.plan.engines import (
@@ -109,6 +110,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         raise ConfigError(
             f"--mean-response is {mean_response:g}, expected more than 0 and at most rollout.max_response_tokens, {longest}"
         )
+    config = with_backend(config, on_gpus=True)
     served = config.served_rollouts
     engine_gpus = num_engine_gpus(served)
     if engine_gpus >= num_gpus:
