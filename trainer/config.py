@@ -324,8 +324,8 @@ class SyncConfig(Settings):
     )
     directory: str | None = Field(
         None,
-        description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; default: "
-        "/dev/shm of rank 0's host",
+        description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; "
+        "default: /dev/shm of rank 0's host",
     )
     verify_every: int = Field(
         1, gt=0, le=MOST, description="versions between probe comparisons; checksums are compared every time"
@@ -664,8 +664,8 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         if sync.cpu_twin and (sync.backend == "shm" or sync.directory is not None):
             files = "sync.directory" if sync.backend == "auto" else "sync.backend=shm"
             raise ValueError(
-                f"sync.cpu_twin is true, but {files} is for weights in files, which needs no GPU as it is: leave one of them out, "
-                "or set sync.backend=nccl or ipc"
+                f"sync.cpu_twin is true, but {files} is for weights in files, which need no GPU as it is: leave one of them "
+                "out, or set sync.backend=nccl or ipc"
             )
         return
     key = f"sync.backend={sync.backend}"

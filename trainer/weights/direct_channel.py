@@ -77,7 +77,7 @@ class DirectChannel(WeightChannel):
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
     ) -> None:
-        """host: rank 0's address, as engines reach it (rank 0 alone needs it). timeout_s: what nobody answers for so long is an error."""
+        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: what nobody answers for so long is an error."""
         super().__init__(engines, dtype, verify_every=verify_every)
         self._bucket_bytes, self._timeout_s, self._host = bucket_bytes, timeout_s, host
         self._server: dist.TCPStore | None = None
