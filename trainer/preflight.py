@@ -14,7 +14,7 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -118,6 +118,8 @@ def preflight(
         if policy.model is not None:
             shape = read_shape(policy.model)
             _check_files(policy.model, shape)
+            if found := why_not_cut(shape, config.rollout_of(name).vllm):
+                raise ConfigError(f"policies.{name}.model: {found}")
             if not policy.frozen and trains:
                 check(resolve(policy.layout), shape, world_size)
                 if config.trainer.router_replay != "none" and not shape.num_experts:
