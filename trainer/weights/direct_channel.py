@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.bucket_plan import Piece, WeightBucket, plan_buckets, plan_pieces
 from marsrl.rollout.weights.checksum import block_sum, checksum_of_sum
@@ -64,9 +66,11 @@ class Agreement:
 class DirectChannel(WeightChannel):
     """What nccl and ipc have in common: the plan, made at the first publish; packing; checksums of what was sent.
 
-    An engine that fails half-way holds a mix of versions, and serves nothing.
+    An engine that fails half-way holds a mix of versions, and serves nothing. When one was lost since the last publish and
+    replaced, everybody connects anew.
     """
 
+    is_direct = True
     _kind: ClassVar[ConnectionKind]
 
     def __init__(
@@ -85,6 +89,7 @@ class DirectChannel(WeightChannel):
         self._server: dist.TCPStore | None = None
         self._connections: list[Connection] = []
         self._agreement: Agreement | None = None
+        self._num_restarts = 0  # of the engines, when that was made
         self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
@@ -104,11 +109,35 @@ class DirectChannel(WeightChannel):
                 self._send(held)
                 return None
             pool, shards = self._engines.pool, self._engines.shards
+            pool.stand_by()
+            if pool.num_restarts != self._num_restarts:
+                self._num_restarts, self._agreement = pool.num_restarts, None
             self._agree(held, [shard for of_engine in shards for shard in of_engine])
             updates = [WeightUpdate("", version, plans) for plans in _by_engine(self._receive_plans(), shards)]
             receipts, expected = _side_by_side(lambda: pool.update_weights(updates), lambda: self._send(held))
         num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
         return Delivered(_by_engine(expected, shards), receipts, num_elements * self._dtype.itemsize)
+
+    def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
+        """Send the present weights to one engine that was lost and replaced; what it answers. Collective; None but on rank 0.
+
+        engine: rank 0's. Nobody else's connection is touched; the next publish makes new ones.
+        """
+        again = type(self)(
+            None, self._dtype, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s, host=self._host
+        )
+        held = learner.held()
+        try:
+            if self._engines is None or engine is None:
+                again._agree(held)
+                again._send(held)
+                return None
+            pool = self._engines.pool
+            again._agree(held, self._engines.shards[engine])
+            update = WeightUpdate("", version, tuple(again._receive_plans()))
+            return _side_by_side(lambda: _survived(pool.hand(engine, update)), lambda: again._send(held))[0]
+        finally:
+            again.close()
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave the connections; may be called twice. is_broken: end what is under way first."""
@@ -131,11 +160,18 @@ class DirectChannel(WeightChannel):
         return self._agreement.rendezvous
 
     def _agree(self, held: Converter, shards: Sequence[EngineShard] = ()) -> None:
-        """Make the same plan on all ranks, the first time. Collective; rank 0 knows the engines' shards."""
-        if self._agreement is not None:
+        """Make the same plan on all ranks where rank 0 has none; it knows the engines' shards. Collective."""
+        told = None
+        if rank() == 0:
+            if self._agreement is None:
+                self.close(is_broken=True)
+            told = self._agreement or Agreement(self._new_rendezvous(len(shards)), tuple(shards))
+        agreement = decode(Agreement, broadcast_bytes(encode(told) if told is not None else None))
+        if agreement == self._agreement:
             return
-        told = encode(Agreement(self._new_rendezvous(len(shards)), tuple(shards))) if rank() == 0 else None
-        self._agreement = decode(Agreement, broadcast_bytes(told))
+        if rank() != 0:
+            self.close(is_broken=True)
+        self._agreement = agreement
         self._layouts = [shard_layout(held.hf_shapes, shard) for shard in self._agreement.shards]
         self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
         self._buckets = plan_buckets(self._pieces, self._rendezvous.num_ranks, self._rendezvous.max_elements)
@@ -237,6 +273,10 @@ class IpcChannel(DirectChannel):
     _relays: Sequence[int] = ()  # the rank of each shard
     _shared: dict[int, SharedBuffer]  # of the shards that this rank is the relay of
 
+    def close(self, *, is_broken: bool = False) -> None:
+        super().close(is_broken=is_broken)
+        self._relays = ()
+
     def _connect(self, device: torch.device) -> None:
         if self._relays:
             return
@@ -275,6 +315,14 @@ def _by_engine(items: Sequence[_T], shards: Sequence[Sequence[EngineShard]]) -> 
     """Something for each shard of all engines, together for each engine."""
     rest = iter(items)
     return [tuple(itertools.islice(rest, len(of_engine))) for of_engine in shards]
+
+
+def _survived(answer: Timed | Lost) -> Timed:
+    if isinstance(answer, Lost):
+        raise RuntimeError(
+            f"weight sync: an engine that was lost and replaced was lost again while it got its weights ({answer.reason})"
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
