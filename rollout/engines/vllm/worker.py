@@ -11,7 +11,6 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
