@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from engine_cases import actors, after, prompt, request
+from random_model import write_model
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
@@ -46,29 +47,6 @@ GROUPS = {
     "qwen2": ("embedding", "linear_qkv.weight", "linear_qkv.bias", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
               "final_layernorm", "output_layer"),
 }  # fmt: skip
-
-
-def write_model(kind: str, folder: Path) -> Path:
-    """A random model of the kind, hidden 64, made by transformers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.08,
-    }  # fmt: skip
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(intermediate_size=96, **common))
-    else:
-        model = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **common)
-        )
-    with torch.no_grad():
-        for _, parameter in model.named_parameters():  # norms of exactly 1 and biases of 0 would hide a lost tensor
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +96,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> It
 
 def _parts(case: str, folder: Path) -> Parts:
     kind = case.split()[0]
-    model_dir = write_model(kind, folder)
+    model_dir = write_model(kind, folder, vocab_size=VOCAB_SIZE)
     mpt = MptConfig(scope="off")
     policy = PolicyConfig(dtype="float32")
     learner = Learner(policy, model_dir, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
