@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -108,6 +108,10 @@ class AgentConfig(Settings):
         return value
 
 
+Sampler = Literal["engine", "marsrl"]
+"""Who draws an engine's tokens: what it comes with, or ours."""
+
+
 class VllmOptions(Settings):
     """Passed on to vLLM."""
 
@@ -119,6 +123,30 @@ class VllmOptions(Settings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
     tensor_parallel: int = Field(1, gt=0, le=MOST_RANKS, description="GPUs of one engine")
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
+    sampler: Sampler | Literal["auto"] = Field(
+        "auto",
+        description="who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with "
+        "async scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner "
+        "V1). auto: engine on GPUs, marsrl on CPUs",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the "
+        "trainer's by more: set loss.correction and watch train_rollout/",
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None, description="of the weights, made as they are loaded; policies.<name>.frozen only: docs/weight_sync.md"
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="any other field of vLLM's EngineArgs ({max_num_batched_tokens: 16384}), as it is spelled there",
+    )
+
+    def sampler_on(self, device: str) -> Sampler:
+        """`sampler` of an engine on "cpu" or "cuda"."""
+        if self.sampler == "auto":
+            return "engine" if device == "cuda" else "marsrl"
+        return self.sampler
 
 
 class OpenAIOptions(Settings):
