@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -115,6 +115,10 @@ class AgentConfig(Settings):
         return value
 
 
+Sampler = Literal["engine", "marsrl"]
+"""Who draws an engine's tokens: what it comes with, or ours."""
+
+
 class VllmOptions(Settings):
     """Passed on to vLLM."""
 
@@ -134,6 +138,30 @@ class VllmOptions(Settings):
         False, description="each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"
     )
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
+    sampler: Sampler | Literal["auto"] = Field(
+        "auto",
+        description="who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with "
+        "async scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner "
+        "V1). auto: engine on GPUs, marsrl on CPUs",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the "
+        "trainer's by more: set loss.correction and watch train_rollout/",
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None, description="of the weights, made as they are loaded; policies.<name>.frozen only: docs/weight_sync.md"
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="any other field of vLLM's EngineArgs ({max_num_batched_tokens: 16384}), as it is spelled there",
+    )
+
+    def sampler_on(self, device: str) -> Sampler:
+        """`sampler` of an engine on "cpu" or "cuda"."""
+        if self.sampler == "auto":
+            return "engine" if device == "cuda" else "marsrl"
+        return self.sampler
 
     @model_validator(mode="after")
     def _experts_have_where_to_go(self) -> VllmOptions:

@@ -219,7 +219,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.tools.names,
             {name: renderers[agent.policy] for name, agent in config.agents.items()},
         )
-        records = frozenset(config.trained_policies if config.trainer.router_replay == "rollout" else ())
+        records = frozenset(name for name in config.policies if config.records_of(name).experts)
         judge = WatchedJudge(checked.task.judge)
         if config.judge is not None:
             name = config.judge.policy
@@ -274,4 +274,5 @@ def open_pool(
         host=host,
         silence_s=config.run.silence_s,
         own_host=config.sync.host,
+        records=config.records_of(name),
     )

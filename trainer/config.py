@@ -20,6 +20,7 @@ from marsrl.rollout.config import (
     Settings,
     VllmOptions,
 )
+from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tasks.config import DualSystemSlips, SearchSlips, TrainFile, read_train_files
@@ -277,7 +278,7 @@ class TrainerConfig(Settings):
     router_replay: Literal["none", "recompute", "rollout"] = Field(
         "none",
         description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
-        "or those of decoding (rollout, R3; rollout.engine=local records them)",
+        "or those of decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)",
     )
     max_bad_steps: int = Field(
         3, gt=0, le=MOST, description="consecutive steps with a non-finite loss or gradient before the run stops"
@@ -471,6 +472,13 @@ class RunConfig(Settings):
             if self.credit.trains(name) and (agent.top_p < 1 or agent.top_k > 0)
         }
 
+    def records_of(self, policy: str) -> Records:
+        """What the policy's engines are asked about tokens beside log-probs."""
+        return Records(
+            kept_tokens=any(self.agents[name].policy == policy for name in self.max_kept),
+            experts=policy in self.trained_policies and self.trainer.router_replay == "rollout",
+        )
+
     @property
     def served_rollouts(self) -> tuple[RolloutConfig, ...]:
         """Of each policy that has engines of ours."""
@@ -618,16 +626,10 @@ class RunConfig(Settings):
                     f"loss.kl={self.loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
                     "an HF directory"
                 )
-        if self.trainer.router_replay == "rollout" and self.rollout.engine != "local":
-            reasons = {
-                "vllm": "vLLM 0.32 has them (enable_return_routed_experts) in its Model Runner V2 alone, which does not run "
-                "the sampler that marsrl draws tokens with and, on a CPU, needs a Triton with a CPU backend",
-                "scripted": "scripted completions come from no model",
-            }
+        if self.trainer.router_replay == "rollout" and self.rollout.engine == "scripted":
             raise ValueError(
-                f"trainer.router_replay=rollout needs the experts chosen in decoding, and rollout.engine="
-                f"{self.rollout.engine} does not return them: {reasons[self.rollout.engine]}; set "
-                "rollout.engine=local, or trainer.router_replay=recompute"
+                "trainer.router_replay=rollout needs the experts chosen in decoding, and scripted completions "
+                "(rollout.engine=scripted) come from no model; set rollout.engine=local, or trainer.router_replay=recompute"
             )
         return self
 

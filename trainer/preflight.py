@@ -14,7 +14,9 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host, why_not_cut
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host, vllm_refusals, why_not_cut
+from marsrl.rollout.engines.vllm.arguments import checked_extra, who_draws
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -68,9 +70,14 @@ class Checked:
             of, none = ("problems", "held_out is empty") if own else ("data.train", "no data.eval is given")
             notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
         notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
+        notes += "".join(f"\npolicies.{name}: {line}" for name, line in self._engines().items())
         notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
         where = "\n".join(f"  {line}" for line in self.placement)
         return f"{config}batch arithmetic:\n{plan}\nplacement:\n{where}{notes}"
+
+    def _engines(self) -> dict[str, str]:
+        """Who draws the tokens of each policy that vLLM serves."""
+        return {name: who_draws(vllm, _device(self.host)) for name, vllm in vllm_of(self.config).items()}
 
 
 def preflight(
@@ -141,6 +148,7 @@ def preflight(
     if config.judge is not None:
         warnings += _check_judge(config.judge, {of_train: train if trains else (), of_eval: held_out})
     _check_sync_backend(config)
+    _check_extra(config)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     where = placement_lines(config, host, world_size)
@@ -296,6 +304,13 @@ def _check_sync_backend(config: RunConfig) -> None:
         )
 
 
+def _check_extra(config: RunConfig) -> None:
+    """Asks vLLM where it is installed; where not, engines stand elsewhere and ask theirs."""
+    if importlib.util.find_spec("vllm") is not None:
+        for vllm in vllm_of(config).values():
+            checked_extra(vllm.extra)
+
+
 def _check_machine(config: RunConfig, host: TrainerHost) -> None:
     """Engines, optimizer and weight files can be where the config wants them."""
     import torch
@@ -318,7 +333,29 @@ def _check_machine(config: RunConfig, host: TrainerHost) -> None:
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """What engines and trainer would refuse of these settings on that host."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
-    return refusals(config.served_rollouts, host, weight_files=files)
+    return (
+        *refusals(config.served_rollouts, host, weight_files=files),
+        *dict.fromkeys(
+            sentence for name, vllm in vllm_of(config).items() for sentence in _of_vllm(config, name, vllm, host)
+        ),
+    )
+
+
+def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
+    """rollout.vllm as each policy has it that vLLM serves."""
+    if config.rollout.engine != "vllm":
+        return {}
+    return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
+
+
+def _of_vllm(config: RunConfig, policy: str, vllm: VllmOptions, host: TrainerHost) -> Sequence[str]:
+    is_trained = policy in config.trained_policies and host.num_ranks > 0
+    return vllm_refusals(vllm, _device(host), config.records_of(policy), takes_weights=is_trained)
+
+
+def _device(host: TrainerHost) -> str:
+    """Of engines, which have GPUs where rank 0 sees one."""
+    return "cuda" if host.num_gpus else "cpu"
 
 
 def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:

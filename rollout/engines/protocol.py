@@ -88,11 +88,25 @@ class DecodeResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Records:
+    """What an engine may be asked about tokens beside their log-probs, as is known when it starts.
+
+    kept_tokens: requests with Sampling.records_kept come. experts: requests with DecodeRequest.experts_from do.
+    """
+
+    kept_tokens: bool = False
+    experts: bool = False
+
+
+NOTHING_RECORDED = Records()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Who serves: class and version of the real library, for summary.json and `doctor`.
 
     settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
-    among them.
+    among them. sampler: who draws its tokens.
     shards: what each of its workers holds of the model.
     """
 
@@ -103,6 +117,7 @@ class EngineInfo:
     device: str
     dtype: str
     settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    sampler: str = ""
     shards: tuple[EngineShard, ...] = (EngineShard(),)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions, is_started_here
+from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.engine_shard import VOCAB_MULTIPLE
 
@@ -163,6 +164,39 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
     if rollout.ray_address is not None and host.has_others:
         return None  # engines stand on hosts that Ray knows, and the pool asks it
     return wider_than_a_host(wide, host.num_gpus)
+QUANTIZED = (
+    "rollout.vllm.quantization is {}; vLLM rounds the weights of every sync as it loads them, and their checksums, which are "
+    "those of what the trainer sent, cannot be compared: set it to null, or on a frozen policy alone "
+    "(policies.<name>.vllm.quantization), and rollout.vllm.kv_cache_dtype=fp8 for room"
+)
+
+
+def vllm_refusals(
+    options: VllmOptions, device: str, records: Records, *, takes_weights: bool = False
+) -> tuple[str, ...]:
+    """What an engine of vLLM cannot do on "cpu" or "cuda" with these options.
+
+    records: what its requests ask for. takes_weights: of a trained policy, engines get new weights.
+    """
+    found, sampler = [], options.sampler_on(device)
+    if takes_weights and options.quantization is not None:
+        found.append(QUANTIZED.format(options.quantization))
+    if records.experts and (sampler == "marsrl" or device == "cpu"):
+        why = (
+            "rollout.vllm.sampler=marsrl draws in Model Runner V1: set rollout.vllm.sampler=engine"
+            if device == "cuda"
+            else "on a CPU vLLM runs V1: set rollout.engine=local"
+        )
+        found.append(
+            f"trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns in its Model Runner V2 "
+            f"alone, and {why}, or trainer.router_replay=recompute"
+        )
+    if records.kept_tokens and sampler == "engine" and device == "cpu":
+        found.append(
+            "loss.truncation=renormalise needs the tokens that top_p and top_k kept, which vLLM's own sampler tells in its Model "
+            "Runner V2 alone, and on a CPU it runs V1: set rollout.vllm.sampler=marsrl"
+        )
+    return tuple(found)
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions, is_started_here
-from marsrl.rollout.engines.protocol import Engine
+from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -29,13 +29,14 @@ class EngineSpec:
     device: str  # "cpu" or "cuda"
     vllm: VllmOptions
     sleeps: bool = False  # shares its GPU with the trainer
+    records: Records = NOTHING_RECORDED
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the serving process needs from its start."""
         if self.kind == "vllm":
             from marsrl.rollout.engines.vllm.engine import vllm_environment
 
-            return vllm_environment(self.threads, self.device)
+            return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
@@ -54,6 +55,7 @@ def build_engine(spec: EngineSpec) -> Engine:
             threads=spec.threads,
             deadline_s=spec.deadline_s,
             sleeps=spec.sleeps,
+            records=spec.records,
         )
     from marsrl.rollout.engines.local.engine import LocalEngine
 
@@ -83,6 +85,7 @@ def make_pool(
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
     own_host: str | None = None,
+    records: Records = NOTHING_RECORDED,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
 
@@ -96,6 +99,7 @@ def make_pool(
         host: where this process is; None: found out.
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
         own_host: this process's address as the hosts of engines reach it (sync.host); None: found out.
+        records: what will be asked about tokens beside log-probs.
 
     Raises:
         ValueError: rollout.engine=scripted without `scripted`.
@@ -107,7 +111,9 @@ def make_pool(
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
-    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
+    specs = _specs(
+        model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version, records=records
+    )
     if config.placement == "local":
         return _local_pool(policy, config, specs)
     host = host or this_host(config.ray_address)
@@ -115,7 +121,14 @@ def make_pool(
 
 
 def _specs(
-    model_dir: str, config: RolloutConfig, *, dtype: str, max_model_len: int, seed: int, version: int
+    model_dir: str,
+    config: RolloutConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    version: int,
+    records: Records = NOTHING_RECORDED,
 ) -> list[EngineSpec]:
     """One for each engine of a policy: they differ in their seeds."""
     import torch
@@ -134,6 +147,7 @@ def _specs(
             device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,
             sleeps=config.placement == "colocated",
+            records=records,
         )
         for replica in range(config.engines)
     ]

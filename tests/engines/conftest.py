@@ -146,7 +146,7 @@ def judge() -> Judge:
 
 @pytest.fixture(scope="session")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time."""
+    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+engine": with vLLM's own sampler."""
     pytest.importorskip("vllm")
     from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
 
@@ -158,8 +158,9 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
             for engine in open_engine.values():
                 engine.close()
             open_engine.clear()
-            options = VllmOptions(max_num_seqs=32, kv_cache_mib=32)
-            open_engine[kind] = VllmEngine(checkpoint(kind), options, dtype="float32", max_model_len=256, threads=1)
+            model, _, draws = kind.partition("+")
+            options = VllmOptions(max_num_seqs=32, kv_cache_mib=32, sampler="engine" if draws else "auto")
+            open_engine[kind] = VllmEngine(checkpoint(model), options, dtype="float32", max_model_len=256, threads=1)
         return open_engine[kind]
 
     yield start
@@ -171,7 +172,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the real vLLM come last, by model, so that each is started once and no other test makes its own
     process groups meanwhile; MoE first (vLLM makes its expert group with the first model of a process only).
     """
-    order = ["qwen3_moe", "qwen3", "qwen3_tied", "qwen2"]
+    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3_tied", "qwen2"]
 
     def place(item: pytest.Item) -> int:
         params = item.callspec.params if hasattr(item, "callspec") else {}

@@ -60,8 +60,24 @@ class GivenLearner:
 ROUNDING = 1e-4
 
 
-def request(uid: str, token_ids: np.ndarray, max_new_tokens: int, *, seed: int = 0, **sampling: Any) -> DecodeRequest:
-    return DecodeRequest(uid, token_ids.astype(np.int32), max_new_tokens, Sampling(**sampling), seed, uid.split(".")[0])
+def request(
+    uid: str,
+    token_ids: np.ndarray,
+    max_new_tokens: int,
+    *,
+    seed: int = 0,
+    experts_from: int | None = None,
+    **sampling: Any,
+) -> DecodeRequest:
+    return DecodeRequest(
+        uid,
+        token_ids.astype(np.int32),
+        max_new_tokens,
+        Sampling(**sampling),
+        seed,
+        uid.split(".")[0],
+        experts_from=experts_from,
+    )
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,19 @@ import torch
 from engine_cases import perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import Sampling, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.sampler import RowSampling, truncated
+from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.file_channel import FileChannel
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
+OWN = "qwen3+engine"  # vLLM's own sampler
 GROUPS = [
     *[("qwen2", part) for part in ("q_proj.bias", "self_attn", "mlp.gate_proj", "embed_tokens", "norm")],
     *[("qwen3", part) for part in ("self_attn", "mlp.down_proj", "embed_tokens", "lm_head", "model.norm", "q_norm")],
@@ -246,7 +251,7 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
     assert sum(result.kept_tokens is not None for result in local) == 4
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_stop_tokens_end_a_completion_and_belong_to_it(kind, vllm_engine):
     engine = vllm_engine(kind)
     free = engine.generate([request("a", prompt(10), 12, temperature=0.0)], version=0)[0]
@@ -256,7 +261,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(kind, vllm_engine):
     assert len(result.logprobs) == len(result.token_ids) <= 6
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, vllm_engine):
     engine = vllm_engine(kind)
     before = engine.num_decoded()
@@ -281,7 +286,7 @@ def test_a_request_of_another_version_is_refused(kind, vllm_engine):
         vllm_engine(kind).generate([request("a", prompt(8), 4)], version=9)
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_a_deadline_leaves_an_engine_that_goes_on(kind, vllm_engine, monkeypatch):
     engine = vllm_engine(kind)
     monkeypatch.setattr(engine, "_deadline_s", 0.0)
@@ -299,7 +304,7 @@ def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(kind
     assert len(engine.generate([request("a", prompt(8), 4)], version=0)[0].token_ids) == 4
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_sampling_is_cut_as_asked(kind, vllm_engine):
     engine = vllm_engine(kind)
     greedy = engine.generate([request("a", prompt(8), 6, temperature=0.0)], version=0)[0]
@@ -316,3 +321,88 @@ def test_info_names_the_real_library(kind, vllm_engine):
     assert (
         info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
     )
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_vllm_s_own_draws_have_the_trainer_s_logprobs(kind, vllm_engine, checkpoint, judge):
+    """At the sampling temperature, among the tokens that top_k and top_p keep as our sampler would; and after a sync."""
+    engine, tensors = vllm_engine(kind), tensors_of(checkpoint("qwen3"))
+    assert engine.info().sampler == "vLLM's own sampler draws tokens, on its Model Runner V1, eager"
+    cuts = [{}, {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 1.4, "top_p": 0.9, "top_k": 40}]
+    asks = [request(f"{i}", prompt(20 + i, seed=i), 16, seed=i, **cut) for i, cut in enumerate(cuts)]
+    for weights in (tensors, perturbed(tensors, "self_attn"), tensors):
+        publish(engine, weights, judge, checkpoint("qwen3"), 0)
+        model = judge._model(checkpoint("qwen3"), weights)
+        for ask, result in zip(asks, engine.generate(asks, version=0), strict=True):
+            whole = torch.from_numpy(np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64))
+            logits = model(whole[None]).logits[0, len(ask.token_ids) - 1 : -1].detach()
+            right = truncated(logits, RowSampling.of([ask.sampling] * 16, [0] * 16, logits.device)).log_softmax(-1)
+            drawn = right.gather(-1, whole[-16:, None])[:, 0]
+            np.testing.assert_allclose(result.logprobs, drawn.numpy(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_vllm_s_own_draws_follow_the_distribution(kind, vllm_engine, checkpoint, judge):
+    """First tokens of 1,600 seeds, and those after a given one, by chi-square; draws repeat, so that it cannot flake."""
+    engine, model = vllm_engine(kind), judge._model(checkpoint("qwen3"), None)
+    for start, seeds in ((prompt(12), range(800)), (np.append(prompt(12), 17), range(800, 1600))):
+        asks = [request(f"{seed}", start, 1, seed=derive_seed(0, "decode", seed), temperature=0.8) for seed in seeds]
+        counts = np.bincount([int(r.token_ids[0]) for r in engine.generate(asks, version=0)], minlength=160)
+        logits = model(torch.from_numpy(start.astype(np.int64))[None]).logits[0, -1].detach()
+        expected = (logits.double() / 0.8).softmax(-1).numpy() * 800
+        rare = expected < 5
+        found = np.append(counts[~rare], counts[rare].sum())
+        wanted = np.append(expected[~rare], expected[rare].sum())
+        chi_square, freedom = ((found - wanted) ** 2 / wanted).sum(), len(wanted) - 1
+        assert freedom > 20 and chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_a_seed_of_vllm_s_own_sampler_draws_the_same_whoever_is_beside_it(kind, vllm_engine):
+    engine = vllm_engine(kind)
+    asks = [request(f"{i}", prompt(30), 12, seed=i) for i in range(6)]
+    together = engine.generate(asks, version=0)
+    assert len({result.token_ids.tobytes() for result in together}) == 6
+    for ask, result in zip(asks, together, strict=True):
+        np.testing.assert_array_equal(engine.generate([ask], version=0)[0].token_ids, result.token_ids)
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_vllm_s_own_sampler_gives_up_and_stops_at_texts_too(kind, vllm_engine, monkeypatch):
+    engine = vllm_engine(kind)
+    asks = [request(f"{i}", prompt(30 + i), 40, seed=i) for i in range(3)]
+    whole = engine.generate(asks, version=0)
+    before = engine.num_decoded()
+    engine.submit(asks, version=0)
+    for _ in range(6):
+        assert engine.collect(0.0) == []
+    engine.submit([request("late", prompt(9), 4)], version=0)
+    engine.abort()
+    parts = {result.uid: result for result in engine.collect(1.0)}
+    assert len(parts) == 4 and {part.finish for part in parts.values()} == {Finish.UNFINISHED}
+    assert len(parts["late"].token_ids) == len(parts["late"].logprobs) == 0
+    for right in whole:
+        part = parts[right.uid]
+        n = len(part.token_ids)
+        assert 3 < n <= 6
+        np.testing.assert_array_equal(part.token_ids, right.token_ids[:n])
+        np.testing.assert_allclose(part.logprobs, right.logprobs[:n], atol=1e-4)
+    assert engine.num_decoded() - before == sum(len(part.token_ids) for part in parts.values())
+    monkeypatch.setattr(engine, "_stops", StopTexts(lambda ids: "".join(f"{token:03d}" for token in ids.tolist())))
+    text = "".join(f"{token:03d}" for token in whole[0].token_ids[8:10])
+    stopped = engine.generate([replace(asks[0], sampling=Sampling(stop=(text,)))], version=0)[0]
+    assert stopped.finish is Finish.STOP and len(stopped.logprobs) == len(stopped.token_ids) == 10
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_what_an_engine_was_not_started_for_is_refused(kind, vllm_engine):
+    engine = vllm_engine(kind)
+    asks = [
+        request("kept", prompt(8), 2, top_k=5, records_kept=True),
+        request("experts", prompt(8), 2, experts_from=0),
+        request("cold", prompt(8), 2, temperature=1e-3),
+        request("good", prompt(8), 2),
+    ]
+    *refused, good = engine.generate(asks, version=0)
+    assert [result.finish for result in refused] == [Finish.ERROR] * 3 and len(good.token_ids) == 2
+    assert "which tokens were kept" in refused[0].error and "asks for experts" in refused[1].error

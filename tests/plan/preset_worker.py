@@ -46,8 +46,10 @@ def pretend_cuda() -> None:
 
 def pretend_vllm_on_cuda() -> None:
     """vLLM's CUDA platform in the CPU's place; the compiled parts that the CPU wheel lacks are empty modules."""
-    for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._C", "vllm._moe_C"):
-        sys.modules.setdefault(name, types.ModuleType(name))
+    for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C"):
+        sys.modules.setdefault(f"vllm.{name}", types.ModuleType(name))
+    for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
+        sys.modules.setdefault(f"vllm.vllm_flash_attn.{name}", types.ModuleType(name))
     import vllm.platforms as platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
@@ -147,7 +149,7 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-    from marsrl.rollout.engines.vllm.engine import engine_arguments
+    from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
     from marsrl.rollout.pool.build import _specs
     from marsrl.trainer.plan.batch_plan import longest_sequence
 
@@ -156,7 +158,15 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))
     longest = longest_sequence(config, "main")
-    specs = _specs(model, config.rollout, dtype=policy.dtype, max_model_len=longest, seed=0, version=0)
+    specs = _specs(
+        model,
+        config.rollout_of("main"),
+        dtype=policy.dtype,
+        max_model_len=longest,
+        seed=0,
+        version=0,
+        records=config.records_of("main"),
+    )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
     os.environ.update(specs[0].environment())
     words = engine_arguments(
@@ -167,12 +177,11 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         seed=0,
         sleeps=specs[0].sleeps,
         device=specs[0].device,
+        records=specs[0].records,
     )
     made = EngineArgs(**words).create_engine_config()
-    from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
-
-    processors = _load_custom_logitsprocs(made.model_config.logits_processors)
     return {
+        "draws": who_draws(specs[0].vllm, specs[0].device),
         "runner": "V2" if made.use_v2_model_runner else "V1",
         "compile": made.compilation_config.mode.name,
         "graphs": made.compilation_config.cudagraph_mode.name,
@@ -182,9 +191,53 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         "max_model_len": made.model_config.max_model_len,
         "async": made.scheduler_config.async_scheduling,
         "moe": str(made.kernel_config.moe_backend),
-        "processors": [each.__name__ for each in processors],
+        "processors": _processors(made),
+        "logprobs": made.model_config.logprobs_mode,
+        "experts": made.aux_output_config.enable_return_routed_experts,
+        "kept": made.model_config.return_sampling_mask,
+        "prefixes": made.cache_config.enable_prefix_caching,
+        "attention": _attention(made),
+        "kv_cache": made.cache_config.cache_dtype,
+        "batched": made.scheduler_config.max_num_batched_tokens,
         "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),
     }
+
+
+def _processors(made: Any) -> list[str]:
+    """Names of our logits processors, as the runner that is chosen loads them, or refuses to."""
+    from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs
+
+    load = _load_v2_logitsprocs if made.use_v2_model_runner else _load_custom_logitsprocs
+    return [each.__name__ for each in load(made.model_config.logits_processors)]
+
+
+def _attention(made: Any) -> str:
+    """The backend that vLLM's CUDA platform picks for the model's layers; FlashInfer is not installed here."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    model = made.model_config
+    layers = AttentionSelectorConfig(model.get_head_size(), model.dtype, made.cache_config.cache_dtype, None)
+    chosen = current_platform.get_attn_backend_cls(made.attention_config.backend, layers)
+    return str(chosen).rpartition(".")[2]
+
+
+def variants(config: Any, folder: Path) -> dict[str, Any]:
+    """Engines of the preset with other options of vLLM, and R3."""
+
+    def with_vllm(**options: Any) -> Any:
+        vllm = config.rollout.vllm.model_copy(update=options)
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
+
+    replays = config.trainer.model_copy(update={"router_replay": "rollout"})
+    asked = {
+        "marsrl": with_vllm(sampler="marsrl"),
+        "R3": config.model_copy(update={"trainer": replays}),
+        "fp8": with_vllm(kv_cache_dtype="fp8"),
+        "extra": with_vllm(extra={"max_num_batched_tokens": 12345}),
+    }
+    return {name: engine_config(each, folder) for name, each in asked.items()}
 
 
 def main(folder: Path) -> None:
@@ -203,6 +256,7 @@ def main(folder: Path) -> None:
             "plan": planned(says["plan"], folder) if "plan" in says else None,
             "megatron": megatron_configs(check.config),
             "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
+            "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }
     print(json.dumps(told))
 

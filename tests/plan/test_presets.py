@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, num_engine_gpus, refusals, why_not_cut
+from marsrl.rollout.engines.protocol import Records
+from marsrl.rollout.engines.refusals import (
+    TrainerHost,
+    is_this_host,
+    num_engine_gpus,
+    refusals,
+    vllm_refusals,
+    why_not_cut,
+)
+from marsrl.rollout.engines.vllm.arguments import OWN_ARGUMENTS, checked_extra, engine_arguments
+from marsrl.rollout.engines.vllm.engine import vllm_environment
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.read_config import CONFIGS
 
@@ -33,7 +43,7 @@ WITHOUT_A_PLAN = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What preset_worker.py found, by preset: 20 s of one process, which believes in CUDA."""
+    """What preset_worker.py found, by preset: 25 s of one process, which believes in CUDA."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     done = subprocess.run(
@@ -52,15 +62,28 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
 def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told: dict[str, Any]) -> None:
     engine = told[preset]["engine"]
-    assert engine["runner"] == "V1" and engine["processors"] == ["DrawTokens"]
+    assert engine["runner"] == "V2" and engine["processors"] == [] and engine["logprobs"] == "processed_logprobs"
+    assert engine["draws"].startswith("vLLM's own sampler draws tokens, on its Model Runner V2")
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
     assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
     wide = engine["gpus"] > 1
-    assert (
-        wide == (preset in ON_SEVERAL_GPUS) and engine["executor"] == ("mp" if wide else "uni") and not engine["async"]
-    )
+    assert wide == (preset in ON_SEVERAL_GPUS) and engine["executor"] == ("mp" if wide else "uni")
+    assert engine["async"] and engine["prefixes"]
+    # FlashAttention has no float32
+    assert engine["attention"] == ("Triton" if preset == "cpu_default" else "Flash") + "AttentionBackend"
     assert engine["moe"] == "triton"  # whose layout the checksums know
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
+    assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
+
+
+def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
+    found = told["qwen3_30b_a3b_8xh100"]["variants"]
+    plain, ours = told["qwen3_30b_a3b_8xh100"]["engine"], found["marsrl"]
+    assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and not ours["async"]
+    assert ours["draws"].startswith("marsrl draws tokens") and ours["graphs"] == "FULL_AND_PIECEWISE"
+    assert found["R3"] == plain | {"experts": True}
+    assert found["fp8"] == plain | {"kv_cache": "fp8"}
+    assert found["extra"] == plain | {"batched": 12345} != plain
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_A_PLAN))
@@ -209,3 +232,75 @@ def test_engines_get_the_gpus_that_no_rank_holds() -> None:
 def test_an_address_of_this_machine_is_known_as_such() -> None:
     assert is_this_host("127.0.0.1:6379") and is_this_host("ray://localhost:10001") and is_this_host("auto")
     assert not is_this_host("192.0.2.200:6379") and not is_this_host("no-such-host.invalid:6379")
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "records", "says"),
+    [
+        ({"quantization": "fp8"}, "cuda", Records(), r"^rollout.vllm.quantization is fp8; .* on a frozen policy alone"),
+        ({"sampler": "marsrl"}, "cuda", Records(experts=True), r"^trainer.router_replay=rollout .*vllm.sampler=engine"),
+        ({"sampler": "engine"}, "cpu", Records(experts=True), r"on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({}, "cpu", Records(experts=True), r"on a CPU vLLM runs V1: set rollout.engine=local"),
+        (
+            {"sampler": "engine"},
+            "cpu",
+            Records(kept_tokens=True),
+            r"^loss.truncation=.* set rollout.vllm.sampler=marsrl",
+        ),
+    ],
+)
+def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
+    options: dict[str, Any], device: str, records: Records, says: str
+) -> None:
+    (sentence,) = vllm_refusals(VllmOptions.model_validate(options), device, records, takes_weights=True)
+    assert re.search(says, sentence), sentence
+
+
+def test_what_vllm_can_do_is_not_refused() -> None:
+    all_of_it = Records(kept_tokens=True, experts=True)
+    assert vllm_refusals(VllmOptions(), "cuda", all_of_it, takes_weights=True) == ()
+    assert vllm_refusals(VllmOptions(sampler="marsrl"), "cuda", Records(kept_tokens=True), takes_weights=True) == ()
+    assert vllm_refusals(VllmOptions(), "cpu", Records(kept_tokens=True), takes_weights=True) == ()
+    assert vllm_refusals(VllmOptions(quantization="fp8"), "cuda", Records(), takes_weights=False) == ()
+    assert VllmOptions().sampler_on("cuda") == "engine" and VllmOptions().sampler_on("cpu") == "marsrl"
+
+
+def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
+    pytest.importorskip("vllm")
+    assert checked_extra({"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}).keys() == {
+        "max_num_batched_tokens",
+        "compilation_config",
+    }
+    for extra, says in (
+        ({"max_num_batched_token": 1}, r"extra.max_num_batched_token is no field .* like it: max_num_batched_tokens"),
+        ({"max_num_batched_tokens": "many"}, r"extra.max_num_batched_tokens is 'many', which .* valid integer"),
+        ({"tensor_parallel_size": 2}, r"marsrl gives to vLLM itself: set rollout.vllm.tensor_parallel instead"),
+        ({"enable_prefix_caching": False}, r"marsrl gives to vLLM itself: it has to be as it is"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            checked_extra(extra)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("sampler", ["engine", "marsrl"])
+def test_every_argument_that_marsrl_sets_is_known_as_such(device: str, sampler: str) -> None:
+    options = VllmOptions.model_validate({"sampler": sampler, "kv_cache_mib": 64})
+    words = engine_arguments(
+        "model",
+        options,
+        dtype="float32",
+        max_model_len=64,
+        seed=0,
+        sleeps=False,
+        device=device,
+        records=Records(kept_tokens=True, experts=True),
+    )
+    assert words.keys() <= OWN_ARGUMENTS.keys()
+
+
+@pytest.mark.parametrize("sampler", ["engine", "marsrl"])
+def test_dynamo_is_off_on_cpus_alone(sampler: Any) -> None:
+    assert vllm_environment(1, "cpu", sampler)["TORCHDYNAMO_DISABLE"] == "1"
+    on_gpus = vllm_environment(1, "cuda", sampler)
+    assert "TORCHDYNAMO_DISABLE" not in on_gpus
+    assert on_gpus["VLLM_USE_V2_MODEL_RUNNER"] == ("1" if sampler == "engine" else "0")

@@ -20,18 +20,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.config import Sampler, VllmOptions
 from marsrl.rollout.engines.protocol import (
+    NOTHING_RECORDED,
     TORN,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
     MemoryPart,
+    Records,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
 )
+from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
 from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
+from marsrl.rollout.engines.vllm.own_sampler import (
+    COLDEST,
+    asked_of_vllm,
+    experts_told,
+    kept_tokens_told,
+    logprobs_told,
+)
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import encode
@@ -40,8 +51,6 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-_BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
-_KV_CACHE_CPU_MIB = 256
 _PROGRESS_S = 0.2
 
 NO_SLEEP_ON_CPU = (
@@ -49,7 +58,7 @@ NO_SLEEP_ON_CPU = (
 )
 
 
-def vllm_environment(threads: int | None = None, device: str = "cpu") -> dict[str, str]:
+def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl") -> dict[str, str]:
     """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -63,7 +72,8 @@ def vllm_environment(threads: int | None = None, device: str = "cpu") -> dict[st
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
         environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
     else:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses DrawTokens, a logits processor of V1
+        # V2 refuses DrawTokens, a logits processor of V1; asked for by name, it is not silently replaced
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
@@ -84,6 +94,7 @@ class VllmEngine:
         threads: int | None = None,
         deadline_s: float | None = None,
         sleeps: bool = False,
+        records: Records = NOTHING_RECORDED,
     ) -> None:
         """Load vLLM with the weights of model_dir, which count as `version`.
 
@@ -93,9 +104,10 @@ class VllmEngine:
             threads: CPU threads of torch in this process; None leaves them.
             deadline_s: a generate() that takes longer is stopped with TimeoutError.
             sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
+            records: what requests will ask for beside log-probs.
 
         Raises:
-            ValueError: it sleeps on a CPU.
+            ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
         """
         import torch
         import vllm
@@ -106,6 +118,9 @@ class VllmEngine:
             raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
         if threads is not None and current_platform.is_cpu():
             torch.set_num_threads(threads)
+        device = "cpu" if current_platform.is_cpu() else "cuda"
+        if found := vllm_refusals(options, device, records):
+            raise ValueError("; ".join(found))
         self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
         self._version = version
@@ -120,6 +135,9 @@ class VllmEngine:
         self._next_look = 0.0
         self._has_new_weights = False  # and nothing was computed with them yet
         self._device = str(current_platform.device_type)
+        self._options, self._records = options, records
+        self._draws = options.sampler_on(device)
+        self._sampler = who_draws(options, device)
         self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
             **engine_arguments(
@@ -129,7 +147,8 @@ class VllmEngine:
                 max_model_len=max_model_len,
                 seed=seed,
                 sleeps=sleeps,
-                device="cpu" if current_platform.is_cpu() else "cuda",
+                device=device,
+                records=records,
             )
         )
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
@@ -138,6 +157,7 @@ class VllmEngine:
             self._forget_rendezvous()  # workers on several GPUs may still make groups through it
         self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._num_experts = int(self._llm.model_config.get_num_experts())
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
@@ -151,6 +171,7 @@ class VllmEngine:
             dtype=self._dtype,
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
+            sampler=self._sampler,
         )
 
     def num_decoded(self) -> int:
@@ -182,7 +203,7 @@ class VllmEngine:
                 return results + self._give_up()
             if results or not self._under_way:
                 return results
-            results = self._finished(self._step()) + self._stopped()
+            results = self._results(self._step()) + self._stopped()
             if results or time.monotonic() >= end:
                 return results
 
@@ -213,6 +234,8 @@ class VllmEngine:
                     f"{self._max_model_len} (max_model_len)"
                 )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
+        if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
+            once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
         before = self._num_ended, self._num_seen
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
@@ -231,6 +254,9 @@ class VllmEngine:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load the file, or receive the buckets, drop every cached prefix, and report checksums of what the kernels hold."""
+        if self._options.quantization is not None:
+            raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
+        self._settle()
         start = time.perf_counter()
         what: str | list[bytes] = update.path
         if update.receive_plans:
@@ -248,6 +274,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """vLLM's level 1: weights to the host's memory. Level 2 drops them, and a step that is skipped sends no new ones."""
+        self._settle()
         self._llm.sleep(level=1)
 
     def wake(self, part: MemoryPart) -> None:
@@ -294,26 +321,44 @@ class VllmEngine:
             reason = f"max_new_tokens is {request.max_new_tokens}"
         elif int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._vocab_size:
             reason = f"a token id is outside of the vocabulary of {self._vocab_size}"
+        elif self._draws == "engine":
+            reason = self._refused_by_vllm(request)
         if not reason:
             return None
         none = np.zeros(0, np.int32)
         return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
 
+    def _refused_by_vllm(self, request: DecodeRequest) -> str:
+        """Why vLLM's sampler cannot draw it, or nothing."""
+        temperature = request.sampling.temperature
+        if 0 < temperature < COLDEST:
+            return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
+        if self._records.kept_tokens and temperature == 0:
+            return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
+        if request.sampling.records_kept and not self._records.kept_tokens:
+            return "asks which tokens were kept, and the engine was not started for that"
+        if request.experts_from is not None and not self._records.experts:
+            return "asks for experts, and the engine was not started for that"
+        return ""
+
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from marsrl.rollout.engines.vllm.sampling import draw_arguments
+        if self._draws == "engine":
+            drawn = asked_of_vllm(request, self._vocab_size, self._records)
+        else:
+            from marsrl.rollout.engines.vllm.sampling import draw_arguments
 
+            drawn = {"temperature": 0, "extra_args": draw_arguments(key, request)}
         return SamplingParams(
             max_tokens=min(request.max_new_tokens, self._max_model_len - len(request.token_ids)),
-            temperature=0,
-            extra_args=draw_arguments(key, request),
             stop_token_ids=list(request.sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids alone decide
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # nobody else has it: vLLM need not copy it deeply
+            **drawn,
         )
 
     def _admit(self) -> list[DecodeResult]:
@@ -344,24 +389,24 @@ class VllmEngine:
             self._next_look = time.monotonic() + _PROGRESS_S
         return finished
 
-    def _finished(self, outputs: Sequence[Any]) -> list[DecodeResult]:
-        if not outputs:
-            return []
+    def _results(self, outputs: Sequence[Any], finish: Finish | None = None) -> list[DecodeResult]:
+        """What vLLM's RequestOutputs tell of requests that are under way, which they are no longer; finish: of all of them."""
         requests = [self._under_way.pop(output.request_id) for output in outputs]
         completions = [output.outputs[0] for output in outputs]
-        lengths = [len(completion.token_ids) for completion in completions]
-        draws = self._take_draws([output.request_id for output in outputs], lengths)
         return [
             DecodeResult(
                 uid=request.uid,
                 token_ids=np.asarray(completion.token_ids, np.int32),
                 logprobs=logprobs,
-                finish=Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH,
+                finish=finish or (Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH),
                 version=self._version,
                 num_cached_tokens=output.num_cached_tokens or 0,
-                kept_tokens=kept,
+                routed_experts=None if request.experts_from is None else experts_told(completion, self._num_experts),
+                kept_tokens=kept if request.sampling.records_kept else None,
             )
-            for request, output, completion, (logprobs, kept) in zip(requests, outputs, completions, draws, strict=True)
+            for request, output, completion, (logprobs, kept) in zip(
+                requests, outputs, completions, self._drawn(outputs), strict=True
+            )
         ]
 
     def _stopped(self) -> list[DecodeResult]:
@@ -376,47 +421,50 @@ class VllmEngine:
             for request in [self._under_way[key]]
             if self._stops.is_ended(request.token_ids, tokens[key], request.sampling.stop)
         ]
-        if not keys:
-            return []
-        drawn = [np.asarray(tokens[key], np.int32) for key in keys]
-        self._core.abort_request(keys)
-        draws = self._take_draws(keys, [len(each) for each in drawn])
-        self._num_ended += sum(map(len, drawn))
-        return [
-            DecodeResult(self._under_way.pop(key).uid, ids, logprobs, Finish.STOP, self._version, kept_tokens=kept)
-            for key, ids, (logprobs, kept) in zip(keys, drawn, draws, strict=True)
-        ]
+        return self._results(self._ended_here(keys), Finish.STOP)
 
     def _give_up(self) -> list[DecodeResult]:
         """What is under way as far as it got; leaves an engine that can go on."""
         self._is_aborting = False
-        tokens = self._tokens_under_way()
-        keys = [key for key in self._under_way if tokens[key]]
-        self._core.abort_request(list(self._under_way))
-        while self._core.has_unfinished_requests():
-            self._core.step()
-        draws = dict(zip(keys, self._take_draws(keys, [len(tokens[key]) for key in keys]), strict=True))
-        self._llm.collective_rpc("marsrl_forget_draws")
-        none = np.zeros(0, np.float32), None
-        results = [
-            DecodeResult(
-                request.uid,
-                np.asarray(tokens[key], np.int32),
-                logprobs,
-                Finish.UNFINISHED,
-                self._version,
-                kept_tokens=kept,
-            )
-            for key, request in self._under_way.items()
-            for logprobs, kept in [draws.get(key, none)]
-        ]
-        self._under_way.clear()
-        self._num_ended += sum(map(len, tokens.values()))
+        results = self._results(self._ended_here(list(self._under_way)), Finish.UNFINISHED)
+        self._settle()
+        if self._draws == "marsrl":
+            self._llm.collective_rpc("marsrl_forget_draws")
         return results
 
-    def _take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Every worker has drawn the same tokens, from all logits, and forgets them here; vLLM's output is the first one's."""
-        return self._llm.collective_rpc("marsrl_take_draws", args=(keys, lengths))[0] if keys else []
+    def _ended_here(self, keys: list[str]) -> list[Any]:
+        """Their RequestOutputs, after which vLLM has forgotten them."""
+        from vllm.v1.engine import FinishReason
+
+        if not keys:
+            return []
+        states = self._states()
+        outputs = [states[key].make_request_output([], None, FinishReason.ABORT, None) for key in keys]
+        self._core.abort_request(keys)
+        self._num_ended += sum(len(output.outputs[0].token_ids) for output in outputs)
+        return outputs
+
+    def _settle(self) -> None:
+        """Run what vLLM has begun for requests that have ended: with async scheduling it is a step ahead of them."""
+        while self._core.has_unfinished_requests():
+            self._core.step()
+        here = getattr(
+            self._core.engine_core, "engine_core", None
+        )  # None: in a process of its own, which settles itself
+        while here is not None and here.batch_queue:
+            self._core.step()
+
+    def _drawn(self, outputs: Sequence[Any]) -> list[tuple[FloatArray, KeptTokens | None]]:
+        """Log-probs [n] of each one's tokens, nats, and what was kept at their places, where that was asked for."""
+        if self._draws == "engine":
+            told = [output.outputs[0] for output in outputs]
+            return [(logprobs_told(each), kept_tokens_told(each, self._vocab_size)) for each in told]
+        lengths = {o.request_id: len(o.outputs[0].token_ids) for o in outputs if o.outputs[0].token_ids}
+        taken: list[Any] = []
+        if lengths:
+            (taken, *_) = self._llm.collective_rpc("marsrl_take_draws", args=(list(lengths), list(lengths.values())))
+        draws = dict(zip(lengths, taken, strict=True))
+        return [draws.get(output.request_id, (np.zeros(0, np.float32), None)) for output in outputs]
 
     def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
         """Finished RequestOutputs in the order of work; nothing else is under way."""
@@ -430,63 +478,14 @@ class VllmEngine:
 
     def _tokens_under_way(self) -> dict[str, list[int]]:
         """Tokens decoded so far of every request in vLLM, by its key."""
-        states = self._core.output_processor.request_states.values()
-        return {state.external_req_id: state.detokenizer.output_token_ids for state in states if state.detokenizer}
+        return {key: state.detokenizer.output_token_ids for key, state in self._states().items() if state.detokenizer}
+
+    def _states(self) -> dict[str, Any]:
+        """What vLLM's output side knows of every request under way, by its key."""
+        return {state.external_req_id: state for state in self._core.output_processor.request_states.values()}
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
     """The different values of all workers."""
     names = {name: None for of_worker in settings for name in of_worker}
     return {name: tuple(sorted({v for of_worker in settings for v in of_worker.get(name, ())})) for name in names}
-
-
-def engine_arguments(
-    model_dir: str | Path,
-    options: VllmOptions,
-    *,
-    dtype: str,
-    max_model_len: int,
-    seed: int,
-    sleeps: bool,
-    device: str,
-) -> dict[str, Any]:
-    """What vLLM's LLM (and its EngineArgs) is made with on "cpu" or "cuda"; see VllmEngine for the words."""
-    return {
-        "model": str(model_dir),
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
-        "disable_log_stats": True,
-        "tensor_parallel_size": options.tensor_parallel,
-        "enable_expert_parallel": options.expert_parallel,
-        # not Ray, which vLLM would take where it finds itself in an actor with a placement group
-        "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
-        "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": True,
-        "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
-        "logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"],
-        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
-    }
-
-
-def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    return {
-        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
-        "block_size": _BLOCK_CPU,
-        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
-    }
-
-
-def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "enforce_eager": bool(options.enforce_eager),
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "async_scheduling": False,  # as on a CPU, where it is tested; V1 waits for a logits processor's tokens anyway
-        "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
-    }
-    if options.kv_cache_mib is not None:
-        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
-    return arguments

@@ -1,0 +1,179 @@
+"""What vLLM is started with: the arguments that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
+
+vLLM is imported only where the user's own arguments are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from marsrl.rollout.config import Sampler, VllmOptions, problems_of
+from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
+
+_BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
+_KV_CACHE_CPU_MIB = 256
+
+OWN_ARGUMENTS = {
+    "model": "policies.<name>.model",
+    "tokenizer": "policies.<name>.model",
+    "dtype": "rollout.vllm.dtype",
+    "seed": "run.seed",
+    "max_model_len": "agents.<name>.max_input_tokens and max_response_tokens",
+    "max_num_seqs": "rollout.vllm.max_num_seqs",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mib",
+    "kv_cache_dtype": "rollout.vllm.kv_cache_dtype",
+    "quantization": "rollout.vllm.quantization",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel",
+    "enable_expert_parallel": "rollout.vllm.expert_parallel",
+    "distributed_executor_backend": "rollout.vllm.tensor_parallel",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "enable_sleep_mode": "rollout.placement",
+    "logits_processors": "rollout.vllm.sampler",
+    "logprobs_mode": "rollout.vllm.sampler",
+    "async_scheduling": "rollout.vllm.sampler",
+    "return_sampling_mask": "loss.truncation",
+    "enable_return_routed_experts": "trainer.router_replay",
+    "skip_tokenizer_init": None,
+    "generation_config": None,
+    "disable_log_stats": None,
+    "enable_prefix_caching": None,
+    "worker_extension_cls": None,
+    "moe_backend": None,
+    "block_size": None,
+}
+"""{field of vLLM's EngineArgs that marsrl sets: the key that decides; None: it has to be as it is}."""
+
+
+def engine_arguments(
+    model_dir: str | Path,
+    options: VllmOptions,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    sleeps: bool,
+    device: str,
+    records: Records = NOTHING_RECORDED,
+) -> dict[str, Any]:
+    """What vLLM's LLM (and its EngineArgs) is made with on "cpu" or "cuda"; see VllmEngine for the words.
+
+    Raises:
+        ValueError: options.extra names what vLLM does not have, or what marsrl sets.
+    """
+    return {
+        "model": str(model_dir),
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": options.quantization,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        "disable_log_stats": True,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enable_expert_parallel": options.expert_parallel,
+        # not Ray, which vLLM would take where it finds itself in an actor with a placement group
+        "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
+        "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
+        **_sampler_arguments(options.sampler_on(device), device, records),
+        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
+        **checked_extra(options.extra),
+    }
+
+
+def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[str, Any]:
+    if sampler == "marsrl":
+        arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
+        if device == "cuda":
+            # as on a CPU, where it is tested; V1 waits for a logits processor's tokens anyway
+            arguments["async_scheduling"] = False
+        return arguments
+    arguments = {"logprobs_mode": "processed_logprobs"}  # of the distribution that was drawn from
+    if records.kept_tokens:
+        arguments["return_sampling_mask"] = True
+    if records.experts:
+        arguments["enable_return_routed_experts"] = True
+    return arguments
+
+
+def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    return {
+        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
+        "block_size": _BLOCK_CPU,
+        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
+    }
+
+
+def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "enforce_eager": bool(options.enforce_eager),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
+    }
+    if options.kv_cache_mib is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
+    return arguments
+
+
+def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """rollout.vllm.extra as vLLM's EngineArgs has these fields; asks the vLLM that is installed.
+
+    Raises:
+        ValueError: vLLM has no such field, or no such value for it, or marsrl sets it.
+    """
+    if not extra:
+        return {}
+    for name in extra:
+        if name in OWN_ARGUMENTS:
+            key = OWN_ARGUMENTS[name]
+            near = f"set {key} instead" if key else "it has to be as it is for what marsrl does: leave it out"
+            raise ValueError(f"rollout.vllm.extra.{name} is an argument that marsrl gives to vLLM itself: {near}")
+    from vllm.engine.arg_utils import EngineArgs
+
+    types, checked = {each.name: each.type for each in dataclasses.fields(EngineArgs)}, {}
+    for name, value in extra.items():
+        if name not in types:
+            near = ", ".join(difflib.get_close_matches(name, types.keys() - OWN_ARGUMENTS.keys(), 3))
+            raise ValueError(
+                f"rollout.vllm.extra.{name} is no field of this vLLM's EngineArgs"
+                f"{f'; those like it: {near}' if near else '; see its documentation'}"
+            )
+        try:
+            checked[name] = _adapter(types[name]).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(
+                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs does not take: {problems_of(error)}"
+            ) from error
+    return checked
+
+
+def _adapter(field_type: Any) -> TypeAdapter[Any]:
+    """Of a type that pydantic knows; what is a name or a class of others is left to vLLM (two fields of 0.32)."""
+    try:
+        return TypeAdapter(Any if isinstance(field_type, str) else field_type)
+    except PydanticSchemaGenerationError:
+        return TypeAdapter(Any)
+
+
+def who_draws(options: VllmOptions, device: str) -> str:
+    """One line about an engine's sampler and the part of vLLM that runs it."""
+    if options.sampler_on(device) == "marsrl":
+        return f"marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1{_is_eager(options, device)}"
+    runner = "V2, with async scheduling" if device == "cuda" else "V1"
+    return f"vLLM's own sampler draws tokens, on its Model Runner {runner}{_is_eager(options, device)}"
+
+
+def _is_eager(options: VllmOptions, device: str) -> str:
+    eager = device == "cpu" if options.enforce_eager is None else options.enforce_eager
+    return ", eager" if eager else ", compiled" + (" and in CUDA graphs" if device == "cuda" else "")

@@ -1,0 +1,64 @@
+"""Draws by vLLM's own sampler: what a request asks for, and what its output tells.
+
+The noise of a draw depends on the request's seed and, in Model Runner V2, on the place of the token in the sequence; in V1 a
+request has a generator that begins with it. A sample that goes on in another segment has another seed there
+(DecodeRequest.seed), so that no later token gets the noise of an earlier one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from marsrl.rollout.engines.protocol import DecodeRequest, Records
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
+from marsrl.rollout.types import FloatArray
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+COLDEST = 0.01
+"""Temperature; vLLM draws with this one where a request has less, and above 0."""
+
+
+def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> dict[str, Any]:
+    """Arguments of SamplingParams."""
+    sampling = request.sampling
+    top_k = sampling.top_k
+    if records.kept_tokens and top_k <= 0:
+        top_k = vocab_size  # vLLM wants one where it tells what was kept
+    asked = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": top_k,
+        "seed": request.seed,
+        "logprobs": 0,  # of the drawn token alone
+        "flat_logprobs": True,
+    }
+    if records.experts:
+        place = request.experts_from
+        asked["routed_experts_prompt_start"] = len(request.token_ids) if place is None else place
+    return asked
+
+
+def logprobs_told(completion: CompletionOutput) -> FloatArray:
+    """[n] float32, nats, of the tokens that were drawn: the first of what vLLM lists at each place."""
+    told: Any = completion.logprobs
+    return np.asarray(told.logprobs, np.float32)[told.start_indices]
+
+
+def kept_tokens_told(completion: CompletionOutput, vocab_size: int) -> KeptTokens | None:
+    """What top_k and top_p kept at each place; None where the engine does not say."""
+    told = completion.sampling_mask
+    if told is None:
+        return None
+    places = [np.asarray(ids if len(ids) < vocab_size else (), np.int32) for ids in told.token_ids]
+    return KeptTokens.of(places)
+
+
+def experts_told(completion: CompletionOutput, num_experts: int) -> ExpertArray | None:
+    """[tokens, layers, top_k] from the request's experts_from on, but for the last token; None: nothing was decoded."""
+    told = completion.routed_experts
+    return None if told is None else told.astype(expert_dtype(num_experts))

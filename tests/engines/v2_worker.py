@@ -1,0 +1,92 @@
+"""VllmEngine on Model Runner V2 with vLLM's own sampler, as GPUs run it: `python v2_worker.py MODEL CHANGED OUT`.
+
+vLLM's CPU build has that runner, whose kernels are Triton's; Triton's interpreter runs them here. That changes the process
+for good: hence one of its own. CHANGED: a directory of new weights. OUT: a pickle of what was decoded, by the name of a test.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engine_cases import prompt, request
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import Records, WeightUpdate
+from marsrl.rollout.engines.vllm import engine
+from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
+
+CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
+
+
+def pretend_triton_for_cpus() -> None:
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", **vllm_environment(threads=1)}
+    import triton.backends
+
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
+    import vllm.v1.sample.ops.topk_topp_sampler as cut
+    import vllm.v1.worker.gpu.sample.sampler as sampler
+    from vllm.platforms.cpu import CpuPlatform
+
+    settle = CpuPlatform.check_and_update_config
+
+    def ahead(config: Any) -> None:
+        settle(config)
+        config.scheduler_config.async_scheduling = True  # as on GPUs; "not required on CPU"
+
+    CpuPlatform.check_and_update_config = staticmethod(ahead)  # type: ignore[method-assign, assignment]
+    # Its kernel for top_k and top_p is too much for the interpreter; this is vLLM's other one.
+    sampler.apply_top_k_top_p = lambda logits, k, p: (  # type: ignore[attr-defined]
+        logits if k is None and p is None else cut.apply_top_k_top_p_pytorch(logits, k, p)
+    )
+
+
+def start(model: Path) -> VllmEngine:
+    """As on a GPU, as far as the sampler goes."""
+    engine.vllm_refusals = lambda *words: ()  # on a CPU users have V1
+    options = VllmOptions(max_num_seqs=8, kv_cache_mib=32, sampler="engine")
+    records = Records(kept_tokens=True, experts=True)
+    return VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, records=records)
+
+
+def main(model: Path, changed: Path, out: Path) -> None:
+    pretend_triton_for_cpus()
+    served = start(model)
+    config = served._llm.llm_engine.vllm_config
+    told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
+    cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
+    told["cut"] = cut, served.generate(cut, version=0)
+    told["again"] = cut, served.generate(cut, version=0)  # behind cached prefixes
+    whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
+    told["whole"] = whole, served.generate(whole, version=0)
+    on = [
+        request(f"{ask.uid}.on", joined(ask, result), 4, seed=100, experts_from=len(joined(ask, result)) - 1, **CUT)
+        for ask, result in zip(*told["cut"], strict=True)
+    ]
+    told["on"] = on, served.generate(on, version=0)
+    long = [request(f"{i}.long", prompt(30, seed=i), 200, seed=i, experts_from=10, **CUT) for i in range(3)]
+    served.submit(long, version=0)
+    for _ in range(6):
+        served.collect(0.0)
+    served.abort()
+    told["aborted"] = long, sorted(served.collect(0.0), key=lambda result: result.uid)
+    told["receipt"] = served.update_weights(WeightUpdate(str(changed), 1))
+    told["changed"] = cut, served.generate(cut, version=1)
+    told["scores"] = served.score([joined(*pair) for pair in zip(*told["changed"], strict=True)])
+    told["cold"] = [served.generate([request("c", prompt(9), 3, temperature=t)], version=1)[0] for t in (0.0, 0.005)]
+    told["num_decoded"] = served.num_decoded()
+    served.close()
+    out.write_bytes(pickle.dumps(told))
+
+
+def joined(ask: Any, result: Any) -> Any:
+    return np.concatenate([ask.token_ids, result.token_ids])
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))
