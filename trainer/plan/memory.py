@@ -13,6 +13,7 @@ from typing import Literal
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
+from marsrl.trainer.plan.hardware import PINNED
 from marsrl.trainer.plan.parameters import RankElements, rank_elements
 
 Recompute = Literal["none", "selective", "full"]
@@ -66,7 +67,7 @@ class RankMemory:
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
     `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
     float32 gradient of the output layer.
-    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it.
+    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it, in pinned memory.
     """
 
     stage: int
@@ -126,7 +127,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the three above
-        host=optimizer * 4 // 3 if setup.offloads_optimizer else 0,  # 12 bytes a number, and 4
+        host=round(optimizer / 12 * (12 + 4 * PINNED.value)) if setup.offloads_optimizer else 0,  # and the gradients
     )
 
 
