@@ -11,6 +11,7 @@ from megatron_models import micro_batches, num_trained, save_model, sequences
 from test_learner import gradients, largest_difference, learner
 from torch import Tensor
 
+from marsrl.trainer.data.packing import pack
 from marsrl.trainer.learner.megatron import fusions
 from marsrl.trainer.learner.megatron.fusions import APEX, Fusions, choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import LayerChoice
@@ -127,3 +128,22 @@ def test_a_step_with_all_of_them_has_the_same_gradients(
     assert Apex.num_calls == of_layer * config.num_layers * len(micro_batches(samples, 2))
     assert min(float(each.norm()) for each in plain.values()) > 0
     assert largest_difference(fused, plain) < 1e-6
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_is_told_the_longest_sequence_and_whether_to_repeat_bitwise(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = learner(save_model("qwen2", tmp_path / "m"), deterministic=deterministic)
+    from marsrl.trainer.learner.megatron import attention
+
+    asked, compute = [], attention.attention_varlen
+
+    def recorded(*words: Any, **options: Any) -> Tensor:
+        asked.append((options["max_seqlen"], options["deterministic"]))
+        return compute(*words, **options)
+
+    monkeypatch.setattr(attention, "attention_varlen", recorded)
+    batch = pack(sequences(3))
+    policy.score([batch])
+    assert asked == [(int(batch.cu_seqlens.diff().max()), deterministic)] * policy._model.config.num_layers

@@ -15,7 +15,7 @@ from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
-from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory
+from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.plan.speed import Work, step_time
@@ -237,6 +237,14 @@ def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
     # and the gradients on their way, in pinned memory, of which PyTorch takes the next power of 2
     assert there.optimizer == 0 and there.host == pytest.approx((12 + 2 * 4) / 12 * here.optimizer)
     assert step_time(offloaded, WORK, H100, True).optimizer > step_time(SETUP, WORK, H100, True).optimizer
+
+
+def test_an_attention_that_repeats_bitwise_keeps_gigabytes_of_copies() -> None:
+    long = replace(SETUP, tokens=98_304)
+    plain, repeated = most_loaded_rank(long), most_loaded_rank(replace(long, deterministic=True))
+    copies = 17 * 4 * 98_304 * 8 * 128  # 8 heads of a rank: 17 copies keep 132 multiprocessors at work
+    assert copies == pytest.approx(6.8e9, rel=0.01) and repeated.peak > plain.peak
+    assert repeated.working == copies + remade_bytes(long)
 
 
 def test_early_pipeline_stages_hold_more_micro_batches() -> None:

@@ -75,6 +75,7 @@ DECODE_SHARE = Constant(
     "share of the memory bandwidth, decoding", 0.7, "", f"{_ASSUMED}: many small reads; a large copy: 0.9 ({_MEASURED})"
 )
 ALL_REDUCE_S = Constant("sum of a token's layer over an engine's GPUs", 15e-6, "s", f"{_ASSUMED}: start of two rounds")
+BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
 PINNED = Constant(
     "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
 )
@@ -115,6 +116,7 @@ ASSUMPTIONS = (
     DECODE_SHARE,
     LINK_SHARE,
     ALL_REDUCE_S,
+    BLOCKS,
     PINNED,
     IMBALANCE,
     HEAD_ROWS,

@@ -170,6 +170,7 @@ def _job(
         shared_bytes=kept_bytes,
         distributes_optimizer=policy.optimizer.distributed,
         reference=reference,
+        deterministic=policy.deterministic,
         scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
         cuts_sequences=why_not_cut(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
     )
