@@ -1,7 +1,7 @@
 """Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
 
 from marsrl.kernels.attention_decode import attention_decode
-from marsrl.kernels.attention_varlen import attention_varlen
+from marsrl.kernels.attention_varlen import attention_choice, attention_varlen
 from marsrl.kernels.dispatch import Explanation, explain
 from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
@@ -22,6 +22,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyObjective",
     "Support",
+    "attention_choice",
     "attention_decode",
     "attention_varlen",
     "explain",

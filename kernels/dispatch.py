@@ -83,6 +83,23 @@ class Op:
             reasons.append(f"{implementation.name}: {reason}")
         raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
 
+    def explain(self, why_not: Callable[[Implementation], str | None]) -> "Explanation":
+        """The implementation that would be used, and for the others why not; why_not: of one, as far as is known."""
+        forced = forced_name(self.name)
+        chosen: str | None = None
+        reasons: dict[str, str] = {}
+        for implementation in self.implementations:
+            reason = why_not(implementation)
+            if reason is None and forced is not None and implementation.name != forced:
+                reason = f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}"
+            if reason is None and chosen is not None:
+                reason = f"{chosen} is preferred"
+            if reason is None:
+                chosen = implementation.name
+            else:
+                reasons[implementation.name] = reason
+        return Explanation(self.name, chosen, reasons)
+
 
 def forced_name(op: str) -> str | None:
     """The implementation that MARSRL_KERNELS asks for in this op; None where it asks for none. Unknown: an error."""
@@ -110,7 +127,7 @@ def _check_known(text: str, word: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `marsrl doctor` prints for one op."""
+    """What `marsrl doctor` prints for one op, or for a kind of call of it."""
 
     op: str
     chosen: str | None  # None: the op cannot run here
@@ -119,20 +136,4 @@ class Explanation:
 
 def explain() -> list[Explanation]:
     """For each op the implementation this machine would use, and for the others why not; tensors may add reasons."""
-    explanations = []
-    for name, op in sorted(_OPS.items()):
-        forced = forced_name(name)
-        chosen: str | None = None
-        reasons: dict[str, str] = {}
-        for implementation in op.implementations:
-            reason = implementation.machine_lacks()
-            if reason is None and forced is not None and implementation.name != forced:
-                reason = f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}"
-            if reason is None and chosen is not None:
-                reason = f"{chosen} is preferred"
-            if reason is None:
-                chosen = implementation.name
-            else:
-                reasons[implementation.name] = reason
-        explanations.append(Explanation(name, chosen, reasons))
-    return explanations
+    return [op.explain(lambda each: each.machine_lacks()) for _, op in sorted(_OPS.items())]

@@ -149,6 +149,11 @@ class PolicyConfig(Settings):
         "auto",
         description="norms and linear layers; auto: TransformerEngine's where it is installed with a GPU, else ours",
     )
+    deterministic: bool = Field(
+        False,
+        description="on a GPU, attention and embedding add their gradients in a fixed order, which flash-attn does with more "
+        "memory (docs/plan.md); a CPU always does",
+    )
     router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
     reference: str = Field(
         "none",

@@ -1,15 +1,17 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marsrl.kernels.attention_varlen import flash
+from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Explanation, Implementation, Op
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -23,6 +25,7 @@ def attention_varlen(
     scale: float | None = None,
     causal: bool = True,
     max_seqlen: int | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """softmax(scale q k^T) v per sequence, [T, N, D] in the dtype of q, differentiable.
 
@@ -34,8 +37,10 @@ def attention_varlen(
         causal: a query sees no later key; the last query of a sequence stands at its last key.
         max_seqlen: at least the length of the longest sequence, where the host knows it: flash-attn launches fewer
             blocks then. None: the number of tokens.
+        deterministic: the gradient has the same bits in two runs. Ours always has; flash-attn then keeps some copies of the
+            queries' gradient apart, each 4 T N D bytes, and adds them in order.
 
-    The gradient is deterministic. Nothing waits for a GPU: there the values of cu_seqlens are not checked.
+    Nothing waits for a GPU: there the values of cu_seqlens are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -56,7 +61,31 @@ def attention_varlen(
         if q.device.type == "cpu":
             _check_keys_suffice(cu_seqlens.tolist(), cu_seqlens_k.tolist())
     scale = head_size**-0.5 if scale is None else scale
-    return _OP(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen)
+    return _OP(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic=deterministic)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """As much of q as a reason looks at."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+
+
+def attention_choice(
+    device: torch.device | str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False
+) -> Explanation:
+    """Which implementation serves packed attention of that kind on this machine, and why the others do not.
+
+    The op itself asks the same reasons in the same order at each call.
+    """
+    q = _Queries(torch.device(device), dtype, (1, 1, head_size))
+
+    def why_not(each: Implementation) -> str | None:
+        return each.machine_lacks() or each.why_not(q, deterministic=deterministic)
+
+    return _OP.explain(why_not)
 
 
 def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
@@ -69,11 +98,11 @@ def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
             )
 
 
-def _why_not_cpu(q: Tensor, *_: object) -> str | None:
+def _why_not_cpu(q: Tensor, *_: object, **__: object) -> str | None:
     return None if q.device.type == "cpu" else f"q is on {q.device}, this one is for the CPU"
 
 
-def _why_not_triton(q: Tensor, *_: object) -> str | None:
+def _why_not_triton(q: Tensor, *_: object, **__: object) -> str | None:
     head_size = q.shape[2]
     if q.dtype == torch.float64:
         return "float64 input, the kernels add in float32"
@@ -82,7 +111,7 @@ def _why_not_triton(q: Tensor, *_: object) -> str | None:
     return why_not_triton("q", q)
 
 
-def _triton(*args: Any) -> Tensor:
+def _triton(*args: Any, deterministic: bool) -> Tensor:  # it always is
     from marsrl.kernels.attention_varlen.triton_impl import attention_varlen_triton
 
     return attention_varlen_triton(*args)
@@ -91,7 +120,21 @@ def _triton(*args: Any) -> Tensor:
 _OP = Op(
     "attention_varlen",
     (
-        Implementation("flash", flash.attention_varlen_flash, flash.why_not_flash, flash.machine_lacks_flash),
+        *(
+            Implementation(
+                version.name,
+                partial(flash.attention_varlen_flash, version),
+                partial(flash.why_not, version),
+                partial(flash.machine_lacks, version),
+            )
+            for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)
+        ),
+        Implementation(
+            "torch",
+            torch_impl.attention_varlen_torch,
+            torch_impl.why_not_varlen_attn,
+            torch_impl.machine_lacks_varlen_attn,
+        ),
         Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", attention_varlen_cpu, _why_not_cpu),
         Implementation("reference", attention_varlen_reference),

@@ -53,6 +53,7 @@ def attention_varlen_cpu(
     scale: float,
     causal: bool,
     max_seqlen: int | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """[T, N, D] as the reference defines it."""
     bounds_q = bounds_k = cu_seqlens.tolist()

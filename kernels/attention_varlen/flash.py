@@ -1,44 +1,67 @@
-"""Packed attention by flash-attn where it is installed: version 3 on Hopper, else version 2. Not run on a GPU here."""
+"""Packed attention by flash-attn where it is installed: version 4, 3 or 2. Not run on a GPU here."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# The module of each version: both have flash_attn_varlen_func with the same keywords for what is used here.
-VERSION_3, VERSION_2 = "flash_attn_interface", "flash_attn"
+
+@dataclass(frozen=True)
+class Version:
+    """One version of flash-attn. All have flash_attn_varlen_func, with the same words for what is used here.
+
+    generations: first numbers of the compute capabilities that it is written for; deterministic: those of them on which
+    its backward can add in a fixed order.
+    """
+
+    name: str
+    module: str
+    generations: tuple[int, ...]
+    deterministic: tuple[int, ...]
+    most_head_size: int
 
 
-def machine_lacks_flash() -> str | None:
-    """None where a flash-attn can be imported and a GPU is there, else the reason."""
+_SINCE_AMPERE = (8, 9, 10, 11, 12)
+FLASH_4 = Version("flash4", "flash_attn.cute.interface", (9, 10, 11), (10, 11), 128)  # CuTe DSL: Hopper and Blackwell
+FLASH_3 = Version("flash3", "flash_attn_interface", (9,), (9,), 256)  # Hopper
+FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", _SINCE_AMPERE, _SINCE_AMPERE, 256)
+
+
+def machine_lacks(version: Version) -> str | None:
+    """None where this version can be imported and a GPU is there, else the reason."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
-    if find_spec(VERSION_3) is None and find_spec(VERSION_2) is None:
-        return f"neither {VERSION_3} (flash-attn 3) nor {VERSION_2} (flash-attn 2) is installed"
-    return None
+    if not _is_installed(version.module):
+        return f"{version.module} is not installed"
+    function = _function(version.module)
+    return function if isinstance(function, str) else None
 
 
-def why_not_flash(q: Tensor, *_: object) -> str | None:
-    """None where flash-attn can serve these tensors, else the reason."""
-    if q.device.type != "cuda":
-        return f"q is on {q.device}, flash-attn reads CUDA memory"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn takes bfloat16 and float16"
-    if q.shape[2] % 8 or q.shape[2] > 256:
-        return f"head size {q.shape[2]}, flash-attn takes multiples of 8 up to 256"
+def why_not(version: Version, q: Tensor, *_: object, deterministic: bool = False) -> str | None:
+    """None where this version can serve these tensors, else the reason; after machine_lacks."""
+    reason = why_not_flash_kernels(q, version.most_head_size)
+    if reason is not None:
+        return reason
     major, minor = torch.cuda.get_device_capability(q.device)
-    if major < 8:
-        return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0"
-    if _module_for(major) is None:
-        return f"{VERSION_3} alone is installed, which is for Hopper; the GPU has compute capability {major}.{minor}"
+    if major not in version.generations:
+        return f"the GPU has compute capability {major}.{minor}, this version is for {_listed(version.generations)}"
+    if deterministic:
+        if major not in version.deterministic:
+            return f"its backward is not deterministic at compute capability {major}.{minor}"
+        if "deterministic" not in _words(version.module):
+            return "the installed release has no deterministic backward"
     return None
 
 
 def attention_varlen_flash(
+    version: Version,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,31 +70,66 @@ def attention_varlen_flash(
     scale: float,
     causal: bool,
     max_seqlen: int | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """[T, N, D] as the reference defines it; flash-attn too aligns a causal mask at the last key."""
-    module = _module_for(torch.cuda.get_device_capability(q.device)[0])
-    assert module is not None, "why_not_flash was not asked"
-    result = _function(module)(
-        q,
-        k,
-        v,
-        cu_seqlens.int(),
-        cu_seqlens_k.int(),
-        max_seqlen_q=max_seqlen or q.shape[0],  # bounds of the grid; None: blocks behind the end leave at once
-        max_seqlen_k=max_seqlen or k.shape[0],
-        softmax_scale=scale,
-        causal=causal,
-        deterministic=True,
-    )
-    return result[0] if isinstance(result, tuple) else result  # early versions of 3 return (out, lse)
+    function = _function(version.module)
+    assert not isinstance(function, str), function
+    options = {
+        "cu_seqlens_q": cu_seqlens.int(),
+        "cu_seqlens_k": cu_seqlens_k.int(),
+        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: blocks behind the end leave at once
+        "max_seqlen_k": max_seqlen or k.shape[0],
+        "softmax_scale": scale,
+        "causal": causal,
+        "deterministic": deterministic,
+    }
+    # The first releases of version 4 take no max_seqlen_q and no deterministic.
+    result = function(q, k, v, **{word: value for word, value in options.items() if word in _words(version.module)})
+    return result[0] if isinstance(result, tuple) else result  # versions 3 and 4 may return (out, lse)
 
 
-def _module_for(major: int) -> str | None:
-    if major == 9 and find_spec(VERSION_3) is not None:
-        return VERSION_3
-    return VERSION_2 if find_spec(VERSION_2) is not None else None
+def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
+    """What all of flash-attn's kernels ask for, PyTorch's copy of them too."""
+    if q.device.type != "cuda":
+        return f"q is on {q.device}, flash-attn reads CUDA memory"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn takes bfloat16 and float16"
+    if q.shape[2] % 8 or q.shape[2] > most_head_size:
+        return f"head size {q.shape[2]}, it takes multiples of 8 up to {most_head_size}"
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0"
+    return None
 
 
 @cache
-def _function(module: str) -> Callable[..., Any]:
-    return import_module(module).flash_attn_varlen_func
+def _is_installed(module: str) -> bool:
+    """Found without importing the package around it: flash_attn's loads its CUDA library, and without version 2 it is only
+    the folder that version 4 lies in."""
+    top, _, rest = module.partition(".")
+    spec = find_spec(top)
+    if spec is None or not rest:
+        return spec is not None
+    file = rest.replace(".", "/") + ".py"
+    return any((Path(folder) / file).exists() for folder in spec.submodule_search_locations or ())
+
+
+@cache
+def _function(module: str) -> Callable[..., Any] | str:
+    """Its flash_attn_varlen_func, or why it cannot be had."""
+    try:
+        function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
+    except (ImportError, OSError, AttributeError) as error:  # built for another torch; a CUDA library that is missing
+        return f"{module} is installed and does not import: {error}"
+    return function
+
+
+@cache
+def _words(module: str) -> frozenset[str]:
+    function = _function(module)
+    return frozenset() if isinstance(function, str) else frozenset(inspect.signature(function).parameters)
+
+
+def _listed(generations: tuple[int, ...]) -> str:
+    return ", ".join(f"{each}.x" for each in generations)

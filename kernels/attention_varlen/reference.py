@@ -13,6 +13,7 @@ def attention_varlen_reference(
     scale: float,
     causal: bool,
     max_seqlen: int | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """[T, N, D]; query i of a segment with m queries and n keys sees the keys up to i + n - m where causal."""
     outputs = []

@@ -1,10 +1,12 @@
 """attention_varlen: SDPA on padded buckets against a masked softmax per segment."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_cases import compare
 
-from marsrl.kernels import attention_varlen
+from marsrl.kernels import attention_choice, attention_varlen
 
 # one segment; equal ones (no padding); one bucket with padding; three buckets with empty segments
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
@@ -33,17 +35,24 @@ REALISTIC = [1900, 1, 0, 640, 77, 128]  # a tile, less, more, none
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "flash"])
+@pytest.mark.parametrize("implementation", ["triton", "torch", "flash4", "flash3", "flash2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
-    if implementation == "flash":
-        pytest.importorskip("flash_attn")
-        if dtype == torch.float32:
-            pytest.skip("flash-attn takes 16-bit input")
+    repeats = implementation not in ("torch", "flash4")
+    reason = attention_choice("cuda", dtype, head_size, deterministic=repeats).reasons.get(implementation, "")
+    if reason and "is preferred" not in reason:
+        pytest.skip(reason)
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
-    compare(REALISTIC, dtype=dtype, heads=(16, 8), head_size=head_size, device="cuda")
-    compare([900, 3, 60], [1000, 40, 60], dtype=dtype, heads=(4, 1), head_size=head_size, device="cuda")
+    case = {
+        "dtype": dtype,
+        "head_size": head_size,
+        "device": "cuda",
+        "attention": partial(attention_varlen, deterministic=repeats),
+        "repeats": repeats,
+    }
+    compare(REALISTIC, heads=(16, 8), **case)
+    compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **case)
 
 
 @pytest.mark.gpu

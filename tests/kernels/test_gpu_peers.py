@@ -1,48 +1,178 @@
-"""How flash-attn and PyTorch's grouped GEMM are called, and when they are not."""
+"""How flash-attn, PyTorch's packed attention and its grouped GEMM are called, when they are not, and which attention serves."""
 
 import sys
 import types
-from importlib.machinery import ModuleSpec
+from functools import partial
 
 import pytest
 import torch
 from attention_cases import compare as compare_attention
 from grouped_linear_cases import compare as compare_grouped_linear
 
-from marsrl.kernels.attention_varlen import flash
+from marsrl.kernels import attention_choice
+from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
-from marsrl.kernels.grouped_linear import torch_impl
+from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
 from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.head.rows import subset
+
+# What each release takes beside q, k, v, cu_seqlens_q and cu_seqlens_k; the second of version 4 is an early one.
+SIGNATURES = {
+    "flash2": "max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
+    "flash3": "max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, deterministic=False",
+    "flash4": "max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False, deterministic=False",
+    "early flash4": "softmax_scale=None, causal=False",
+}
+VERSIONS = {each.name: each for each in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)}
 
 
-def install(monkeypatch, name, **contents):
-    module = types.ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    vars(module).update(contents)
-    monkeypatch.setitem(sys.modules, name, module)
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """install("flash4") lays a package of that version on the path, whose function is the reference."""
+
+    def clear():
+        for cached in (flash._is_installed, flash._function, flash._words):
+            cached.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+            del sys.modules[name]
+
+    def lay(name, text=None):
+        file = tmp_path / (VERSIONS[name.removeprefix("early ")].module.replace(".", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        words = SIGNATURES[name]
+        file.write_text(
+            text
+            or f"def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, {words}):\n    return run(locals())\n"
+        )
+        clear()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    clear()
+    yield lay
+    clear()
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, deterministic=False
-):
-    assert deterministic and cu_q.dtype == cu_k.dtype == torch.int32
-    assert max_seqlen_q >= cu_q.diff().max() and max_seqlen_k >= cu_k.diff().max()
-    return attention_varlen_reference(q, k, v, cu_q, cu_k, softmax_scale, causal)
-
-
-@pytest.mark.parametrize("major, name", [(9, "flash_attn_interface"), (8, "flash_attn")])
-def test_flash_attn_is_called_as_ours(major, name, monkeypatch):
-    install(monkeypatch, name, flash_attn_varlen_func=flash_attn_varlen_func)
+def on(monkeypatch, major):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    flash._function.cache_clear()
 
-    def attention(q, k, v, cu_seqlens, *, cu_seqlens_k, causal, scale):
+
+def as_ours(run):
+    """A function with the words of attention_varlen from an implementation."""
+
+    def attention(q, k, v, cu_seqlens, *, cu_seqlens_k, causal, scale, **options):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        return flash.attention_varlen_flash(q, k, v, cu_seqlens, keys, scale, causal)
+        return run(q, k, v, cu_seqlens, keys, scale, causal, **options)
 
-    compare_attention([5, 0, 3], attention=attention)
-    compare_attention([2, 4], [5, 4], attention=attention)
+    return attention
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_flash_attn_is_called_as_ours(name, deterministic, install):
+    """deterministic is asked for where it is wanted alone: its buffers take gigabytes."""
+    install(name)
+    version = VERSIONS[name.removeprefix("early ")]
+    asked = []
+
+    def run(given):
+        asked.append(given.get("deterministic", False))
+        bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
+        assert all(each.dtype == torch.int32 for each in bounds)
+        # as the host said, not the number of tokens
+        assert all(given.get(word) in (None, 5) for word in ("max_seqlen_q", "max_seqlen_k"))
+        return attention_varlen_reference(
+            given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]
+        )
+
+    sys.modules[flash._function(version.module).__module__].run = run
+    attend = partial(flash.attention_varlen_flash, version, max_seqlen=5, deterministic=deterministic)
+    compare_attention([5, 0, 3], attention=as_ours(attend))
+    compare_attention([2, 4], [5, 4], attention=as_ours(attend))
+    assert set(asked) == {deterministic and name != "early flash4"}
+
+
+def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
+    from torch.nn.attention import varlen
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert (max_q, max_k, enable_gqa) == (5, 5, query.shape[1] != key.shape[1])
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        return attention_varlen_reference(query, key, value, cu_seq_q, cu_seq_k, scale, window_size == (-1, 0))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch_impl._words.cache_clear()
+    assert torch_impl.machine_lacks_varlen_attn() is None  # the installed PyTorch has all the words that are used
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    attend = as_ours(partial(torch_impl.attention_varlen_torch, max_seqlen=5))
+    compare_attention([5, 0, 3], attention=attend)
+    compare_attention([2, 4], [5, 4], causal=False, attention=attend)
+
+
+@pytest.mark.parametrize(
+    ("installed", "major", "wanted", "chosen"),
+    [
+        (["flash4", "flash3", "flash2"], 9, {}, "flash4"),
+        (["flash3", "flash2"], 9, {}, "flash3"),
+        (["flash4", "flash3", "flash2"], 8, {}, "flash2"),
+        (["flash3"], 8, {}, "torch"),
+        (["flash4"], 10, {}, "flash4"),
+        ([], 9, {}, "torch"),
+        ([], 8, {}, "torch"),
+        (["flash4", "flash3", "flash2"], 9, {"dtype": torch.float32}, "triton"),
+        (["flash4", "flash3"], 9, {"head_size": 256}, "flash3"),
+        (["flash4", "flash3"], 9, {"deterministic": True}, "flash3"),
+        (["flash4", "flash3"], 10, {"deterministic": True}, "flash4"),
+        (["early flash4"], 10, {"deterministic": True}, "triton"),
+        ([], 9, {"deterministic": True}, "triton"),
+        (["flash2"], 7, {}, "triton"),
+        (["flash4", "flash3", "flash2"], 9, {"device": "cpu"}, "cpu"),
+    ],
+)
+def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted, chosen, install, monkeypatch):
+    on(monkeypatch, major)
+    for name in installed:
+        install(name)
+    asked = {"device": "cuda", "dtype": torch.bfloat16, "head_size": 128, **wanted}
+    found = attention_choice(asked.pop("device"), asked.pop("dtype"), asked.pop("head_size"), **asked)
+    assert found.chosen == chosen, found.reasons
+    assert all(found.reasons.values()) and set(found.reasons) | {chosen} == {
+        "flash4", "flash3", "flash2", "torch", "triton", "cpu", "reference"
+    }  # fmt: skip
+
+
+def test_the_reasons_against_each_attention(install, monkeypatch):
+    on(monkeypatch, 9)
+    install("flash4")
+    install("flash3", "import a_library_that_is_missing")
+    found = attention_choice("cuda", torch.bfloat16, 128, deterministic=True).reasons
+    assert "not deterministic at compute capability 9.0" in found["flash4"]
+    assert "does not import: No module named 'a_library" in found["flash3"]
+    assert found["flash2"] == "flash_attn.flash_attn_interface is not installed"  # version 4's folder is not version 2
+    assert "under torch.use_deterministic_algorithms(True) only" in found["torch"]
+    assert "head size 20" in attention_choice("cuda", torch.bfloat16, 20).reasons["torch"]
+    assert "float32" in attention_choice("cuda", torch.float32, 128).reasons["torch"]
+    assert "on cpu" in attention_choice("cpu", torch.bfloat16, 128).reasons["flash4"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in attention_choice("cuda", torch.bfloat16, 128).reasons["flash4"]
+
+
+def test_a_late_count_is_copied_to_the_host_whatever_the_default_device(monkeypatch):
+    """A caller may build its tensors under `with torch.device("cuda")`, where pinned memory cannot be made."""
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    make = torch.empty
+    event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: make(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    value = torch.tensor([7]).as_subclass(OnCuda)
+    with torch.device("meta"):
+        late = subset.LateCount(value)
+    assert late.wait() == 7
 
 
 class Stranger:
@@ -52,22 +182,9 @@ class Stranger:
         self.shape, self.dtype, self.device = shape, dtype, torch.device("cuda", 0)
 
 
-def test_the_reasons_against_flash_attn(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "float32" in flash.why_not_flash(Stranger(4, 2, 64, dtype=torch.float32))
-    assert "head size 20" in flash.why_not_flash(Stranger(4, 2, 20))
-    assert "on cpu" in flash.why_not_flash(torch.zeros(4, 2, 64))
-    install(monkeypatch, "flash_attn_interface")
-    assert "is for Hopper" in flash.why_not_flash(Stranger(4, 2, 64))
-    install(monkeypatch, "flash_attn")
-    assert flash.why_not_flash(Stranger(4, 2, 64)) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in flash.machine_lacks_flash()
-
-
 def test_grouped_mm_is_called_as_ours():
     def function(x, weights, counts):
-        return torch_impl.grouped_linear_torch(x, weights, Counts(None, torch.tensor(counts)))
+        return grouped_mm.grouped_linear_torch(x, weights, Counts(None, torch.tensor(counts)))
 
     compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=function)
 
@@ -75,9 +192,9 @@ def test_grouped_mm_is_called_as_ours():
 def test_the_reasons_against_peers_of_grouped_linear(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     known, unknown = Counts([4], None), Counts(None, torch.tensor([4]))
-    why_not = torch_impl.why_not_grouped_mm
+    why_not = grouped_mm.why_not_grouped_mm
     assert why_not(Stranger(4, 16), Stranger(1, 8, 16), unknown) is None
     assert "multiples of 8" in why_not(Stranger(4, 12), Stranger(1, 8, 12), unknown)
     assert "takes bfloat16" in why_not(Stranger(4, 16, dtype=torch.float16), Stranger(1, 8, 16), unknown)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "below 9.0" in torch_impl.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), known)
+    assert "below 9.0" in grouped_mm.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), known)

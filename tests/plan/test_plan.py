@@ -14,11 +14,12 @@ from marsrl.trainer import cli
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
-from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
-from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory
+from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
+from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.plan.speed import Work, step_time
+from marsrl.trainer.plan.splits import step_seconds
 from marsrl.trainer.read_config import CONFIGS, read_config
 
 MOE = KNOWN["Qwen3-30B-A3B"]
@@ -134,6 +135,8 @@ def test_numbers_that_differ_from_the_paper_say_so() -> None:
         "layout:",
         "recompute:",
         "max_tokens_per_micro_batch:",
+        "overlap:",
+        "correction:",
         "deadline_s:",
         "steps:",
     ):
@@ -231,8 +234,17 @@ def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:
 def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
     offloaded = replace(SETUP, offloads_optimizer=True)
     here, there = most_loaded_rank(SETUP), most_loaded_rank(offloaded)
-    assert there.optimizer == 0 and there.host == 4 / 3 * here.optimizer > 0  # and the gradients on their way
+    # and the gradients on their way, in pinned memory, of which PyTorch takes the next power of 2
+    assert there.optimizer == 0 and there.host == pytest.approx((12 + 2 * 4) / 12 * here.optimizer)
     assert step_time(offloaded, WORK, H100, True).optimizer > step_time(SETUP, WORK, H100, True).optimizer
+
+
+def test_an_attention_that_repeats_bitwise_keeps_gigabytes_of_copies() -> None:
+    long = replace(SETUP, tokens=98_304)
+    plain, repeated = most_loaded_rank(long), most_loaded_rank(replace(long, deterministic=True))
+    copies = 17 * 4 * 98_304 * 8 * 128  # 8 heads of a rank: 17 copies keep 132 multiprocessors at work
+    assert copies == pytest.approx(6.8e9, rel=0.01) and repeated.peak > plain.peak
+    assert repeated.working == copies + remade_bytes(long)
 
 
 def test_early_pipeline_stages_hold_more_micro_batches() -> None:
@@ -248,12 +260,83 @@ def test_kv_cache_of_the_published_model() -> None:
     assert kv_bytes_per_token(MOE, "bfloat16") == 98_304  # 2 x 48 layers x 4 heads x 128 x 2 bytes
     setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
     memory = engine_memory(setup, H100)
-    assert memory.weights == 30_532_122_624
+    whole = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048  # norms and router: on both GPUs
+    assert memory.weights == 30_532_122_624 + whole * 2 / 2
     assert memory.kv_tokens * 98_304 / 2 == pytest.approx(memory.kv_cache, rel=1e-4)
-    short, long = (rollout_time(setup, memory, H100, 1024, response, 4) for response in (1000.0, 30_000.0))
-    assert short.tokens_per_s_per_engine > long.tokens_per_s_per_engine
-    assert rollout_time(setup, memory, H100, 1024, 1000.0, 1).seconds == pytest.approx(2.063 * short.seconds, rel=1e-3)
     assert engine_memory(replace(setup, tensor_parallel=1), hw.GPUS["a100-40g"]).kv_tokens == 0
+    eight = engine_memory(replace(setup, kv_cache="fp8"), H100)
+    assert eight.kv_tokens == pytest.approx(2 * memory.kv_tokens) and eight.weights == memory.weights
+    four, all_eight = (engine_memory(replace(setup, tensor_parallel=n), H100) for n in (4, 8))
+    assert four.kv_tokens > 2.5 * memory.kv_tokens  # a shard of the weights leaves more room
+    assert all_eight.kv_tokens < 1.2 * four.kv_tokens  # 4 KV heads: four of the GPUs hold copies
+
+
+def decoding(setup: EngineSetup, **changes: object) -> tuple[float, float]:
+    """(seconds, tokens that are prefilled) of 1024 completions of 20,000 tokens in 4 stages."""
+    demand = replace(Demand(1024, 20_000.0, 8, 4, 16_384, overlaps=False), **changes)  # type: ignore[arg-type]
+    time = rollout_time(setup, engine_memory(setup, H100), H100, demand)
+    return time.seconds, time.prefilled
+
+
+def test_decoding_is_counted_by_what_it_reads() -> None:
+    setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
+    memory = engine_memory(setup, H100)
+    short, long = (
+        rollout_time(setup, memory, H100, Demand(1024, response, 8, 4, 16_384, False))
+        for response in (1000.0, 30_000.0)
+    )
+    assert short.tokens_per_s_per_engine > long.tokens_per_s_per_engine
+    once = rollout_time(setup, memory, H100, Demand(1024, 1000.0, 8, 1, 65_536, False))
+    assert once.seconds - once.prefill == pytest.approx(2.063 * (short.seconds - short.prefill), rel=1e-3)
+    assert decoding(replace(setup, kv_cache="fp8"))[0] < 0.7 * decoding(setup)[0]  # half the bytes, twice the requests
+    by_hand = 48 * 2 * (hw.ALL_REDUCE_S.value + 2 * 48 * 2048 * 2 / 2 / (450e9 * 0.8))  # of a step of 48 requests
+    free, slow = (replace(H100, nvlink=nvlink) for nvlink in (1e30, 450e9))
+    load = Demand(1024, 20_000.0, 8, 4, 16_384, False)
+    fast, real = (rollout_time(replace(setup, max_num_seqs=48), memory, gpu, load) for gpu in (free, slow))
+    assert real.concurrency == pytest.approx(44.7, abs=4)  # of the cache, not of max_num_seqs
+    of_sums = (1 / real.tokens_per_s_per_engine - 1 / fast.tokens_per_s_per_engine) * real.concurrency
+    assert of_sums == pytest.approx((by_hand - 96 * hw.ALL_REDUCE_S.value) * real.concurrency / 48, rel=1e-6)
+
+
+def test_a_prompt_is_read_once_a_group_and_what_goes_on_again() -> None:
+    setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
+    whole = {"segments": 1, "tokens_per_stage": 65_536}
+    alone, grouped = (decoding(setup, group_size=size, **whole)[1] for size in (1, 8))
+    assert alone == 1024 * hw.MEAN_PROMPT.value == 8 * grouped
+    length = hw.MEAN_PROMPT.value + 20_000 / 2 * hw.LENGTH_SPREAD.value
+    again = decoding(setup)[1] - grouped
+    assert again == pytest.approx(1024 * (20_000 / 16_384 - 0.5) * length)
+    under_way = decoding(setup, overlaps=True)[1] - decoding(setup)[1]  # new weights empty the cache
+    assert under_way == pytest.approx(4 * (engine_memory(setup, H100).kv_tokens / length) * length)
+    assert decoding(setup, overlaps=True)[0] > decoding(setup)[0]
+
+
+def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
+    assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=0) == 58.0
+    assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=1) == 33.0
+    assert step_seconds([10.0], [20.0], [1.0], overlap=2) == 21.0
+    words = ["rollout.overlap=0"]
+    (turns, beside) = (
+        make_plan(read_config(CONFIGS / "qwen3_8b.yaml", more)[0], 8, "h100-80g") for more in (words, [])
+    )
+    (policy,) = beside.policies
+    assert turns.step_s is not None and beside.step_s is not None and policy.chosen is not None
+    assert beside.step_s == max(policy.rollout.seconds, policy.chosen.time.total) + policy.sync.total
+    assert beside.step_s < turns.step_s - 0.9 * min(policy.rollout.seconds, policy.chosen.time.total)
+    assert any("at most 3 versions after its first token" in note and "tis" in note for note in beside.notes)
+    stale = read_config(CONFIGS / "qwen3_8b.yaml", ["loss.correction=none"])[0]
+    assert any("set loss.correction=tis" in note for note in make_plan(stale, 8, "h100-80g").notes)
+
+
+def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cache_in_fp8() -> None:
+    (policy,) = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g").policies
+    best = policy.splits[0]
+    assert best.engines.words == "10 x 4, fp8 cache" and best.num_trainers == 24
+    assert best.step_s < 60 * 60
+    assert [each.step_s for each in policy.splits] == sorted(each.step_s for each in policy.splits)
+    exact = next(each for each in policy.splits if each.engines.kv_cache == "auto")
+    assert 75 * 60 < exact.step_s < 100 * 60  # without FP8: the cache's bytes bound it
+    assert all(each.num_trainers + each.engines.num_gpus == 64 for each in policy.splits)
 
 
 def test_what_does_not_fit_says_why() -> None:

@@ -42,7 +42,8 @@ def show(plan: Plan, console: Console) -> None:
     for policy in plan.policies:
         _show_policy(plan, policy, console)
     if plan.step_s is not None:
-        console.print(Text(f"a step: {_duration(plan.step_s)} (rollout, updates and publishing in turn)", style="bold"))
+        order = "rollout beside updates, then publishing" if plan.overlap else "rollout, updates and publishing in turn"
+        console.print(Text(f"a step: {_duration(plan.step_s)} ({order})", style="bold"))
     for sentence in plan.refused:
         console.print(Text(f"- refused: {sentence}", style="bold red"))
     for note in plan.notes:
@@ -63,6 +64,8 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
         console.print(_recompute_modes(policy, policy.chosen))
         console.print(_where_time_goes(policy.chosen))
     console.print(_engines(policy))
+    if policy.splits:
+        console.print(_splits(policy))
 
 
 def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
@@ -144,12 +147,32 @@ def _engines(policy: PolicyPlan) -> Table:
             f"a step's completions in {_duration(rollout.seconds)}",
         ),
         (
+            "prompts",
+            f"{rollout.prefilled / 1e6:.1f} M tokens read in {_duration(rollout.prefill)} of these: a group's once, and what "
+            "goes on in another stage or under new weights again",
+        ),
+        (
             "weight sync",
             f"{_duration(sync.total)}: gather {_duration(sync.gather)}, file {_duration(sync.write)}, checksums "
             f"{_duration(sync.checksum)}, load {_duration(sync.load)}; the links alone {_duration(sync.links_alone)}",
         ),
     ):
         table.add_row(Text(name), Text(value))
+    return table
+
+
+def _splits(policy: PolicyPlan) -> Table:
+    """Each way to decode with the numbers of GPUs that suit it."""
+    table = Table(title="other ways to split the GPUs and to decode, the shortest step first", title_justify="left")
+    table.add_column("train", justify="right")
+    table.add_column("engines x GPUs")
+    for heading in ("requests", "rollout", "update", "step"):
+        table.add_column(heading, justify="right")
+    table.add_column("layout of the update")
+    for each in policy.splits:
+        seconds = (_duration(value) for value in (each.rollout_s, each.update.time.total, each.step_s))
+        layout = f"{each.update.layout.words}, recompute {each.update.recompute}"
+        table.add_row(str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout)
     return table
 
 

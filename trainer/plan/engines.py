@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
@@ -13,15 +14,28 @@ from marsrl.trainer.plan.parameters import active_elements, elements
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Engines of one policy. memory_share: of a GPU's memory that an engine may take. longest: tokens of a sequence."""
+    """Engines of one policy. memory_share: of a GPU's memory that an engine may take. longest: tokens of a sequence.
+
+    kv_cache: fp8 holds keys and values in one byte a number; auto: in dtype.
+    """
 
     shape: ModelShape
     num_engines: int
     tensor_parallel: int
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     memory_share: float
     max_num_seqs: int
     longest: int
+    kv_cache: Literal["auto", "fp8"] = "auto"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_engines * self.tensor_parallel
+
+    @property
+    def words(self) -> str:
+        """`10 x 4 GPUs, fp8 cache`."""
+        return f"{self.num_engines} x {self.tensor_parallel}" + (", fp8 cache" if self.kv_cache == "fp8" else "")
 
 
 @dataclass(frozen=True)
@@ -35,14 +49,37 @@ class EngineMemory:
     kv_tokens: int  # of one engine, over its GPUs
     longest_sequences: float  # of maximal length, held at once
 
+    @property
+    def fits(self) -> bool:
+        """vLLM starts: the cache holds a sequence of maximal length."""
+        return self.longest_sequences >= 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A step's completions. response: tokens of one on average; group_size: samples of one prompt, whose keys are made once;
+    overlaps: decoding goes on while new weights come."""
+
+    samples: float
+    response: float
+    group_size: int
+    segments: int
+    tokens_per_stage: int
+    overlaps: bool
+
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Of the completions of one step. concurrency: requests that one engine decodes at once, on average."""
+    """Of the completions of one step. concurrency: requests that one engine decodes at once, on average.
+
+    prefill: of the seconds, those of prompts and of prefixes that are read again; prefilled: tokens of both.
+    """
 
     seconds: float
     concurrency: float
     tokens_per_s_per_engine: float
+    prefill: float
+    prefilled: float
 
 
 @dataclass(frozen=True)
@@ -62,55 +99,86 @@ class SyncTime:
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     """Keys and values of all layers: 2 L K D e."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * SIZE[dtype]
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * (1 if dtype == "fp8" else SIZE[dtype])
 
 
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
-    """memory x share - weights / TP - workspace is KV cache. More GPUs than KV heads hold copies of these."""
-    weights = elements(setup.shape).total * SIZE[setup.dtype] / setup.tensor_parallel
+    """memory x share - weights of a GPU - workspace is KV cache. More GPUs than KV heads hold copies of these."""
+    weights = _cut_bytes(setup, touched=1.0) + _whole_bytes(setup)
+    embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
+    weights += embedding if elements(setup.shape).head else 0.0  # looked up, not read
     cache = gpu.memory_bytes * setup.memory_share - weights - hw.ENGINE_WORKSPACE.value
-    per_token = kv_bytes_per_token(setup.shape, setup.dtype)
-    of_gpu = per_token / min(setup.tensor_parallel, setup.shape.num_kv_heads)
-    tokens = max(0, int(cache // of_gpu))
+    per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
+    tokens = max(0, int(cache // (per_token / _kv_parts(setup))))
     return EngineMemory(weights, hw.ENGINE_WORKSPACE.value, cache, per_token, tokens, tokens / setup.longest)
 
 
-def rollout_time(
-    setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, samples: float, response: float, segments: int
-) -> RolloutTime:
-    """Decoding bound by memory traffic or by arithmetic, whichever is slower; prompts are not counted.
+def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: Demand) -> RolloutTime:
+    """Decoding bound by memory traffic or by arithmetic, whichever is slower, and prompts by arithmetic, one after the other.
 
-    iteration = host + max(bytes / bandwidth, 2 P_active c / peak)
-    bytes     = weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
-    seconds   = tail(segments) samples response / (engines c / iteration)
+    iteration = host + max(bytes / bandwidth, 2 P_active c / peak) + collectives
+    bytes     = of a GPU: weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
+    collectives = 2 L (latency + 2 c H e (t-1)/t / NVLink)            attention and MLP of each layer, t = TP > 1
+    seconds   = tail(segments) samples response / (engines c / iteration) + prefill
+    prefilled = samples prompt / group + samples max(0, response / stage - 1/2) length (+ engines c length with overlap)
+    prefill   = prefilled (2 P_active + 2 N D L length) / (engines t peak)
+
+    What goes on in another stage is read again, and at a publish all that is under way: new weights empty the cache. A
+    completion has response / stage - 1/2 ends of stages in it on average.
     """
-    length = hw.MEAN_PROMPT.value + response / 2 * hw.LENGTH_SPREAD.value
-    concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, samples / setup.num_engines))
-    shape, size = setup.shape, SIZE[setup.dtype]
-    counts = elements(shape)
-    experts = counts.layer_experts * shape.num_layers
+    shape, tensor = setup.shape, setup.tensor_parallel
+    length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
+    concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
-    weights = (counts.total - experts - (counts.embedding if counts.head else 0) + experts * touched) * size
-    traffic = weights + concurrency * length * memory.kv_bytes_per_token
-    by_memory = traffic / (setup.tensor_parallel * gpu.bandwidth * hw.MEMORY_SHARE.value)
-    by_flops = 2 * active_elements(shape) * concurrency / (setup.tensor_parallel * gpu.flops * hw.GEMM_SHARE.value)
-    iteration = hw.ITERATION_S.value + max(by_memory, by_flops)
+    traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)
+    traffic += concurrency * length * memory.kv_bytes_per_token / _kv_parts(setup)
+    by_memory = traffic / (gpu.bandwidth * hw.DECODE_SHARE.value)
+    peak = tensor * gpu.flops * hw.GEMM_SHARE.value
+    by_flops = 2 * active_elements(shape) * concurrency / peak
+    collectives = 0.0
+    if tensor > 1:
+        num_bytes = 2 * concurrency * shape.hidden_size * SIZE[setup.dtype] * (tensor - 1) / tensor
+        collectives = 2 * shape.num_layers * (hw.ALL_REDUCE_S.value + num_bytes / (gpu.nvlink * hw.LINK_SHARE.value))
+    iteration = hw.ITERATION_S.value + max(by_memory, by_flops) + collectives
     rate = concurrency / iteration
-    seconds = hw.tail(segments) * samples * response / (setup.num_engines * rate)
-    return RolloutTime(seconds, concurrency, rate)
+    prefilled = demand.samples * hw.MEAN_PROMPT.value / demand.group_size
+    if demand.segments > 1:
+        prefilled += demand.samples * max(0.0, demand.response / demand.tokens_per_stage - 0.5) * length
+    if demand.overlaps:
+        prefilled += setup.num_engines * concurrency * length
+    scores = 2 * shape.num_heads * shape.head_size * shape.num_layers * length
+    prefill = prefilled * (2 * active_elements(shape) + scores) / (setup.num_engines * peak)
+    decode = hw.tail(demand.segments) * demand.samples * demand.response / (setup.num_engines * rate)
+    return RolloutTime(decode + prefill, concurrency, rate, prefill, prefilled)
+
+
+def _cut_bytes(setup: EngineSetup, touched: float) -> float:
+    """Of one GPU: the weights that are cut over an engine's GPUs, of the experts the share that is read."""
+    counts, size = elements(setup.shape), SIZE[setup.dtype]
+    of_layers = counts.layer_cut + counts.layer_experts * touched
+    return (setup.shape.num_layers * of_layers + (counts.head or counts.embedding)) * size / setup.tensor_parallel
+
+
+def _whole_bytes(setup: EngineSetup) -> float:
+    """Of one GPU: what each of an engine's GPUs holds, norms and router."""
+    counts = elements(setup.shape)
+    return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
+
+
+def _kv_parts(setup: EngineSetup) -> int:
+    return min(setup.tensor_parallel, setup.shape.num_kv_heads)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the engines of one policy have to do in a step: so many completions of so many tokens on average."""
+    """What the engines of one policy have to do in a step."""
 
     setup: EngineSetup
     memory: EngineMemory
-    samples: float
-    response: float
+    demand: Demand
 
 
-def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu, segments: int) -> dict[str, int]:
+def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict[str, int]:
     """Engines of each policy that share so many GPUs, at least one each: of all splits the one that is done first.
 
     One more engine goes to whoever would be done last, as long as there is room for it.
@@ -118,21 +186,20 @@ def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu, segment
     counts = dict.fromkeys(loads, 1)
     left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
     while True:
-        last = max(loads, key=lambda name: _seconds(loads[name], counts[name], gpu, segments))
+        last = max(loads, key=lambda name: _seconds(loads[name], counts[name], gpu))
         left -= loads[last].setup.tensor_parallel
         if left < 0:
             return counts
         counts[last] += 1
 
 
-def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu, segments: int) -> float:
+def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu) -> float:
     """Seconds until the last of the policies has decoded its completions."""
-    return max(_seconds(load, counts[name], gpu, segments) for name, load in loads.items())
+    return max(_seconds(load, counts[name], gpu) for name, load in loads.items())
 
 
-def _seconds(load: Load, num_engines: int, gpu: hw.Gpu, segments: int) -> float:
-    setup = replace(load.setup, num_engines=num_engines)
-    return rollout_time(setup, load.memory, gpu, load.samples, load.response, segments).seconds
+def _seconds(load: Load, num_engines: int, gpu: hw.Gpu) -> float:
+    return rollout_time(replace(load.setup, num_engines=num_engines), load.memory, gpu, load.demand).seconds
 
 
 def sync_time(shape: ModelShape, dtype: str, gpu: hw.Gpu, num_gpus: int) -> SyncTime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 _SHEETS = "NVIDIA data sheet, dense bf16"
 _TORCH = "total capacity in torch's out-of-memory messages"
@@ -14,7 +14,7 @@ _DGX = "DGX data sheet, one adapter a GPU"
 class Gpu:
     """One GPU of a node of eight. Bandwidths in bytes/s, one direction.
 
-    attention: share of the peak that an attention kernel reaches over forward and backward.
+    attention: share of the peak that an attention kernel reaches over forward and backward. host_memory: of a node.
     """
 
     memory_bytes: float
@@ -24,14 +24,15 @@ class Gpu:
     network: float
     pcie: float
     attention: float
+    host_memory: float
 
 
 _GIB = 2.0**30
 GPUS = {
-    "h100-80g": Gpu(79.1 * _GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9, 0.35),
-    "a100-80g": Gpu(79.1 * _GIB, 312e12, 2.039e12, 300e9, 25e9, 32e9, 0.6),
-    "a100-40g": Gpu(39.4 * _GIB, 312e12, 1.555e12, 300e9, 25e9, 32e9, 0.6),
-    "h200-141g": Gpu(139.7 * _GIB, 989e12, 4.8e12, 450e9, 50e9, 64e9, 0.35),
+    "h100-80g": Gpu(79.1 * _GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9, 0.35, 2048 * _GIB),
+    "a100-80g": Gpu(79.1 * _GIB, 312e12, 2.039e12, 300e9, 25e9, 32e9, 0.6, 2048 * _GIB),
+    "a100-40g": Gpu(39.4 * _GIB, 312e12, 1.555e12, 300e9, 25e9, 32e9, 0.6, 1024 * _GIB),
+    "h200-141g": Gpu(139.7 * _GIB, 989e12, 4.8e12, 450e9, 50e9, 64e9, 0.35, 2048 * _GIB),
 }
 _GPU_SOURCES = {
     "memory_bytes": ("GPU memory", "bytes", _TORCH),
@@ -45,6 +46,7 @@ _GPU_SOURCES = {
         "",
         "FlashAttention-2 on H100: arXiv 2407.08608; on A100: arXiv 2307.08691",
     ),
+    "host_memory": ("memory of a node", "bytes", "DGX data sheet"),
 }
 
 
@@ -69,6 +71,14 @@ GEMM_SHARE = Constant(
 )
 EXPERT_SHARE = Constant("share of the peak, experts", 0.45, "", f"{_ASSUMED}: grouped GEMMs of a few hundred rows")
 MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
+DECODE_SHARE = Constant(
+    "share of the memory bandwidth, decoding", 0.7, "", f"{_ASSUMED}: many small reads; a large copy: 0.9 ({_MEASURED})"
+)
+ALL_REDUCE_S = Constant("sum of a token's layer over an engine's GPUs", 15e-6, "s", f"{_ASSUMED}: start of two rounds")
+BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
+PINNED = Constant(
+    "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
+)
 LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
 IMBALANCE = Constant("busiest rank's experts over the mean", 1.3, "", f"{_ASSUMED}: router without a balancing loss")
 HEAD_ROWS = Constant("rows of logits held at once", 2048, "rows", "chunk of the fused head on GPUs, float32")
@@ -103,7 +113,11 @@ ASSUMPTIONS = (
     EXPERT_SHARE,
     HEAD_SHARE,
     MEMORY_SHARE,
+    DECODE_SHARE,
     LINK_SHARE,
+    ALL_REDUCE_S,
+    BLOCKS,
+    PINNED,
     IMBALANCE,
     HEAD_ROWS,
     PROCESS_BYTES,
@@ -131,6 +145,19 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def gpu_here() -> Gpu | None:
+    """The preset that is nearest to this machine's GPU, with its memory and that of its host; None: no GPU is here."""
+    import os
+
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    memory = float(torch.cuda.get_device_properties(0).total_memory)
+    nearest = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
+    return replace(nearest, memory_bytes=memory, host_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def constants(gpu: Gpu) -> list[Constant]:

@@ -13,6 +13,7 @@ from typing import Literal
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
+from marsrl.trainer.plan.hardware import BLOCKS, PINNED
 from marsrl.trainer.plan.parameters import RankElements, rank_elements
 
 Recompute = Literal["none", "selective", "full"]
@@ -27,6 +28,7 @@ class Training:
     has_fused_norm: an RMSNorm keeps its input and a number a row (torch on CUDA); else two float32 copies (on a CPU).
     expert_imbalance: rows of the busiest rank's experts over the mean.
     reference: the frozen model of a KL term, on the same layout and in the same dtype; None: no such term.
+    deterministic: attention keeps copies of the queries' gradient apart.
     """
 
     shape: ModelShape
@@ -42,6 +44,7 @@ class Training:
     has_fused_norm: bool = True
     expert_imbalance: float = 1.0
     reference: ModelShape | None = None
+    deterministic: bool = False
 
     @property
     def size(self) -> int:
@@ -66,7 +69,7 @@ class RankMemory:
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
     `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
     float32 gradient of the output layer.
-    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it.
+    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it, in pinned memory.
     """
 
     stage: int
@@ -112,7 +115,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
     saved += setup.num_micro_batches * batch_bytes(setup)
     head = head_bytes(setup) if is_last else 0
-    layer = remade_bytes(setup) + layer_working_bytes(setup)
+    layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
     # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
     update = 0 if setup.offloads_optimizer else optimizer // (3 if setup.dtype == "bfloat16" else 2)
     working, moment = max((head, "head"), (layer, "layer"), (update - saved, "optimizer"))
@@ -126,7 +129,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the three above
-        host=optimizer * 4 // 3 if setup.offloads_optimizer else 0,  # 12 bytes a number, and 4
+        host=round(optimizer / 12 * (12 + 4 * PINNED.value)) if setup.offloads_optimizer else 0,  # and the gradients
     )
 
 
@@ -220,6 +223,16 @@ def head_bytes(setup: Training) -> int:
     total = tokens / setup.layout.tensor * (s.hidden_size * norm + 4)
     total += tokens * (2 * s.hidden_size * setup.size + 40)
     return round(total + 4 * width * s.hidden_size + rows * (4 * width + 8 * s.hidden_size))
+
+
+def attention_copies_bytes(setup: Training) -> int:
+    """Of flash-attn 2's deterministic backward, also PyTorch's: 4 T D N/t for each of ceil(blocks / (N/t)) copies, were the
+    micro-batch one sequence."""
+    if not setup.deterministic:
+        return 0
+    heads = setup.shape.num_heads // setup.layout.tensor
+    copies = -(-int(BLOCKS.value) // heads)
+    return copies * 4 * setup.tokens_of_rank * setup.shape.head_size * heads
 
 
 def layer_working_bytes(setup: Training) -> int:

@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from marsrl.rollout.config import MOST_RANKS, RolloutConfig
+from marsrl.rollout.config import MOST_RANKS
 from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus, why_not_cut, wider_than_a_host
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.learner.megatron.layout import nearest, resolve, why_not
 from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
 from marsrl.trainer.plan.engines import (
     EngineMemory,
-    EngineSetup,
     Load,
     RolloutTime,
     SyncTime,
-    engine_memory,
     rollout_time,
     slowest,
     split_engines,
     sync_time,
 )
 from marsrl.trainer.plan.models import find_shape, warm_start_shape
+from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
-from marsrl.trainer.plan.ranking import Job, Option, option, options
+from marsrl.trainer.plan.ranking import Option, options
 from marsrl.trainer.plan.speed import Work
+from marsrl.trainer.plan.splits import Split, splits, step_seconds
 from marsrl.trainer.preflight import refusals_of, within_positions
 from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.schools.registry import school_of
@@ -39,6 +37,9 @@ class PolicyPlan:
     """One policy. configured: the layout of the config, None where it is not valid (then `why_not_configured`).
 
     options: valid layouts in all recompute modes, the best first; what does not fit comes last.
+    fits: the config's layout, engines and host memory. host_bytes: of the fullest node of trainer ranks.
+    splits: other ways to decode and to split the GPUs, the shortest step first; of engines with GPUs of their own and a
+        policy that is alone.
     """
 
     name: str
@@ -54,6 +55,9 @@ class PolicyPlan:
     engine: EngineMemory
     rollout: RolloutTime
     sync: SyncTime
+    fits: bool
+    host_bytes: float
+    splits: tuple[Split, ...] = ()
 
     @property
     def chosen(self) -> Option | None:
@@ -71,6 +75,7 @@ class Plan:
     num_gpus: int
     num_trainers: int
     num_engine_gpus: int
+    overlap: int
     policies: tuple[PolicyPlan, ...]
     refused: tuple[str, ...]
     notes: tuple[str, ...]
@@ -79,17 +84,17 @@ class Plan:
     @property
     def fits(self) -> bool:
         """The settings as they are would run."""
-        return not self.refused and all(
-            p.configured is not None and p.configured.fits and p.engine.kv_tokens for p in self.policies
-        )
+        return not self.refused and all(policy.fits for policy in self.policies)
 
     @property
     def step_s(self) -> float | None:
-        """Rollout, updates and publishing of one step, one after the other; None where nothing fits."""
-        if any(p.chosen is None for p in self.policies):
+        """Rollout, updates and publishing of one step; None where nothing fits."""
+        chosen = [p.chosen for p in self.policies]
+        updates = [each.time.total for each in chosen if each is not None]
+        if len(updates) < len(chosen):
             return None
-        updates = sum(p.chosen.time.total for p in self.policies if p.chosen)
-        return max(p.rollout.seconds for p in self.policies) + updates + sum(p.sync.total for p in self.policies)
+        rollouts, syncs = ([getattr(p, part) for p in self.policies] for part in ("rollout", "sync"))
+        return step_seconds([each.seconds for each in rollouts], updates, [each.total for each in syncs], self.overlap)
 
 
 def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: float | None = None) -> Plan:
@@ -122,7 +127,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     trainers = num_gpus - engine_gpus
     of_node = int(hw.GPUS_PER_NODE.value)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others=num_gpus > of_node)
-    policies, notes = [], _notes_on_engines(config, num_gpus)
+    policies, notes = [], _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
     loads: dict[str, Load] = {}
     for name, policy in config.trained_policies.items():
         planned, loads[name], more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
@@ -145,7 +150,8 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         )
     refused = tuple(dict.fromkeys([*refusals_of(config, host), *_refused_engines(config, loads)]))
     constants = tuple(hw.constants(gpu))
-    return Plan(gpu_name, num_gpus, trainers, engine_gpus, tuple(policies), refused, tuple(notes), constants)
+    overlap = config.rollout.overlap
+    return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
 
 
 def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
@@ -179,85 +185,30 @@ def _policy(
 ) -> tuple[PolicyPlan, Load, list[str]]:
     shape = find_shape(policy.model) if policy.model else _made_shape(config, name, policy)
     config = within_positions(config, name, shape.max_positions)
-    longest = longest_sequence(config, name)
-    tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
-    response = mean_response or hw.MEAN_RESPONSE.value * config.rollout.max_response_tokens
-    work = _work(config, name, response)
-    setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
-    engine = engine_memory(setup, gpu)
-    kept_bytes = 0.0 if config.rollout.placement == "disaggregated" else gpu.memory_bytes * setup.memory_share
-    job = _job(config, policy, shape, trainers, tokens, work, kept_bytes)
-    layout = resolve(policy.layout)
-    problem = why_not(layout, shape, trainers)
+    needs = needs_of(config, name, shape, trainers, gpu, mean_response)
+    sync = sync_time(shape, policy.dtype, gpu, num_gpus)
+    load, rollout = Load(needs.setup, needs.engine, needs.demand), config.rollout
+    is_alone = rollout.placement == "disaggregated" and len(config.policies) == 1
     planned = PolicyPlan(
         name=name,
         model=policy.model or "warm start",
         parameters=elements(shape).total,
         active_parameters=active_elements(shape),
-        longest_sequence=longest,
-        micro_batch_tokens=tokens,
-        work=work,
-        configured=None if problem else option(job, layout, policy.recompute, gpu),
-        why_not_configured=problem,
-        options=tuple(options(job, gpu)),
-        engine=engine,
-        rollout=rollout_time(setup, engine, gpu, work.sequences, response, config.rollout.segments),
-        sync=sync_time(shape, policy.dtype, gpu, num_gpus),
+        longest_sequence=needs.longest,
+        micro_batch_tokens=needs.job.tokens,
+        work=needs.work,
+        configured=needs.configured,
+        why_not_configured=needs.why_not_configured,
+        options=tuple(options(needs.job, gpu)),
+        engine=needs.engine,
+        rollout=rollout_time(needs.setup, needs.engine, gpu, needs.demand),
+        sync=sync,
+        fits=needs.fits and needs.host_bytes <= gpu.host_memory,
+        host_bytes=needs.host_bytes,
+        splits=tuple(splits(needs.job, load, sync.total, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
-    near = nearest(layout, shape, trainers).words if problem else ""
-    notes = _notes_on_lengths(config, planned) + _notes_on_its_engines(planned, setup, gpu)
-    load = Load(setup, engine, work.sequences, response)
-    return planned, load, notes + _notes_on_layouts(planned, policy, trainers, gpu, near)
-
-
-def _work(config: RunConfig, name: str, response: float) -> Work:
-    """One step's training of a policy, by completions of so many tokens on average."""
-    of_policy = [each for each in config.agents if config.agents[each].policy == name]
-    of_agent, _ = samples_of_a_step(config)
-    samples = sum(of_agent[each] for each in of_policy)
-    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
-    return Work(samples, samples * (prompt + response), samples * response)
-
-
-def _engine_setup(rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
-    vllm = rollout.vllm
-    dtype = vllm.dtype or policy.dtype
-    return EngineSetup(
-        shape,
-        rollout.engines,
-        vllm.tensor_parallel,
-        "bfloat16" if dtype == "float16" else dtype,
-        vllm.gpu_memory_utilization,
-        vllm.max_num_seqs,
-        longest,
-    )
-
-
-def _job(
-    config: RunConfig,
-    policy: PolicyConfig,
-    shape: ModelShape,
-    trainers: int,
-    tokens: int,
-    work: Work,
-    kept_bytes: float,
-) -> Job:
-    """What the layouts are ranked for. kept_bytes: of each GPU, what engines keep from the trainer."""
-    reference = _reference(config, policy, shape)
-    return Job(
-        shape=shape,
-        dtype=policy.dtype,
-        world_size=trainers,
-        tokens=tokens,
-        work=work,
-        offloads_optimizer=policy.optimizer.offload,
-        sweeps_entropy=config.mpt.scope != "off",
-        shared_bytes=kept_bytes,
-        distributes_optimizer=policy.optimizer.distributed,
-        reference=reference,
-        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
-        cuts_sequences=config.loss.ratio != "sequence" and config.loss.correction != "sequence_mask",
-    )
+    notes = [*_notes_on_lengths(config, planned), *shortages(needs, gpu)]
+    return planned, load, notes + _notes_on_layouts(planned, needs, gpu)
 
 
 def _notes_on_lengths(config: RunConfig, planned: PolicyPlan) -> list[str]:
@@ -271,16 +222,6 @@ def _notes_on_lengths(config: RunConfig, planned: PolicyPlan) -> list[str]:
     ]
 
 
-def _notes_on_its_engines(planned: PolicyPlan, setup: EngineSetup, gpu: hw.Gpu) -> list[str]:
-    if planned.engine.kv_tokens:
-        return []
-    return [
-        f"an engine of policy {planned.name} does not fit: its weights take {planned.engine.weights / 2**30:.1f} GiB a GPU of "
-        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel or "
-        "rollout.vllm.gpu_memory_utilization, or take larger GPUs"
-    ]
-
-
 def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
     """How the policies' engines share their GPUs, and what would be faster."""
     if (
@@ -289,11 +230,10 @@ def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfi
         or not all(load.memory.kv_tokens for load in loads.values())
     ):
         return []
-    segments = config.rollout.segments
     now = {name: load.setup.num_engines for name, load in loads.items()}
-    num_gpus = sum(load.setup.num_engines * load.setup.tensor_parallel for load in loads.values())
-    best = split_engines(loads, num_gpus, gpu, segments)
-    seconds, least = (slowest(loads, counts, gpu, segments) for counts in (now, best))
+    num_gpus = sum(load.setup.num_gpus for load in loads.values())
+    best = split_engines(loads, num_gpus, gpu)
+    seconds, least = (slowest(loads, counts, gpu) for counts in (now, best))
     said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
     if least > 0.9 * seconds:
         return [f"{said}; no other split is faster by a tenth"]
@@ -304,44 +244,40 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _notes_on_layouts(planned: PolicyPlan, policy: PolicyConfig, trainers: int, gpu: hw.Gpu, near: str) -> list[str]:
-    """near: the words of the valid layout nearest to the config's, where that is not valid."""
+def _notes_on_layouts(planned: PolicyPlan, needs: Needs, gpu: hw.Gpu) -> list[str]:
     notes = []
-    configured, best = planned.configured, planned.options[0]
-    if configured is not None and not configured.fits:
-        notes.append(
-            f"policy {planned.name}: layout {configured.layout.words} with recompute {policy.recompute} needs "
-            f"{configured.needed / 2**30:.1f} GiB of {gpu.memory_bytes / 2**30:.1f}: {configured.why_not}"
-        )
+    trainers, best = needs.job.world_size, planned.options[0]
     if planned.why_not_configured:
-        notes.append(
-            f"policy {planned.name}: {planned.why_not_configured}; on {trainers} trainer rank(s) this would be valid: {near}"
-        )
+        notes.append(f"policy {planned.name}: {planned.why_not_configured}")
+    configured = planned.configured
     if configured is not None and configured.memory.host:
-        host = configured.memory.host / 2**30
         notes.append(
-            f"policy {planned.name}: the optimizer's state is in CPU memory: {host:.0f} GiB a rank, "
-            f"{host * min(trainers, hw.GPUS_PER_NODE.value):.0f} GiB a node"
+            f"policy {planned.name}: the optimizer's state is in CPU memory: {configured.memory.host / GIB:.0f} GiB a rank; "
+            f"with weights on their way {planned.host_bytes / GIB:.0f} GiB a node of {gpu.host_memory / GIB:.0f}"
         )
     if not best.fits:
         notes.append(
             f"policy {planned.name}: no layout fits on {trainers} trainer GPUs; the closest is {best.layout.words} with "
-            f"recompute {best.recompute}, {best.needed / 2**30:.1f} GiB: {best.why_not}"
+            f"recompute {best.recompute}, {best.needed / GIB:.1f} GiB: {best.why_not}"
         )
     return notes
 
 
-def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
-    """Of the frozen model that a KL term is measured against, where there is one."""
-    if config.loss.kl == "none":
-        return None
-    return shape if policy.reference == "start" else find_shape(policy.reference)
-
-
-def _scores_first(config: RunConfig) -> bool:
-    """Does the policy run forward once before its updates: old log-probs, or the experts to replay (R2)?"""
-    keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
-    return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"
+def _notes_on_staleness(config: RunConfig) -> list[str]:
+    rollout, loss = config.rollout, config.loss
+    if not rollout.overlap:
+        return []
+    most = rollout.overlap + rollout.segments
+    corrected = "sais" if loss.old_policy == "sais" else loss.correction
+    said = (
+        f"rollout.overlap={rollout.overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
+        f"loss.correction={loss.correction} corrects for it"
+    )
+    if corrected != "none":
+        return [said] if loss.correction != "none" else []
+    return [
+        f"rollout.overlap={rollout.overlap} trains samples that are up to {most} versions old: set loss.correction=tis"
+    ]
 
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:

@@ -21,6 +21,7 @@ class Job:
 
     shared_bytes: on the same GPU beside this policy's training (an engine in the same process). reference: of a KL term.
     scored: the models that run forward once before the update. cuts_sequences: context parallelism is possible.
+    deterministic: attention's backward repeats bitwise.
     """
 
     shape: ModelShape
@@ -35,6 +36,7 @@ class Job:
     reference: ModelShape | None = None
     scored: tuple[ModelShape, ...] = ()
     cuts_sequences: bool = True
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         offloads_optimizer=job.offloads_optimizer,
         distributes_optimizer=job.distributes_optimizer,
         reference=job.reference,
+        deterministic=job.deterministic,
         expert_imbalance=hw.IMBALANCE.value if job.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)

@@ -19,7 +19,8 @@ class LateCount:
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
-            self._value = torch.empty(1, dtype=value.dtype, pin_memory=True)
+            # Pinned memory is the host's: without a device it would be made on the caller's default device, and refused.
+            self._value = torch.empty(1, dtype=value.dtype, pin_memory=True, device="cpu")
             self._value.copy_(value.reshape(1), non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(value.device))

@@ -309,7 +309,7 @@ class LocalEngine:
                 for row, (a, b) in enumerate(itertools.pairwise(starts)):
                     cache.keys[layer][first_row + row, :, : b - a] = k[a:b].transpose(0, 1)
                     cache.values[layer][first_row + row, :, : b - a] = v[a:b].transpose(0, 1)
-            return attention_varlen(q, k, v, cu_seqlens)
+            return attention_varlen(q, k, v, cu_seqlens, max_seqlen=max(lengths))
 
         return self._model.forward(ids, positions, attend, experts)
 

@@ -25,13 +25,14 @@ class Segments(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     cu_seqlens: Tensor | None = None  # [S+1] int32
+    max_seqlen: int | None = None  # tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # of context parallelism
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, num_tokens: int, context_group: Any) -> Segments:
+    def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
         """Of a micro-batch, or of this rank's part of it."""
-        is_cut = context_group.size() > 1
-        return cls(cu_seqlens=cu_seqlens, keys=Keys.of(cu_seqlens, num_tokens, context_group) if is_cut else None)
+        keys = Keys.of(cu_seqlens, num_tokens, context_group) if context_group.size() > 1 else None
+        return cls(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, keys=keys)
 
 
 class PackedAttention(MegatronModule):
@@ -50,6 +51,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.is_deterministic = config.deterministic_mode
 
     def forward(
         self,
@@ -64,11 +66,20 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and packed_seq_params.cu_seqlens is not None, "attention needs Segments"
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         bounds, keys = packed_seq_params.cu_seqlens, packed_seq_params.keys
-        if keys is None:
-            output = attention_varlen(q, k, v, bounds, scale=self.scale)
-        else:
+        cu_seqlens_k = None
+        if keys is not None:
             k, v = keys.gather(k), keys.gather(v)
-            output = attention_varlen(q, k, v, keys.cu_seqlens, cu_seqlens_k=keys.cu_seqlens_k, scale=self.scale)
+            bounds, cu_seqlens_k = keys.cu_seqlens, keys.cu_seqlens_k
+        output = attention_varlen(
+            q,
+            k,
+            v,
+            bounds,
+            cu_seqlens_k=cu_seqlens_k,
+            scale=self.scale,
+            max_seqlen=packed_seq_params.max_seqlen,
+            deterministic=self.is_deterministic,
+        )
         return output.reshape(output.shape[0], 1, -1)
 
 

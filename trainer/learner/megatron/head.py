@@ -87,7 +87,7 @@ class PolicyModel(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=angles,
-            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, self.pg_collection.cp),
+            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
         )
         if not self.post_process:
             return hidden

@@ -95,6 +95,16 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
     return None
 
 
+def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
+    """None where sequences may be cut over context ranks with this loss.ratio and loss.correction, else the reason."""
+    if layout.context == 1 or (ratio != "sequence" and correction != "sequence_mask"):
+        return None
+    return (
+        f"layout.context is {layout.context}, but loss.ratio={ratio} with loss.correction={correction} needs whole sequences on "
+        "a rank; set 1, or per-token choices of both"
+    )
+
+
 def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
     """Every layout that fits; expert_tensor is 1 or `tensor`, the two whose gradients were compared with one rank."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]

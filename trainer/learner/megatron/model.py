@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.head import PolicyModel
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.learner.megatron.layer_spec import layer_spec
@@ -30,6 +31,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
     dtype = torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32
+    layers = choose_layers(policy.layers)
+    fusions = choose_fusions(layers, has_experts=bool(shape.num_experts))
     moe: dict[str, Any] = {}
     if shape.num_experts:
         has_aux = policy.router_aux_loss > 0
@@ -43,6 +46,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
+            "moe_permute_fusion": fusions.permute is None,
         }
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -63,7 +67,9 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fusions.gradient_accumulation is None,
+        apply_rope_fusion=fusions.rope is None,
+        deterministic_mode=policy.deterministic,
         persist_layer_norm=False,
         # Every parameter is read from the HF directory, but without this megatron does not mark which are cut over TP
         # ranks, and the gradient norm silently counts one rank's part of them.
@@ -77,9 +83,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # micro-batches differ in length; pipeline stages tell each other
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
-        transformer_impl="transformer_engine"
-        if choose_layers(policy.layers).layers == "transformer_engine"
-        else "local",
+        transformer_impl="transformer_engine" if layers.layers == "transformer_engine" else "local",
         calculate_per_token_loss=True,  # megatron divides by nothing: the loss comes divided by the global normaliser
         **moe,
         **_RECOMPUTE[policy.recompute],

@@ -1,0 +1,111 @@
+"""What the planner refuses for want of GPUs, of a layout or of memory the dry run refuses or warns of too, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from published_model import save_published
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.models import find_shape
+from marsrl.trainer.plan.plan import make_plan
+from marsrl.trainer.preflight import preflight
+from marsrl.trainer.read_config import CONFIGS, ConfigError, read_config
+
+MODELS = {"qwen3_8b": "Qwen3-8B", "qwen3_30b_a3b_8xh100": "Qwen3-30B-A3B", "single_gpu": "Qwen3-1.7B"}
+OTHERS = "rollout.ray_address=192.0.2.200:6379"  # nobody is there; nobody is asked
+VARIED: dict[str, tuple[object, ...]] = {
+    "rollout.engines": (1, 2, 3, 5, 8),
+    "rollout.placement": ("colocated",),
+    "rollout.overlap": (0,),
+    "rollout.vllm.tensor_parallel": (2, 3),
+    "rollout.vllm.gpu_memory_utilization": (0.3, 0.7),
+    "rollout.max_response_tokens": (1024, 65536, 200_000),
+    "trainer.max_tokens_per_micro_batch": (98304,),
+    "policies.main.layout.tensor": (1, 3, 4),
+    "policies.main.layout.expert": (1, 2),
+    "policies.main.layout.pipeline": (2, 5),
+    "policies.main.layout.context": (2, 4),
+    "policies.main.recompute": ("none",),
+    "policies.main.optimizer.offload": ("true", "false"),
+    "loss.ratio": ("sequence",),
+    "loss.correction": ("none", "sequence_mask"),
+    "sync.backend": ("nccl",),
+}
+WORDS = st.lists(
+    st.sampled_from([(key, value) for key, values in VARIED.items() for value in values]),
+    max_size=3,
+    unique_by=lambda word: word[0],
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS.values():
+        save_published(find_shape(name), folder / name)
+        write_byte_tokenizer(folder / name)
+    (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
+    return folder
+
+
+def planned(config: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, set[str]]:
+    """(is it refused, what does not fit)."""
+    try:
+        plan = make_plan(config, num_gpus, gpu)
+    except ValueError:
+        return True, set()
+    refused = bool(plan.refused) or any(policy.why_not_configured for policy in plan.policies)
+    short = {note for note in plan.notes if any(word in note for word in ("does not fit", "GiB of ", "needs "))}
+    assert refused or plan.fits == (not short), plan.notes
+    return refused, short
+
+
+def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
+    try:
+        found = preflight(config, world_size)
+    except ValueError:
+        return True, set()
+    mark = " (by the formulas of marsrl plan)"
+    return False, {each.removesuffix(mark) for each in found.warnings if each.endswith(mark)}
+
+
+@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
+@given(
+    preset=st.sampled_from(sorted(MODELS)),
+    words=WORDS,
+    num_gpus=st.sampled_from([8, 8, 8, 5, 16]),
+    gpu_name=st.sampled_from(["h100-80g", "a100-40g"]),
+)
+def test_the_planner_and_the_dry_run_accept_the_same(
+    folder: Path, preset: str, words: list[tuple[str, object]], num_gpus: int, gpu_name: str
+) -> None:
+    num_gpus = 1 if preset == "single_gpu" else num_gpus
+    given_words = [f"{key}={value}" for key, value in words] + ([OTHERS] if num_gpus > 8 else [])
+    if num_gpus > 8 and ("sync.backend", "nccl") in words:
+        given_words.append("sync.host=192.0.2.1")
+    given_words += [f"policies.main.model={folder / MODELS[preset]}", f"data.train={folder}/problems.jsonl"]
+    try:
+        config = read_config(CONFIGS / f"{preset}.yaml", given_words)[0]
+    except ConfigError:
+        return  # the settings contradict each other, on any machine
+    gpu = hw.GPUS[gpu_name]
+    of_engines = sum(
+        each.engines * each.vllm.tensor_parallel for each in config.served_rollouts if each.placement == "disaggregated"
+    )
+    ranks = max(1, num_gpus - of_engines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: min(num_gpus, 8))
+        patch.setattr("marsrl.trainer.preflight.gpu_here", lambda: gpu)
+        patch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+        patch.setenv("WORLD_SIZE", str(ranks))
+        here, there = checked(config, ranks), planned(config, num_gpus, gpu_name)
+    assert here[0] == there[0], (given_words, here, there)
+    assert here[0] or here[1] == there[1], (given_words, here, there)

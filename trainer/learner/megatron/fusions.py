@@ -1,0 +1,72 @@
+"""Which of Megatron's fused operations a policy trains with, and why not the others. Imports no megatron.
+
+    gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as that of
+                            our head always does; experts (kernels.grouped_linear) hand theirs to DDP, which adds it
+    rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
+                            the kernel needs no bounds of sequences
+    permute                 tokens sorted by expert and back, with their weights
+
+The router's fusion stays off: it has no place where router_replay.py could stand. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from marsrl.trainer.learner.megatron.layer_choice import LayerChoice
+
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """Why each is off; None: it is on."""
+
+    gradient_accumulation: str | None
+    rope: str | None
+    permute: str | None
+
+    @property
+    def words(self) -> str:
+        """`gradient accumulation; off: rope (reason)` for people."""
+        reasons = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
+        parts = [name for name, reason in reasons.items() if reason is None] or ["none"]
+        off: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            if reason is not None:
+                off.setdefault(reason, []).append(name)
+        left_out = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())
+        return ", ".join(parts) + (f"; off: {left_out}" if left_out else "")
+
+
+def choose_fusions(
+    layers: LayerChoice, *, has_experts: bool, why_not: Callable[[str, str], str | None] | None = None
+) -> Fusions:
+    """What can be used here beside these layers; why_not(module, name): None where it can be imported on a GPU."""
+    why_not = why_not or why_not_on_gpu
+    te = "transformer_engine.pytorch"
+    ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
+    # Megatron's output layer asks for apex's kernel as it is built, whoever makes the other layers.
+    accumulation = why_not(APEX, "wgrad_gemm_accum_fp32")
+    rope = ours or (
+        why_not(f"{te}.attention.rope", "apply_rotary_pos_emb") and why_not(f"{te}.attention", "apply_rotary_pos_emb")
+    )
+    permute = ours or why_not(f"{te}.permutation", "moe_permute_with_probs")
+    return Fusions(accumulation, rope, permute if has_experts else "the model has no experts")
+
+
+@cache
+def why_not_on_gpu(module: str, name: str) -> str | None:
+    """None where a CUDA device is there and the module has the name; imported only then."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    try:
+        getattr(import_module(module), name)
+    except (ImportError, OSError, AttributeError) as error:
+        return f"no {module}.{name}: {error}"
+    return None

@@ -1,0 +1,189 @@
+"""What a policy needs of GPUs and of their hosts, from the settings: for the plan, and for a dry run on such a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
+from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, engine_memory
+from marsrl.trainer.plan.memory import SIZE
+from marsrl.trainer.plan.models import find_shape
+from marsrl.trainer.plan.parameters import elements
+from marsrl.trainer.plan.ranking import Job, Option, option
+from marsrl.trainer.plan.speed import Work
+
+GIB = 2.0**30
+_TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one policy. configured: the config's layout, None where it is not valid (then why_not_configured).
+
+    weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
+    """
+
+    name: str
+    shape: ModelShape
+    policy: PolicyConfig
+    longest: int
+    work: Work
+    job: Job
+    configured: Option | None
+    why_not_configured: str | None
+    setup: EngineSetup
+    engine: EngineMemory
+    demand: Demand
+    weight_files: float
+
+    @property
+    def fits(self) -> bool:
+        return self.configured is not None and self.configured.fits and self.engine.fits
+
+    @property
+    def host_bytes(self) -> float:
+        """Of the fullest node: the optimizer's state of its ranks, and files of weights."""
+        ranks = min(self.job.world_size, int(hw.GPUS_PER_NODE.value))
+        return (self.configured.memory.host * ranks if self.configured else 0) + self.weight_files
+
+
+def needs_of(
+    config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
+) -> Needs:
+    """Of a trained policy on so many trainer ranks; config: within_positions of the model."""
+    policy, rollout = config.policies[name], config.rollout
+    longest = longest_sequence(config, name)
+    response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
+    work = _work(config, name, response)
+    setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
+    kept = 0.0 if rollout.placement == "disaggregated" else gpu.memory_bytes * setup.memory_share
+    tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
+    job = _job(config, policy, shape, trainers, tokens, work, kept)
+    layout = resolve(policy.layout)
+    problem = why_not(layout, shape, trainers)
+    if problem is not None:
+        problem += f"; on {trainers} trainer rank(s) this would be valid: {nearest(layout, shape, trainers).words}"
+    else:
+        problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
+    in_memory = config.sync.backend == "shm" and config.sync.directory is None
+    return Needs(
+        name=name,
+        shape=shape,
+        policy=policy,
+        longest=longest,
+        work=work,
+        job=job,
+        configured=None if problem else option(job, layout, policy.recompute, gpu),
+        why_not_configured=problem,
+        setup=setup,
+        engine=engine_memory(setup, gpu),
+        demand=Demand(
+            work.sequences,
+            response,
+            rollout.group_size,
+            rollout.segments,
+            rollout.tokens_per_stage,
+            rollout.overlap > 0,
+        ),
+        weight_files=2.0 * elements(shape).total * SIZE[policy.dtype] if in_memory else 0.0,
+    )
+
+
+def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
+    """What does not fit by the formulas, in sentences: on this GPU and on a host of it."""
+    name, engine, configured = needs.name, needs.engine, needs.configured
+    allowed = gpu.memory_bytes * needs.setup.memory_share
+    if not engine.kv_tokens:
+        yield (
+            f"an engine of policy {name} does not fit: its weights take {engine.weights / GIB:.1f} GiB a GPU of "
+            f"{allowed / GIB:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization or "
+            "rollout.vllm.tensor_parallel, or take larger GPUs"
+        )
+    elif not engine.fits:
+        yield (
+            f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB a GPU for keys and values, {engine.kv_tokens:,} "
+            f"tokens, and vLLM wants room for one sequence of {needs.longest:,}: raise rollout.vllm.gpu_memory_utilization or "
+            "rollout.vllm.tensor_parallel, or lower rollout.max_response_tokens"
+        )
+    if configured is not None and not configured.fits:
+        yield (
+            f"policy {name}: layout {configured.layout.words} with recompute {needs.policy.recompute} needs "
+            f"{configured.needed / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}: {configured.why_not}"
+        )
+    if needs.host_bytes > gpu.host_memory:
+        yield (
+            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for the optimizer's state "
+            f"and for weights on their way to the engines, and has {gpu.host_memory / GIB:.0f}: set "
+            f"policies.{name}.optimizer.offload=false, or sync.directory to a folder on a disk"
+        )
+
+
+def _work(config: RunConfig, name: str, response: float) -> Work:
+    """One step's training of a policy, by completions of so many tokens on average."""
+    of_policy = [each for each in config.agents if config.agents[each].policy == name]
+    of_agent, _ = samples_of_a_step(config)
+    samples = sum(of_agent[each] for each in of_policy)
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
+    return Work(samples, samples * (prompt + response), samples * response)
+
+
+def _engine_setup(rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
+    vllm = rollout.vllm
+    dtype = vllm.dtype or policy.dtype
+    return EngineSetup(
+        shape,
+        rollout.engines,
+        vllm.tensor_parallel,
+        "bfloat16" if dtype == "float16" else dtype,
+        vllm.gpu_memory_utilization,
+        vllm.max_num_seqs,
+        longest,
+        "fp8" if vllm.kv_cache_dtype.startswith("fp8") else "auto",
+    )
+
+
+def _job(
+    config: RunConfig,
+    policy: PolicyConfig,
+    shape: ModelShape,
+    trainers: int,
+    tokens: int,
+    work: Work,
+    kept_bytes: float,
+) -> Job:
+    """What the layouts are ranked for. kept_bytes: of each GPU, what engines keep from the trainer."""
+    reference = _reference(config, policy, shape)
+    return Job(
+        shape=shape,
+        dtype=policy.dtype,
+        world_size=trainers,
+        tokens=tokens,
+        work=work,
+        offloads_optimizer=policy.optimizer.offload,
+        sweeps_entropy=config.mpt.scope != "off",
+        shared_bytes=kept_bytes,
+        distributes_optimizer=policy.optimizer.distributed,
+        reference=reference,
+        deterministic=policy.deterministic,
+        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
+        cuts_sequences=why_not_context(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
+    )
+
+
+def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
+    """Of the frozen model that a KL term is measured against, where there is one."""
+    if config.loss.kl == "none":
+        return None
+    return shape if policy.reference == "start" else find_shape(policy.reference)
+
+
+def _scores_first(config: RunConfig) -> bool:
+    """Does the policy run forward once before its updates: old log-probs, or the experts to replay (R2)?"""
+    keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
+    return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"
