@@ -1,17 +1,18 @@
 """Everything that one GPU can tell about marsrl, in one command and under 9 minutes.
 
-    python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu]
+    python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
-Builds the native libraries, runs the GPU tests, every benchmark with the peers that are there, a short MarsRL run with
-the local engine, and the profiler. Needs torch >= 2.11, triton >= 3.6, numpy and nvcc, no network and no installation;
---wheels adds packages (megatron-core, config libraries, peers, pytest). What cannot run is listed with the missing
-module. Each part is a process of its own with a time limit (on a GPU); report.md and suite.json are written after each.
---device cpu --quick goes the same way with tiny sizes on a CPU.
+Is each op right, how fast is the fused loss and its parts, which GPU tests fail, do two steps of training run, and last the
+other benchmarks. Needs torch >= 2.11, triton >= 3.6, numpy and nvcc, no network and no installation; --wheels adds packages
+(megatron-core, config libraries, peers, pytest). What cannot run is listed with the missing module. Each part is a process
+of its own with a time limit (on a GPU), and a part that fails is recorded and the rest goes on. After each part --out holds
+report.md and results.tar.gz, which has everything. --device cpu --quick goes the same way with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,27 +20,34 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_state import gpu_state
 from namespace import ROOT, folder_with_marsrl
 from native import compiler_of
+from suite_report import report
 from wheels import importable
 
 HERE = Path(__file__).resolve().parent
-TOTAL_S = 520.0
+TOTAL_S = 525.0
 KILL_AFTER_S = 5.0
+LOG_BYTES = 200_000  # of each log, its end: all of them together stay far below a megabyte once packed
 TRAINING_MODULES = (
     "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron.core", "msgpack",
     "psutil", "zstandard", "tensorboard", "jinja2", "einops",
 )  # fmt: skip
+HEADLINE = "T=16,384, H=2,048, V=151,936"  # all rows active, and half of them masked
+OTHER_HEADS = ("T=1,024", "T=4,096", "T=65,536", "V=75,968", "V=37,984")
 CASES = (
-    "linear_logprob", "policy_rows", "policy_loss", "attention_varlen", "attention_decode", "grouped_linear",
-    "group_advantage", "mpt_gate", "packing",
+    "linear_logprob", "attention_varlen", "grouped_linear", "attention_decode", "policy_loss", "group_advantage", "mpt_gate",
+    "packing",
 )  # fmt: skip
+NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan/test_memory.py")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class Part:
     command: list[str]
     limit_s: float
     modules: tuple[str, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        return self.name.replace(" ", "_").replace(",", "").replace("=", "")
 
 
 @dataclass(frozen=True)
@@ -62,36 +74,63 @@ class Outcome:
     reason: str = ""
 
 
-def parts(device: str, is_quick: bool, out: Path, work: Path) -> list[Part]:
-    """In order of importance: what the time does not suffice for is at the end."""
-    python, quick = sys.executable, ["--quick"] if is_quick else []
+def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
+    """In order of importance: what the time does not suffice for is at the end. folder: for results, work: for the rest."""
+    quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
-    found = [Part("build cpu", [python, str(HERE / "native.py"), "cpu"], 90)]
-    if gpu:
-        found.append(Part("build cuda", [python, str(HERE / "native.py"), "cuda"], 150))
 
-    def bench(case: str, limit_s: float, *more: str) -> Part:
-        words = [str(HERE / "run.py"), case, "--device", device, "--json", str(out / f"{case}.json"), *quick, *more]
-        return Part(f"benchmark {case}", [python, *words], limit_s)
+    def script(name: str, limit_s: float, file: str, *more: str, modules: tuple[str, ...] = ()) -> Part:
+        return Part(name, [sys.executable, str(HERE / file), *more], limit_s, modules)
 
-    memory = [] if gpu else ["--no-memory"]  # on a CPU it takes a process for each table
-    found.append(bench("linear_policy_loss", 170, "--budget", "8", "--rounds", "2" if is_quick else "7", *memory))
-    which = ["tests/kernels", "-m", "gpu"] if gpu else ["tests/kernels/test_mpt_gate.py", "-m", "not gpu"]
-    found.append(Part("tests", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which], 100, ("pytest",)))
-    found.append(
-        Part("training", [python, str(HERE / "gpu_suite.py"), "--training-in", str(work)], 90, TRAINING_MODULES)
-    )
-    model = "qwen3_30b_a3b_slice" if gpu and not is_quick else "slice_tiny"
-    step = [str(HERE / "train_step.py"), "--model", model, "--no-dmmpt", "--json", str(out / "train_step.json")]
-    found.append(Part("train step", [python, *step, "--repeats", "1" if is_quick else "3"], 200, TRAINING_MODULES))
-    profiler = [str(HERE / "profile_top.py"), "--device", device, "--json", str(out / "profile.json"), *quick]
-    found.append(Part("profile", [python, *profiler], 45))
-    found += [bench(case, 45, "--budget", "3", *memory) for case in CASES]
-    return found
+    def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
+        memory = [] if gpu else ["--no-memory"]  # on a CPU it takes a process for each table
+        words = ["--device", device, "--json", str(folder / f"{name.replace(' ', '_')}.json"), *quick, *memory, *more]
+        return script(name, limit_s, "run.py", case, *words)
+
+    def one_by_one(
+        name: str, limit_s: float, each_s: float, file: str, *more: str, modules: tuple[str, ...] = ()
+    ) -> Part:
+        journal = ["--journal", str(folder / f"{name.replace(' ', '_')}.jsonl")]
+        child = [sys.executable, str(HERE / file), *journal, *more]
+        each_s = each_s if gpu else 20 * each_s  # a GPU that hangs is known; a CPU may be busy with something else
+        return script(
+            name, limit_s, "one_by_one.py", "--limit", f"{each_s:.0f}", *journal, "--", *child, modules=modules
+        )
+
+    def to(name: str, *more: str) -> list[str]:
+        return ["--json", str(folder / f"{name}.json"), *more]
+
+    rounds = ["--rounds", "2" if is_quick else "7"]
+    headline = [] if is_quick else ["--shape", HEADLINE]
+    tests = ["tests/kernels", "-m", "gpu"] if gpu else ["tests/kernels/test_mpt_gate.py", "-m", "not gpu"]
+    tiny = [] if gpu and not is_quick else ["--tiny"]
+    model = "slice_tiny" if tiny else "qwen3_30b_a3b_slice"
+    engine = ["--engine", "local"] if is_quick else []
+    step = ["--model", model, "--no-dmmpt", "--repeats", "1" if is_quick else "3"]
+    return [
+        script("surroundings", 40, "record.py", "--device", device, *to("surroundings")),
+        script("build cpu", 60, "native.py", "cpu"),
+        *([script("build cuda", 100, "native.py", "cuda")] if gpu else []),
+        one_by_one("smoke", 110, 40, "smoke.py", "--device", device),
+        bench("headline", "linear_policy_loss", 100, "--budget", "8", *rounds, *headline),
+        bench("head gemms", "head_gemms", 45, "--budget", "2"),
+        bench("policy rows", "policy_rows", 45, "--budget", "2"),
+        script("dz rows", 45, "dz_rows.py", "--device", device, *quick, *to("dz_rows")),
+        script("profile", 40, "profile_top.py", "--device", device, *quick, *to("profile")),
+        one_by_one("tests", 130, 30, "gpu_tests.py", *tests, modules=("pytest",)),
+        script("first steps", 110, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
+               modules=TRAINING_MODULES),
+        script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
+        *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
+        *(bench(f"head {text}", "linear_policy_loss", 60, "--budget", "4", "--shape", text)
+          for text in OTHER_HEADS if not is_quick),
+        *([one_by_one("other tests", 60, 30, "gpu_tests.py", *NEED_MORE_THAN_TORCH, "-m", "gpu",
+                      modules=("pytest", *TRAINING_MODULES))] if gpu else []),
+    ]  # fmt: skip
 
 
-def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float | None) -> Outcome:
-    """Runs it with its output in out/<name>.log; a part that takes too long is ended with all its children.
+def run_part(part: Part, environment: dict[str, str], folder: Path, limit_s: float | None) -> Outcome:
+    """Runs it with its output in folder/<name>.log; a part that takes too long is ended with all its children.
 
     limit_s: None where it may take as long as it takes (on a CPU, whose time is not lent).
     """
@@ -100,7 +139,7 @@ def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float 
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
     if limit_s is not None and limit_s <= 0:
         return Outcome(part.name, "skipped", 0.0, f"the {TOTAL_S:.0f} s of the suite are over")
-    log = out / f"{part.name.replace(' ', '_')}.log"
+    log = folder / f"{part.file_name}.log"
     start = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -110,19 +149,25 @@ def run_part(part: Part, environment: dict[str, str], out: Path, limit_s: float 
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
             return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s, see {log.name}")
+        finally:
+            _kill_group(process)
     seconds = time.monotonic() - start
-    if part.name == "tests" and code == 5:
-        return Outcome(part.name, "skipped", seconds, "no test has the marker")
     if code:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:] or ["no output"]
         return Outcome(part.name, "failed", seconds, f"exit code {code}: {last[0][:200]}; see {log.name}")
     return Outcome(part.name, "ok", seconds)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """What a part has started and left behind would take the GPU from the next one."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
@@ -142,121 +187,39 @@ def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list
     return done.stdout.split()
 
 
-def train(work: Path) -> int:
-    """A short run from random weights: arithmetic, the local engine in the trainer's process, through torchrun."""
-    from marsrl.trainer.models.init_model import init_model
-
-    init_model("cpu_default", "arithmetic", work / "model", seed=0, dtype="float32")
-    settings = [
-        f"policies.main.model={work / 'model'}", "rollout.engine=local", "rollout.placement=local", "run.steps=3",
-        "run.evaluate=false", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_response_tokens=24",
-        f"run.dir={work / 'runs'}", "run.name=suite",
-    ]  # fmt: skip
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "1",
-        str(ROOT / "trainer" / "main.py"),
-    ]
-    done = subprocess.run([*launcher, *settings])
-    metrics = work / "runs" / "suite" / "metrics.jsonl"
-    print(metrics.read_text() if metrics.exists() else f"{metrics} was not written", flush=True)
-    return done.returncode
-
-
-def report(out: Path, outcomes: list[Outcome], device: str) -> None:
-    """report.md for people, suite.json for programs."""
-    lines = [f"# marsrl on {device}", "", "| part | status | s | |", "|---|---|---|---|"]
-    lines += [f"| {each.name} | {each.status} | {each.seconds:.0f} | {each.reason} |" for each in outcomes]
-    tables = []
-    for file in sorted(out.glob("*.json")):
-        content = json.loads(file.read_text())
-        if isinstance(content, dict) and "surroundings" in content:
-            tables += content["tables"]
-            where = content["surroundings"]
-            lines[0] = f"# marsrl on {where['device']}, commit {where['commit']}"
-    for table in tables:
-        lines += ["", *_markdown(table)]
-    profiled = out / "profile.json"
-    if profiled.exists():
-        for entry in json.loads(profiled.read_text()):
-            lines += [
-                "",
-                f"## Top kernels of linear_policy_loss: {entry['shape']}",
-                "",
-                "| ms | share | launches | kernel |",
-            ]
-            lines += ["|---|---|---|---|"]
-            lines += [
-                f"| {k['milliseconds']:.3f} | {k['share']:.1%} | {k['launches']:.1f} | `{k['name'][:90]}` |"
-                for k in entry["kernels"]
-            ]
-    if (out / "train_step.json").exists():
-        lines += ["", *_train_step(json.loads((out / "train_step.json").read_text()))]
-    (out / "report.md").write_text("\n".join(lines) + "\n")
-    record = {"parts": [dataclasses.asdict(each) for each in outcomes], "tables": tables}
-    (out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _train_step(record: dict[str, Any]) -> list[str]:
-    lines = [
-        f"## A training step of {record['model']}",
-        "",
-        "| | ranks | tokens/s | s | MFU | extra MiB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in record["results"]["DMMPT off"]["rows"].items():
-        if "problem" in row:
-            lines.append(f"| {name} | {row['problem']} | | | | |")
-            continue
-        median = sorted(row["seconds"])[len(row["seconds"]) // 2]
-        lines.append(
-            f"| {name} | {row['ranks']} | {row['tokens'] / median:,.0f} | {median:.3f} | {row['mfu']:.1%} "
-            f"| {row['extra_bytes'] / 2**20:,.0f} |"
-        )
-    return lines
-
-
-def _markdown(table: dict[str, Any]) -> list[str]:
-    sizes = ", ".join(f"{name} {value}" for name, value in table["shape"].items() if value and name != "device")
-    lines = [f"## {table['case']}: {sizes}", ""]
-    lines += [
-        f"GEMM {table['gemm_flops'] / 1e12:.1f} TFLOP/s, copy {table['copy_bytes'] / 1e9:.0f} GB/s, measured here."
-    ]
-    if table["failure"]:
-        return [*lines, "", f"Wrong, so nothing was measured: {table['failure']}"]
-    lines += [
-        "",
-        "| | ms | spread | x ours | roofline | extra MiB | largest error | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in table["rows"]:
-        extra = "-" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
-        error = f"{max(row['errors'].values()):.1e}" if row["errors"] else "-"
-        lines.append(
-            f"| {row['name']} | {row['median_s'] * 1e3:.3f} | {row['spread']:.0%} | {row['over_ours']:.2f} "
-            f"| {row['floor_share']:.0%} | {extra} | {error}{'' if row['is_right'] else ' !'} | {row['does']} |"
-        )
-    return lines + [f"\n{name}: skipped, {reason}" for name, reason in table["skipped"].items()]
+def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
+    """out/report.md and out/results.tar.gz: the report, suite.json, and each part's tables, journal and end of its log."""
+    (folder / "suite.json").write_text(json.dumps(suite, indent=1) + "\n")
+    text = report(folder, suite)
+    (folder / "report.md").write_text(text)
+    with tempfile.TemporaryDirectory(dir=out) as temporary:
+        packed = Path(temporary) / "results.tar.gz"
+        with tarfile.open(packed, "w:gz") as archive:
+            for file in sorted(folder.iterdir()):
+                if file.suffix == ".log" and file.stat().st_size > LOG_BYTES:
+                    end = file.read_bytes()[-LOG_BYTES:]
+                    file.write_bytes(b"...\n" + end)
+                archive.add(file, f"results/{file.name}")
+        os.replace(packed, out / "results.tar.gz")  # whole at any time: the machine may be taken away
+    (out / "report.md").write_text(text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="folder for report, JSON and logs")
+    parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="folder for report.md and results.tar.gz")
     parser.add_argument("--wheels", type=Path, help="folder of wheels or of unpacked wheels to import from")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name holds one of these words")
-    parser.add_argument("--training-in", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--commit", help="of these files, where they were copied without their history")
     words = parser.parse_args()
-    if words.training_in:
-        return train(words.training_in)
     out: Path = words.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="marsrl-suite-") as temporary:
         work = Path(temporary)
+        folder = work / "results"
+        folder.mkdir()
         try:
             found = importable(words.wheels.resolve(), work) if words.wheels else []
         except ValueError as error:
@@ -264,20 +227,23 @@ def main() -> int:
         paths = [str(folder_with_marsrl(work / "namespace")), *map(str, found)]
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *inherited]), "HF_HUB_OFFLINE": "1"}
+        environment |= {"PYTHONUNBUFFERED": "1"}
         if words.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"nvcc: {compiler_of('cuda')}; cmake: {shutil.which('cmake')}; results in {out}", flush=True)
-        chosen = parts(words.device, words.quick, out, work)
+        chosen = parts(words.device, words.quick, folder, work)
         if words.only:
             chosen = [part for part in chosen if any(word in part.name for word in words.only)]
-        start, outcomes = time.monotonic(), []
+        outcomes: list[Outcome] = []
+        suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
         for part in chosen:
             left = min(part.limit_s, TOTAL_S - (time.monotonic() - start)) if words.device == "cuda" else None
-            outcome = run_part(part, environment, out, left)
+            outcome = run_part(part, environment, folder, left)
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
-            report(out, outcomes, words.device)
-    print(f"{(out / 'report.md')}: {time.monotonic() - start:.0f} s")
+            suite |= {"parts": [dataclasses.asdict(each) for each in outcomes], "after": gpu_state()}
+            pack(folder, out, suite)
+    print(f"{out / 'report.md'}: {time.monotonic() - start:.0f} s")
     return 1 if any(outcome.status in ("failed", "timeout") for outcome in outcomes) else 0
 
 

@@ -1,15 +1,21 @@
-"""What a number is worth without: the device and its state, the versions, the commit."""
+"""What a number is worth without: the device and its state, the versions, the commit.
+
+python -m marsrl.benchmarks.record [--device cuda|cpu] [--json FILE]
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import platform
-import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from marsrl.benchmarks.gpu_state import gpu_state
 from marsrl.trainer.machine import commit, device_name
 
 LIBRARIES = (
@@ -20,7 +26,10 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """clocks: as the driver or the kernel tells them, at the moment of asking. load: of the machine, 1 minute."""
+    """clocks: as the driver or the kernel tells them, at the moment of asking. load: of the machine, 1 minute.
+
+    memory_bytes: that a GPU's memory moves a second at its full clock, as PyTorch tells clock and width; None: unknown.
+    """
 
     device: str
     clocks: str
@@ -28,6 +37,7 @@ class Surroundings:
     load: float
     versions: dict[str, str]
     commit: str | None
+    memory_bytes: float | None = None
 
 
 def surroundings(device: str) -> Surroundings:
@@ -35,11 +45,12 @@ def surroundings(device: str) -> Surroundings:
     is_cuda = device == "cuda"
     return Surroundings(
         device=torch.cuda.get_device_name() if is_cuda else device_name(),
-        clocks=_gpu_clocks() if is_cuda else _cpu_clocks(),
+        clocks=gpu_state() if is_cuda else _cpu_clocks(),
         threads=torch.get_num_threads(),
         load=float(Path("/proc/loadavg").read_text().split()[0]),
         versions={"python": platform.python_version(), "cuda": str(torch.version.cuda), **_versions()},
         commit=commit(),
+        memory_bytes=_memory_bytes() if is_cuda else None,
     )
 
 
@@ -58,16 +69,22 @@ def _cpu_clocks() -> str:
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("cpu MHz")) + " MHz"
 
 
-def _gpu_clocks() -> str:
-    query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,persistence_mode"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown: {error}"
-    return done.stdout.strip().replace("\n", " | ")
+def _memory_bytes() -> float | None:
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    kilohertz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return 2.0 * kilohertz * 1e3 * bits / 8 or None  # double data rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    words = parser.parse_args()
+    text = json.dumps(dataclasses.asdict(surroundings(words.device)), indent=1)
+    print(text)
+    if words.json:
+        words.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

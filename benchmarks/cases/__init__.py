@@ -9,6 +9,7 @@ from marsrl.benchmarks.case import Case
 ORDER = (
     "linear_policy_loss",
     "linear_logprob",
+    "head_gemms",
     "policy_rows",
     "policy_loss",
     "group_advantage",

@@ -91,7 +91,7 @@ def make(rest: str) -> Way:
 RUN_PY = bench(
     "with --quick: tests/benchmarks/test_benchmarks.py::test_a_quick_run_compares_judges_and_measures_memory"
 )
-SUITE = bench("with --quick and --only: tests/benchmarks/test_benchmarks.py::test_the_suite_goes_its_way_on_a_cpu")
+SUITE = bench("with --quick and --only: tests/benchmarks/test_gpu_suite.py::test_the_suite_goes_its_way_on_a_cpu")
 STEP = bench(
     "a tiny model: tests/benchmarks/test_benchmarks.py::test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference"
 )

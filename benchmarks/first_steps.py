@@ -1,0 +1,73 @@
+"""Two steps of configs/single_gpu.yaml as a user starts it, with a random model: vLLM where it is there, else our engine.
+
+    python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
+
+A random model earns nothing, and where all rewards are equal no token has an advantage: an entropy bonus gives each of them a
+gradient, so that the whole step is played, trained, published and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from namespace import ROOT, map_marsrl
+
+if __name__ == "__main__":
+    map_marsrl()
+
+from marsrl.trainer.models.init_model import SHAPES, InitShape, init_model
+
+# 0.3 B parameters, of which a head over bytes is next to nothing
+MODEL = InitShape(1024, 8, 16, 8, 128, 16, 4, 512, max_positions=32768)
+STEPS = 2
+
+
+def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
+    """What is changed in the preset, for want of time and of a model."""
+    tokens = 16 if is_tiny else 256
+    changed = [
+        f"policies.main.model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"run.dir={folder / 'runs'}",
+        "run.name=first", f"run.steps={STEPS}", "run.checkpoint_every=0", "run.evaluate=false", f"rollout.engine={engine}",
+        "rollout.prompts_per_step=2", f"rollout.max_response_tokens={tokens}", "loss.entropy_coef=0.01",
+    ]  # fmt: skip
+    return [*changed, "rollout.group_size=2", "rollout.picks=1", "orchestration=solver"] if is_tiny else changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="an empty folder for model, problems and run")
+    parser.add_argument("--engine", choices=("vllm", "local"), default="vllm" if find_spec("vllm") else "local")
+    parser.add_argument("--tiny", action="store_true", help="for a CPU")
+    parser.add_argument("--json", type=Path, help="the steps' metrics")
+    words = parser.parse_args()
+    folder: Path = words.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    init_model(SHAPES["tiny"] if words.tiny else MODEL, "bytes", folder / "model", seed=0, dtype="bfloat16")
+    problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(64)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    trainer = ROOT / "trainer" / "main.py"
+    sys.argv = [str(trainer), "--config", str(ROOT / "configs" / "single_gpu.yaml")]
+    sys.argv += settings(folder, words.engine, words.tiny)
+    print(f"rollout.engine={words.engine}: {' '.join(sys.argv)}", flush=True)
+    try:
+        runpy.run_path(str(trainer), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    steps = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    if words.json:
+        words.json.write_text(json.dumps({"engine": words.engine, "steps": steps}, indent=1) + "\n")
+    unmoved = [step["step"] for step in steps if not step.get("actor/grad_norm", 0.0) > 0]
+    if len(steps) != STEPS or unmoved:
+        print(f"first_steps: expected {STEPS} steps with a gradient; found {len(steps)}, without one: {unmoved}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

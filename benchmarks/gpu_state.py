@@ -1,0 +1,24 @@
+"""What the driver says of the GPU now: clocks, power, temperature, memory, and what holds it back."""
+
+from __future__ import annotations
+
+import subprocess
+
+QUERY = (
+    "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu,"
+    "memory.used,memory.total,persistence_mode,clocks_throttle_reasons.active"
+)
+
+
+def gpu_state() -> str:
+    """`field value` of each field of QUERY, a GPU a line; or why it is unknown."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown: {error}"
+    if done.returncode:
+        return f"unknown: {(done.stdout + done.stderr).strip()}"
+    named = (zip(QUERY.split(","), line.split(", ")) for line in done.stdout.strip().splitlines())
+    return "\n".join(", ".join(f"{name} {value}" for name, value in line) for line in named)
