@@ -13,7 +13,9 @@ import numpy as np
 import psutil
 import torch
 
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.fused_layout import WeightFiles
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.weights.comparison import TrainerScores
@@ -62,6 +64,11 @@ ROUNDING = 1e-4
 
 def request(uid: str, token_ids: np.ndarray, max_new_tokens: int, *, seed: int = 0, **sampling: Any) -> DecodeRequest:
     return DecodeRequest(uid, token_ids.astype(np.int32), max_new_tokens, Sampling(**sampling), seed, uid.split(".")[0])
+
+
+def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
+    """All of them to their ends, by one engine alone."""
+    return EnginePool(LocalReplicas([engine])).generate(requests, version=version)
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:

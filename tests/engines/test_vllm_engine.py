@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_cases import perturbed, prompt, request, tensors_of
+from engine_cases import decoded, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
@@ -54,7 +54,7 @@ def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint,
     engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
     publish(engine, tensors, judge, checkpoint(kind), 0)
     asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 24, seed=i, temperature=0.7) for i in range(6)]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
         assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
@@ -80,7 +80,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, part, vllm_engi
     report = publish(engine, new, judge, checkpoint(kind), 1)
     np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0)
     ask = request("a.0", prompt(40), 16, seed=3)
-    result = engine.generate([ask], version=1)[0]
+    result = decoded(engine, [ask], version=1)[0]
     right = judge(checkpoint(kind), new, [np.concatenate([ask.token_ids, result.token_ids])])[0][39:]
     np.testing.assert_allclose(result.logprobs, right, atol=1e-4, rtol=0)
     assert report.comparison is not None and report.comparison.median < 1e-5
@@ -190,10 +190,10 @@ def test_vllm_tells_all_settings_of_a_router_too(kind, vllm_engine, checkpoint):
 def test_greedy_segments_continue_as_if_they_were_one(kind, vllm_engine):
     engine = vllm_engine(kind)
     start = prompt(70, seed=9)
-    whole = engine.generate([request("w", start, 48, temperature=0.0)], version=0)[0]
+    whole = decoded(engine, [request("w", start, 48, temperature=0.0)])[0]
     tokens, logprobs, cached = start, [], []
     for segment in range(3):
-        result = engine.generate([request(f"s.{segment}", tokens, 16, temperature=0.0)], version=0)[0]
+        result = decoded(engine, [request(f"s.{segment}", tokens, 16, temperature=0.0)])[0]
         tokens = np.concatenate([tokens, result.token_ids])
         logprobs.append(result.logprobs)
         cached.append(result.num_cached_tokens)
@@ -207,9 +207,9 @@ def test_the_same_requests_give_the_same_tokens_and_the_same_bits(kind, vllm_eng
     engine = vllm_engine(kind)
     asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
     engine._reset_prefix_cache()
-    first = engine.generate(asks, version=0)
+    first = decoded(engine, asks)
     engine._reset_prefix_cache()
-    second = engine.generate(asks, version=0)
+    second = decoded(engine, asks)
     assert len({r.token_ids.tobytes() for r in first}) == 48
     for one, two in zip(first, second, strict=True):
         assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
@@ -231,10 +231,10 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
         )
         for i in range(6)
     ]
-    local = LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256).generate(asks, version=0)
+    local = decoded(LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256), asks)
     monkeypatch.setattr(engine._core.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
-    alone = [engine.generate([ask], version=0)[0] for ask in asks]
-    for expected, found, single in zip(local, engine.generate(asks, version=0), alone, strict=True):
+    alone = [decoded(engine, [ask])[0] for ask in asks]
+    for expected, found, single in zip(local, decoded(engine, asks), alone, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_array_equal(single.token_ids, expected.token_ids)
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
@@ -249,9 +249,9 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_stop_tokens_end_a_completion_and_belong_to_it(kind, vllm_engine):
     engine = vllm_engine(kind)
-    free = engine.generate([request("a", prompt(10), 12, temperature=0.0)], version=0)[0]
+    free = decoded(engine, [request("a", prompt(10), 12, temperature=0.0)])[0]
     stop = int(free.token_ids[5])
-    result = engine.generate([request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))], version=0)[0]
+    result = decoded(engine, [request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))])[0]
     assert result.finish is Finish.STOP and result.token_ids[-1] == stop
     assert len(result.logprobs) == len(result.token_ids) <= 6
 
@@ -267,7 +267,7 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, 
         request("foreign", np.array([5, 160]), 8),
         request("tight", prompt(252), 8),
     ]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     assert [r.uid for r in results] == [a.uid for a in asks]
     errors = {r.uid: r.error for r in results if r.finish is Finish.ERROR}
     assert set(errors) == {"full", "empty", "foreign"} and "max_model_len 256" in errors["full"]
@@ -278,17 +278,7 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_a_request_of_another_version_is_refused(kind, vllm_engine):
     with pytest.raises(WrongVersion, match="version 9"):
-        vllm_engine(kind).generate([request("a", prompt(8), 4)], version=9)
-
-
-@pytest.mark.parametrize("kind", ["qwen3"])
-def test_a_deadline_leaves_an_engine_that_goes_on(kind, vllm_engine, monkeypatch):
-    engine = vllm_engine(kind)
-    monkeypatch.setattr(engine, "_deadline_s", 0.0)
-    with pytest.raises(TimeoutError, match="deadline_s"):
-        engine.generate([request("a", prompt(8), 64)], version=0)
-    monkeypatch.setattr(engine, "_deadline_s", None)
-    assert len(engine.generate([request("a", prompt(8), 6)], version=0)[0].token_ids) == 6
+        decoded(vllm_engine(kind), [request("a", prompt(8), 4)], version=9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
@@ -296,14 +286,14 @@ def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(kind
     engine = vllm_engine(kind)
     with pytest.raises(Exception, match="missing"):
         engine.update_weights(WeightUpdate(str(tmp_path / "none"), 5))
-    assert len(engine.generate([request("a", prompt(8), 4)], version=0)[0].token_ids) == 4
+    assert len(decoded(engine, [request("a", prompt(8), 4)])[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_sampling_is_cut_as_asked(kind, vllm_engine):
     engine = vllm_engine(kind)
-    greedy = engine.generate([request("a", prompt(8), 6, temperature=0.0)], version=0)[0]
-    top_1 = engine.generate([request("a", prompt(8), 6, top_k=1, seed=4)], version=0)[0]
+    greedy = decoded(engine, [request("a", prompt(8), 6, temperature=0.0)])[0]
+    top_1 = decoded(engine, [request("a", prompt(8), 6, top_k=1, seed=4)])[0]
     np.testing.assert_array_equal(greedy.token_ids, top_1.token_ids)
     np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
 
