@@ -54,7 +54,7 @@ class EngineProcess:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Any = None) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self._connection.send((method, arguments[0]))
         while not self._connection.poll(1.0):
             if not self._process.is_alive():

@@ -23,13 +23,12 @@ import argparse
 import gc
 import heapq
 import json
-import math
 import random
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -78,21 +77,8 @@ class Timers(Irreplaceable):
     def __len__(self) -> int:
         return self._num_engines
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Timed]:
-        if method != "generate":
-            raise ValueError(f"timers serve generate, not {method}")
-        for replica, (requests, version) in enumerate(arguments):
-            self.submit(replica, requests, version)
-        by_replica: list[dict[str, DecodeResult]] = [{} for _ in arguments]
-        while self._due:
-            for replica, answer in self.collect(range(self._num_engines), math.inf):
-                by_replica[replica].update((result.uid, result) for result in answer.value)
-        return [
-            Timed([results[request.uid] for request in requests], 0.0, 0.0)
-            for results, (requests, _) in zip(by_replica, arguments, strict=True)
-        ]
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed]:
+        raise ValueError(f"timers only decode: they have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         begin = time.thread_time()

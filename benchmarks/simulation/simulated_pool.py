@@ -40,7 +40,7 @@ class _UnderWay:
 
 
 class SimulatedReplicas(Irreplaceable):
-    """The engines of one policy. `call` lasts as long as its slowest engine, `collect` until something ends.
+    """The engines of one policy. `collect` lasts until something ends.
 
     lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.
     first_token_s: by uid, when its first token came; whoever reads it takes it out.
@@ -72,21 +72,8 @@ class SimulatedReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Timed]:
-        if method != "generate":
-            raise ValueError(f"simulated engines serve generate, not {method}: they hold no weights")
-        start = self.clock.now_s
-        answers = []
-        for replica, (requests, version) in enumerate(arguments):
-            self.submit(replica, requests, version)
-            results = {result.uid: result for result in self._results(replica, self.engines[replica].run())}
-            self._next_s[replica] = math.inf
-            end = max(start, self.engines[replica].now_s)
-            answers.append(Timed([results[request.uid] for request in requests], start, end))
-        self.clock.now_s = max(answer.end for answer in answers)
-        return answers
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed]:
+        raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         engine, now_s = self.engines[replica], self.clock.now_s
@@ -112,14 +99,17 @@ class SimulatedReplicas(Irreplaceable):
         start = self.clock.now_s
         limit = start + timeout_s
         self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
-        answers = []
+        answers, last_s = [], start
         for replica in busy:
             ended: list[str] = []
             while self._next_s[replica] <= self.clock.now_s:
+                last_s = max(last_s, self._next_s[replica])
                 ended += self.engines[replica].run(self.clock.now_s)
                 self._next_s[replica] = self.engines[replica].next_event_s()
             if ended:
                 answers.append((replica, Timed(self._results(replica, ended), start, self.clock.now_s)))
+        if answers and min(self._next_s) == math.inf:
+            self.clock.now_s = last_s  # nothing else can end that soon
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:

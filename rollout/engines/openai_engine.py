@@ -30,7 +30,6 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
-from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key, shown
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -49,20 +48,18 @@ class OpenAIEngine:
         options: OpenAIOptions,
         renderer: ChatRenderer,
         *,
-        deadline_s: float | None = None,
         max_model_len: int | None = None,
     ) -> None:
         """Nothing is sent yet.
 
         Args:
-            deadline_s: a generate() that takes longer is stopped with TimeoutError.
             max_model_len: prompt and completion together, in the renderer's tokens; None: what the server allows.
 
         Raises:
             ValueError: the variable that options.api_key_env names is not set or cannot be a header.
         """
         self._options, self._renderer = options, renderer
-        self._deadline_s, self._max_model_len = deadline_s, max_model_len
+        self._max_model_len = max_model_len
         self._key = _key(options)
         self._stops = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids][:_MOST_STOPS]
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="marsrl-openai")
@@ -78,15 +75,6 @@ class OpenAIEngine:
 
     def num_decoded(self) -> int:
         return self._num_decoded
-
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        """Answer all requests; one that cannot be answered comes back with Finish.ERROR and the reason.
-
-        Raises:
-            WrongVersion: another version than 0.
-            TimeoutError: it took longer than deadline_s; nothing is left running.
-        """
-        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Queue requests; uids under way are different ones."""

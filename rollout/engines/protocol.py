@@ -2,9 +2,8 @@
 
 An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
 
-    engine.generate([DecodeRequest, ...], version=3)  -> [DecodeResult, ...]   same order as the requests
     engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
-    engine.collect(timeout_s=0.2)                     -> [DecodeResult, ...]   what has ended, in any order
+    engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  what has ended, in any order
     engine.abort()                                                             the rest comes back as far as it got
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
 """
@@ -159,13 +158,10 @@ class WrongVersion(RuntimeError):
 
 
 class Engine(Protocol):
-    """One replica of one policy. One thread decodes (collect, generate, score, update_weights); `submit`, `abort` and
+    """One replica of one policy. One thread decodes (collect, score, update_weights); `submit`, `abort` and
     `num_decoded` may be called by another meanwhile."""
 
     def info(self) -> EngineInfo: ...
-
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        """Decode all requests; raises WrongVersion unless the engine holds `version`. Nothing else is under way."""
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Take more requests, without waiting; raises WrongVersion unless the engine holds `version`."""

@@ -19,7 +19,6 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
 )
 from marsrl.rollout.engines.stops import StopTexts
-from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 Script = Callable[[DecodeRequest], "str | Sequence[int]"]
@@ -73,9 +72,6 @@ class ScriptedEngine:
 
     def num_decoded(self) -> int:
         return self._num_decoded
-
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        return generate_all(self, requests, version=version, deadline_s=None)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         if version != self._version:

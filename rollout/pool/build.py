@@ -25,7 +25,6 @@ class EngineSpec:
     seed: int
     version: int
     threads: int
-    deadline_s: float
     device: str  # "cpu" or "cuda"
     vllm: VllmOptions
     sleeps: bool = False  # shares its GPU with the trainer
@@ -53,7 +52,6 @@ def build_engine(spec: EngineSpec) -> Engine:
             seed=spec.seed,
             version=spec.version,
             threads=spec.threads,
-            deadline_s=spec.deadline_s,
             sleeps=spec.sleeps,
             records=spec.records,
         )
@@ -67,7 +65,6 @@ def build_engine(spec: EngineSpec) -> Engine:
         version=spec.version,
         max_num_seqs=spec.vllm.max_num_seqs,
         threads=spec.threads,
-        deadline_s=spec.deadline_s,
     )
 
 
@@ -143,7 +140,6 @@ def _specs(
             seed=seed + replica,
             version=version,
             threads=threads,
-            deadline_s=config.deadline_s,
             device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,
             sleeps=config.placement == "colocated",
@@ -255,7 +251,7 @@ def make_openai_pool(
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
-    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), deadline_s=deadline_s, max_model_len=max_model_len)
+    engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=max_model_len)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
 
 

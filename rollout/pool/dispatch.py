@@ -51,8 +51,11 @@ class Dispatcher:
         return [len(running) for running in self._running]
 
     def add(self, requests: Sequence[DecodeRequest]) -> None:
-        """Queue requests; raises ValueError where a uid is under way already."""
+        """Queue requests; raises ValueError where a uid is under way already, or twice among them."""
         strangers: dict[str, list[DecodeRequest]] = defaultdict(list)
+        uids = {request.uid for request in requests}
+        if len(uids) < len(requests):
+            raise ValueError(f"{len(requests)} requests have only {len(uids)} different uids")
         for request in requests:
             if request.uid in self._place:
                 raise ValueError(f"request {request.uid} is submitted while it is being decoded")
@@ -69,14 +72,14 @@ class Dispatcher:
             for request in strangers[key]:
                 self._queue(request, replica, is_cached=False)
 
-    def take(self, closed: Collection[int] = ()) -> dict[int, list[DecodeRequest]]:
-        """Requests to send now, by replica, longest first; none to a closed one."""
+    def take(self, closed: Collection[int] = (), *, at_once: bool = False) -> dict[int, list[DecodeRequest]]:
+        """Requests to send now, by replica, longest first; none to a closed one. at_once: all of its queue, free or not."""
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
         replicas = [replica for replica in range(len(self._queues)) if replica not in closed]
         for replica in replicas:
-            while self._queues[replica] and self._is_free(replica):
+            while self._queues[replica] and (at_once or self._is_free(replica)):
                 self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
         while self.num_waiting:
             idle = min((r for r in replicas if self._is_free(r)), key=lambda r: self._work[r], default=None)
@@ -140,23 +143,6 @@ class Dispatcher:
         if len(self._homes) > _MAX_HOMES:
             del self._homes[next(iter(self._homes))]
         shares.setdefault(replica, []).append(request)
-
-
-def split_requests(requests: Sequence[DecodeRequest], num_replicas: int) -> list[list[int]]:
-    """Indices of the requests that each replica gets: affinities whole, costliest first to the least loaded."""
-    if num_replicas == 1:
-        return [list(range(len(requests)))]
-    members: dict[str, list[int]] = defaultdict(list)
-    for i, request in enumerate(requests):
-        members[request.affinity].append(i)
-    cost = {key: sum(_cost(requests[i]) for i in group) for key, group in members.items()}
-    shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    load = [0.0] * num_replicas
-    for key in sorted(members, key=lambda key: (-cost[key], members[key][0])):
-        replica = min(range(num_replicas), key=lambda r: (load[r], r))
-        shares[replica] += members[key]
-        load[replica] += cost[key]
-    return [sorted(share) for share in shares]
 
 
 def _expected(request: DecodeRequest) -> float:

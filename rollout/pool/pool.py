@@ -27,7 +27,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from marsrl.rollout.pool.dispatch import Dispatcher, split_requests
+from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import Faults, Lost, Recovery
 from marsrl.rollout.pool.replicas import Replicas, Timed
 from marsrl.rollout.pool.retries import Probation, Retries, Verdict
@@ -35,6 +35,7 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
+_PROGRESS_S = 0.2  # between two reports
 _DRAIN_S = 0.2  # for which a look at what has ended waits while draining
 _SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
 
@@ -158,41 +159,32 @@ class EnginePool:
     def generate(
         self, requests: Sequence[DecodeRequest], *, version: int, on_progress: Callable[[int], None] | None = None
     ) -> list[DecodeResult]:
-        """Decode all requests on all replicas; on_progress gets the tokens decoded so far by this call."""
-        place = {request.uid: i for i, request in enumerate(requests)}
-        if len(place) < len(requests):
-            raise ValueError(f"generate: {len(requests)} requests have only {len(place)} different uids")
+        """Decode all requests; results in their order. After an error the pool is only good to be closed.
+
+        Every replica gets its share at once, whatever its slots: which requests meet in an engine's batch does not depend on
+        time, so that the same calls give the same bits.
+
+        on_progress: gets the tokens decoded so far by this call.
+        """
         self._wake()
         self.feed_unfed()
-        before = sum(self.num_decoded())
-
-        def report() -> None:
-            if on_progress is not None:
-                on_progress(sum(self.num_decoded()) - before)
-
+        self._check_fed("generate")
+        before, looked = sum(self.num_decoded()), time.monotonic()
+        self._version = version
+        self._dispatch.add(requests)
+        self._send(at_once=True)
         results: dict[str, DecodeResult] = {}
-        left, companies = list(requests), list[list[DecodeRequest]]()
-        while left or companies:
-            self._check_fed("generate")
-            if left:
-                shares = [[left[i] for i in share] for share in split_requests(left, len(self._replicas))]
-            else:
-                shares = [companies.pop(0) if companies else [] for _ in range(len(self._replicas))]
-            left = []
-            arguments = [(share, version) for share in shares]
-            answers = self._replicas.call("generate", arguments, None if on_progress is None else report)
-            for replica, (share, answer) in enumerate(zip(shares, answers, strict=True)):
-                if isinstance(answer, Lost):
-                    verdict = self._replaced(replica, answer.reason, share)
-                    left += verdict.free
-                    companies += verdict.companies
-                    results.update((r.uid, self._given_up(r, answer.reason, version)) for r in verdict.given_up)
-                else:
-                    self._tell(replica, "generate", answer.start, answer.end)
-                    results.update((result.uid, result) for result in answer.value)
-            report()
-        for uid in place:
-            self._retries.ended(uid)
+        while len(results) < len(requests):
+            results.update((result.uid, result) for result in self.collect(_PROGRESS_S))
+            if not self._dispatch.busy and self.num_under_way:  # every engine was lost, and nobody else feeds them
+                self.feed_unfed()
+                self._check_fed("generate")
+            if on_progress is not None and time.monotonic() - looked >= _PROGRESS_S:
+                on_progress(sum(self.num_decoded()) - before)
+                looked = time.monotonic()
+        if on_progress is not None:
+            on_progress(sum(self.num_decoded()) - before)
+        self._tell_spans()
         return [results[request.uid] for request in requests]
 
     @property
@@ -248,8 +240,7 @@ class EnginePool:
                 results += self.collect(_DRAIN_S)
         finally:
             self._is_draining = False
-        for replica in list(self._spans):
-            self._tell_span(replica)
+        self._tell_spans()
         return results
 
     def take_faults(self) -> Faults:
@@ -378,18 +369,23 @@ class EnginePool:
             first = start
         self._spans[replica] = (first, max(first, end))  # the wall clock may have been set back since the first
 
+    def _tell_spans(self) -> None:
+        for replica in list(self._spans):
+            self._tell_span(replica)
+
     def _tell_span(self, replica: int) -> None:
         if replica in self._spans:
             self._tell(replica, "collect", *self._spans.pop(replica))
 
-    def _send(self) -> None:
+    def _send(self, *, at_once: bool = False) -> None:
+        """at_once: whatever slots there are."""
         now, busy, unfed = self._clock(), self._dispatch.busy, set(self._recovery.unfed)
         shares: dict[int, list[DecodeRequest]] = {}
         for replica in set(self._probation.replicas).difference(busy, unfed):
             if company := self._probation.next(replica):
                 self._dispatch.place(company, replica)
                 shares[replica] = company
-        shares |= self._dispatch.take(closed=unfed.union(self._probation.replicas))
+        shares |= self._dispatch.take(closed=unfed.union(self._probation.replicas), at_once=at_once)
         for replica, requests in shares.items():
             self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
             self._replicas.submit(replica, requests, self._version)

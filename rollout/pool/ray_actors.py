@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,6 @@ class EngineActor:
 
     def num_decoded(self) -> int:
         return self._engine.num_decoded()
-
-    def generate(self, requests: RequestBatch, version: int) -> Timed:
-        with self._decoding:
-            return timed(lambda: ResultBatch.pack(self._engine.generate(requests.unpack(), version=version)))
 
     def submit(self, requests: RequestBatch, version: int) -> None:
         self._engine.submit(requests.unpack(), version=version)
@@ -139,11 +135,9 @@ class RayReplicas:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Timed | Lost]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed | Lost]:
         calls = {self._call(replica, method, each): replica for replica, each in enumerate(arguments)}
-        answers = self._answers(calls, method, on_wait)
+        answers = self._answers(calls, method)
         return [answers[replica] for replica in range(len(self._actors))]
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
@@ -229,17 +223,9 @@ class RayReplicas:
         return options.remote(spec)
 
     def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "generate":
-            arguments = (RequestBatch.pack(arguments[0]), arguments[1])
         return getattr(self._actors[replica], method).remote(*arguments)
 
-    def _answers(
-        self,
-        calls: Mapping[Any, int],
-        method: str,
-        on_wait: Callable[[], None] | None = None,
-        within_s: float | None = None,
-    ) -> dict[int, Timed | Lost]:
+    def _answers(self, calls: Mapping[Any, int], method: str, within_s: float | None = None) -> dict[int, Timed | Lost]:
         """By replica; Lost where it is silent, or there is none within_s seconds (default: the deadline, and some more:
         engines have the same one and say so themselves)."""
         if within_s is None:
@@ -262,8 +248,6 @@ class RayReplicas:
                 if lost := self._overdue(calls[call], method, time.monotonic() - began, within_s):
                     answers[calls[call]] = lost
                     pending.remove(call)
-            if pending and on_wait is not None:
-                on_wait()
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
@@ -304,7 +288,7 @@ def _answer(call: Any, method: str) -> Any:
         answer = ray.get(call)
     except RayError as error:
         return judged(error, method)
-    return _unpacked(answer) if method in ("generate", "collect") else answer
+    return _unpacked(answer) if method == "collect" else answer
 
 
 def _unpacked(answer: Timed) -> Timed:

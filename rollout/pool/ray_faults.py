@@ -21,7 +21,7 @@ from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.pool.recovery import Lost
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
-_DECODING = ("generate", "submit", "collect", "abort")
+_DECODING = ("submit", "collect", "abort")
 _NEEDED = ("gcs_server", "raylet")
 _LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its memory monitor has killed
 _GO_ON = "go on from the last checkpoint with run.resume=auto"

@@ -9,7 +9,6 @@ when it ran (Timed), or that the engine is lost (recovery.Lost).
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, Protocol
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 from marsrl.rollout.pool.recovery import Lost
 
-_PROGRESS_S = 0.2  # between two reports of a call that waits
 _SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
 
 
@@ -47,9 +45,7 @@ class Replicas(Protocol):
     def can_restart(self) -> bool:
         """False where engines live in this process: what ails them ails it too."""
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> Sequence[Timed | Lost]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Sequence[Timed | Lost]:
         """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
@@ -95,27 +91,11 @@ class LocalReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> Sequence[Timed | Lost]:
-        if on_wait is None:
-            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(_PROGRESS_S):
-                on_wait()
-
-        watcher = threading.Thread(target=watch, name="marsrl-progress", daemon=True)
-        watcher.start()
-        try:
-            return [_invoke(engine, method, args) for engine, args in zip(self.engines, arguments, strict=True)]
-        finally:
-            done.set()
-            watcher.join()
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Sequence[Timed | Lost]:
+        return [self.call_one(replica, method, each) for replica, each in enumerate(arguments)]
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        return _invoke(self.engines[replica], method, arguments)
+        return timed(lambda: getattr(self.engines[replica], method)(*arguments))
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self.engines[replica].submit(requests, version=version)
@@ -144,9 +124,3 @@ class LocalReplicas(Irreplaceable):
         for engine in self.engines:
             engine.close()
         self.engines.clear()
-
-
-def _invoke(engine: Engine, method: str, args: tuple[Any, ...]) -> Timed:
-    if method == "generate":
-        return timed(lambda: engine.generate(args[0], version=args[1]))
-    return timed(lambda: getattr(engine, method)(*args))

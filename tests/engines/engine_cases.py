@@ -13,7 +13,9 @@ import numpy as np
 import psutil
 import torch
 
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.fused_layout import WeightFiles
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.weights.comparison import TrainerScores
@@ -78,6 +80,11 @@ def request(
         uid.split(".")[0],
         experts_from=experts_from,
     )
+
+
+def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
+    """All of them to their ends, by one engine alone."""
+    return EnginePool(LocalReplicas([engine])).generate(requests, version=version)
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:

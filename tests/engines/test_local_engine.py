@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engine_cases import ROUNDING, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, decoded, perturbed, prompt, request, tensors_of
 from safetensors.torch import save_file
 
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -24,7 +24,7 @@ def test_logprobs_are_those_of_transformers(kind, checkpoint, judge):
     asks = [
         request(f"{i // 2}.{i}", prompt(20 + 7 * (i // 2), seed=i // 2), 70, seed=i, temperature=0.7) for i in range(6)
     ]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
         np.testing.assert_allclose(result.logprobs, right[len(ask.token_ids) - 1 :], atol=1e-4, rtol=0)
@@ -37,11 +37,11 @@ def test_logprobs_are_those_of_transformers(kind, checkpoint, judge):
 def test_what_is_drawn_depends_on_seed_and_position_alone(kind, checkpoint):
     engine = engine_of(checkpoint, kind)
     asks = [request(f"{i}", prompt(10 + 5 * i, seed=i), 40, seed=i, stop_token_ids=(3, 9)) for i in range(9)]
-    together = engine.generate(asks, version=0)
+    together = decoded(engine, asks)
     assert {len(r.token_ids) for r in together} != {40}  # some rows end early: compaction has happened
     narrow = engine_of(checkpoint, kind, max_num_seqs=2)
-    for ask, result, other in zip(asks, together, narrow.generate(asks[::-1], version=0)[::-1], strict=True):
-        alone = engine.generate([ask], version=0)[0]
+    for ask, result, other in zip(asks, together, decoded(narrow, asks[::-1])[::-1], strict=True):
+        alone = decoded(engine, [ask])[0]
         np.testing.assert_array_equal(alone.token_ids, result.token_ids)
         np.testing.assert_array_equal(other.token_ids, result.token_ids)
         np.testing.assert_allclose(alone.logprobs, result.logprobs, atol=ROUNDING)
@@ -51,10 +51,10 @@ def test_what_is_drawn_depends_on_seed_and_position_alone(kind, checkpoint):
 def test_a_sampled_completion_goes_on_over_segments_as_if_it_were_one(checkpoint):
     """Counter-based noise: unlike in vLLM this holds for drawn tokens, with one seed."""
     engine = engine_of(checkpoint, "qwen3_moe")
-    whole = engine.generate([request("w", prompt(30), 60, seed=5)], version=0)[0]
+    whole = decoded(engine, [request("w", prompt(30), 60, seed=5)])[0]
     tokens = prompt(30)
     for _ in range(3):
-        part = engine.generate([request("s", tokens, 20, seed=5)], version=0)[0]
+        part = decoded(engine, [request("s", tokens, 20, seed=5)])[0]
         tokens = np.concatenate([tokens, part.token_ids])
     np.testing.assert_array_equal(tokens[30:], whole.token_ids)
 
@@ -62,7 +62,7 @@ def test_a_sampled_completion_goes_on_over_segments_as_if_it_were_one(checkpoint
 def test_the_same_requests_give_the_same_bits(checkpoint):
     engine = engine_of(checkpoint, "qwen3_moe")
     asks = [request(f"{i}", prompt(12, seed=i // 3), 20, seed=i) for i in range(12)]
-    for one, two in zip(engine.generate(asks, version=0), engine.generate(asks, version=0), strict=True):
+    for one, two in zip(decoded(engine, asks), decoded(engine, asks), strict=True):
         assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
 
 
@@ -76,13 +76,13 @@ def test_an_update_takes_and_reports_what_was_sent(part, checkpoint, judge, tmp_
     ask = [prompt(50)]
     np.testing.assert_allclose(engine.score(ask)[0], judge(checkpoint("qwen3_moe"), new, ask)[0], atol=1e-4, rtol=0)
     with pytest.raises(WrongVersion):
-        engine.generate([request("a", prompt(5), 2)], version=0)
+        decoded(engine, [request("a", prompt(5), 2)])
 
 
 def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(checkpoint):
     engine = engine_of(checkpoint, "qwen3")
     asks = [request("full", prompt(256), 8), request("good", prompt(8), 8), request("foreign", np.array([160]), 8)]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     assert [r.finish for r in results] == [Finish.ERROR, Finish.LENGTH, Finish.ERROR]
     assert "max_model_len 256" in results[0].error and engine.num_decoded() == 8
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, actors, after, decoded, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool import replicas
 from marsrl.rollout.pool.build import make_pool
-from marsrl.rollout.pool.dispatch import split_requests
+from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
@@ -28,14 +28,21 @@ def scripted_pool(n, **options):
     return EnginePool(LocalReplicas([ScriptedEngine(lambda r: [5, 6, len(r.uid), 1], **options) for _ in range(n)]))
 
 
+def dealt(asks, num_replicas):
+    """What each replica gets of a call of generate."""
+    dispatch = Dispatcher(num_replicas, slots=1)
+    dispatch.add(asks)
+    return list(dispatch.take(at_once=True).values())
+
+
 def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together():
     asks = [request(f"{i % 7}.{i}", prompt(5 + i), 3 + i % 5) for i in range(40)]
-    shares = split_requests(asks, 3)
-    assert sorted(i for share in shares for i in share) == list(range(40))
+    shares = dealt(asks, 3)
+    assert sorted(ask.uid for share in shares for ask in share) == sorted(ask.uid for ask in asks)
     homes = {}
     for replica, share in enumerate(shares):
-        for i in share:
-            assert homes.setdefault(asks[i].affinity, replica) == replica
+        for ask in share:
+            assert homes.setdefault(ask.affinity, replica) == replica
     results = scripted_pool(3).generate(asks, version=0)
     assert [r.uid for r in results] == [a.uid for a in asks]
 
@@ -44,7 +51,7 @@ def test_a_listener_hears_of_every_replicas_calls():
     pool, heard = scripted_pool(2), []
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
-    assert heard == [(0, "generate", True), (1, "generate", True)]
+    assert heard == [(0, "collect", True), (1, "collect", True)]
 
 
 def test_a_listener_hears_of_many_collects_as_one():
@@ -75,19 +82,19 @@ def test_a_wall_clock_that_is_set_back_ends_no_span_before_its_beginning(monkeyp
 
 def test_load_is_even_where_affinities_allow_it():
     asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
-    loads = [sum(asks[i].max_new_tokens for i in share) for share in split_requests(asks, 4)]
+    loads = [sum(ask.max_new_tokens for ask in share) for share in dealt(asks, 4)]
     assert max(loads) - min(loads) <= 10
 
 
 def test_a_script_goes_on_where_a_segment_ended():
     engine = ScriptedEngine(lambda r: list(range(10, 17)), version=2)
-    first = engine.generate([request("a", prompt(4), 5, stop_token_ids=(1,))], version=2)[0]
+    first = decoded(engine, [request("a", prompt(4), 5, stop_token_ids=(1,))], version=2)[0]
     assert first.token_ids.tolist() == [10, 11, 12, 13, 14] and first.finish is Finish.LENGTH
     ask = request("a", np.concatenate([prompt(4), first.token_ids]), 5, stop_token_ids=(1,))
-    second = engine.generate([ask], version=2)[0]
+    second = decoded(engine, [ask], version=2)[0]
     assert second.token_ids.tolist() == [15, 16, 1] and second.finish is Finish.STOP
     with pytest.raises(WrongVersion):
-        engine.generate([ask], version=3)
+        decoded(engine, [ask], version=3)
 
 
 def test_a_scripted_failure_is_a_result():
@@ -133,7 +140,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
         with pytest.raises(WrongVersion):
-            pool.generate(asks, version=1)
+            pool.generate([request("early.0", prompt(5), 3)], version=1)
         new = perturbed(tensors, "experts")
         channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
         report = channel.publish(judge.learner(directory, new), 1)

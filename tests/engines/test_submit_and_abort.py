@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import prompt, request
+from engine_cases import decoded, prompt, request
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -43,7 +43,7 @@ def assert_same(results, expected):
 
 def test_requests_that_join_others_get_what_they_get_alone(engine):
     asks = asks_of(8)
-    alone = engine.generate(asks, version=0)
+    alone = decoded(engine, asks)
     before = engine.num_decoded()
     engine.submit(asks[:3], version=0)
     early = engine.collect(0.0)
@@ -59,7 +59,7 @@ def test_requests_that_join_others_get_what_they_get_alone(engine):
 def test_an_aborted_request_comes_back_as_far_as_it_got_and_goes_on_from_there(engine):
     """Noise depends on seed and position alone, so the same seed goes on with the same tokens."""
     asks = asks_of(4, length=60)
-    whole = engine.generate(asks, version=0)
+    whole = decoded(engine, asks)
     engine.submit(asks, version=0)
     for _ in range(12):
         assert engine.collect(0.0) == []
@@ -77,14 +77,14 @@ def test_an_aborted_request_comes_back_as_far_as_it_got_and_goes_on_from_there(e
         np.testing.assert_allclose(part.logprobs, right.logprobs[:n], atol=1e-4)
         tokens = np.concatenate([ask.token_ids, part.token_ids])
         rest.append(request(ask.uid, tokens, ask.max_new_tokens - n, seed=ask.seed))
-    for right, last in zip(whole, engine.generate(rest, version=0), strict=True):
+    for right, last in zip(whole, decoded(engine, rest), strict=True):
         np.testing.assert_array_equal(right.token_ids[-len(last.token_ids) :], last.token_ids)
     assert engine.collect(0.0) == []
 
 
 def test_another_thread_may_submit_while_one_decodes(engine):
     asks = asks_of(6)
-    alone = engine.generate(asks, version=0)
+    alone = decoded(engine, asks)
     engine.submit(asks[:2], version=0)
     other = threading.Thread(target=lambda: [engine.submit([ask], version=0) for ask in asks[2:]])
     other.start()
@@ -100,7 +100,7 @@ def test_a_request_of_another_version_or_that_cannot_be_served(engine):
     results = collect(engine, 2)
     assert results["full"].finish is Finish.ERROR and len(results["good"].token_ids) == 3
     with pytest.raises(ValueError, match="different uids"):
-        engine.generate([request("a", prompt(8), 3), request("a", prompt(9), 3)], version=0)
+        decoded(engine, [request("a", prompt(8), 3), request("a", prompt(9), 3)])
 
 
 def test_weights_do_not_change_under_requests(checkpoint, tmp_path):
@@ -115,21 +115,21 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine, monkeyp
     """Also where an earlier segment holds its first half; requests beside it, of other texts or none, go on."""
     monkeypatch.setattr(engine, "_stops", StopTexts(lambda ids: "".join(f"{token:03d}" for token in ids.tolist())))
     asks = asks_of(3, length=40)
-    whole = engine.generate(asks, version=0)
+    whole = decoded(engine, asks)
     ids = whole[0].token_ids.tolist()
     end = next(i for i in range(8, 30) if (ids[i - 1], ids[i]) not in itertools.pairwise(ids[:i]))
     text = f"{ids[end - 1]:03d}{ids[end]:03d}"[1:]  # from the middle of a token on
     before = engine.num_decoded()
     stopping = [replace(ask, sampling=replace(ask.sampling, stop=(text, "never"))) for ask in asks[:1]]
-    stopped, *others = engine.generate([*stopping, *asks[1:]], version=0)
+    stopped, *others = decoded(engine, [*stopping, *asks[1:]])
     assert stopped.finish is Finish.STOP and stopped.token_ids.tolist() == ids[: end + 1]
     np.testing.assert_allclose(stopped.logprobs, whole[0].logprobs[: end + 1], atol=1e-4)
     assert_same({other.uid: other for other in others}, whole[1:])
     assert engine.num_decoded() - before == end + 1 + sum(len(other.token_ids) for other in others)
     first = replace(stopping[0], max_new_tokens=end)
-    assert engine.generate([first], version=0)[0].finish is Finish.LENGTH
+    assert decoded(engine, [first])[0].finish is Finish.LENGTH
     tokens = np.concatenate([asks[0].token_ids, whole[0].token_ids[:end]])
-    (rest,) = engine.generate([replace(stopping[0], token_ids=tokens, max_new_tokens=20)], version=0)
+    (rest,) = decoded(engine, [replace(stopping[0], token_ids=tokens, max_new_tokens=20)])
     assert rest.finish is Finish.STOP and rest.token_ids.tolist() == [ids[end]]
 
 

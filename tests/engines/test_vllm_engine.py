@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_cases import perturbed, prompt, request, tensors_of
+from engine_cases import decoded, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import Sampling, WeightUpdate, WrongVersion
@@ -59,7 +59,7 @@ def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint,
     engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
     publish(engine, tensors, judge, checkpoint(kind), 0)
     asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 24, seed=i, temperature=0.7) for i in range(6)]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
         assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
@@ -85,7 +85,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, part, vllm_engi
     report = publish(engine, new, judge, checkpoint(kind), 1)
     np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0)
     ask = request("a.0", prompt(40), 16, seed=3)
-    result = engine.generate([ask], version=1)[0]
+    result = decoded(engine, [ask], version=1)[0]
     right = judge(checkpoint(kind), new, [np.concatenate([ask.token_ids, result.token_ids])])[0][39:]
     np.testing.assert_allclose(result.logprobs, right, atol=1e-4, rtol=0)
     assert report.comparison is not None and report.comparison.median < 1e-5
@@ -195,10 +195,10 @@ def test_vllm_tells_all_settings_of_a_router_too(kind, vllm_engine, checkpoint):
 def test_greedy_segments_continue_as_if_they_were_one(kind, vllm_engine):
     engine = vllm_engine(kind)
     start = prompt(70, seed=9)
-    whole = engine.generate([request("w", start, 48, temperature=0.0)], version=0)[0]
+    whole = decoded(engine, [request("w", start, 48, temperature=0.0)])[0]
     tokens, logprobs, cached = start, [], []
     for segment in range(3):
-        result = engine.generate([request(f"s.{segment}", tokens, 16, temperature=0.0)], version=0)[0]
+        result = decoded(engine, [request(f"s.{segment}", tokens, 16, temperature=0.0)])[0]
         tokens = np.concatenate([tokens, result.token_ids])
         logprobs.append(result.logprobs)
         cached.append(result.num_cached_tokens)
@@ -212,9 +212,9 @@ def test_the_same_requests_give_the_same_tokens_and_the_same_bits(kind, vllm_eng
     engine = vllm_engine(kind)
     asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
     engine._reset_prefix_cache()
-    first = engine.generate(asks, version=0)
+    first = decoded(engine, asks)
     engine._reset_prefix_cache()
-    second = engine.generate(asks, version=0)
+    second = decoded(engine, asks)
     assert len({r.token_ids.tobytes() for r in first}) == 48
     for one, two in zip(first, second, strict=True):
         assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
@@ -236,10 +236,10 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
         )
         for i in range(6)
     ]
-    local = LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256).generate(asks, version=0)
+    local = decoded(LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256), asks)
     monkeypatch.setattr(engine._core.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
-    alone = [engine.generate([ask], version=0)[0] for ask in asks]
-    for expected, found, single in zip(local, engine.generate(asks, version=0), alone, strict=True):
+    alone = [decoded(engine, [ask])[0] for ask in asks]
+    for expected, found, single in zip(local, decoded(engine, asks), alone, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_array_equal(single.token_ids, expected.token_ids)
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
@@ -254,9 +254,9 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
 @pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_stop_tokens_end_a_completion_and_belong_to_it(kind, vllm_engine):
     engine = vllm_engine(kind)
-    free = engine.generate([request("a", prompt(10), 12, temperature=0.0)], version=0)[0]
+    free = decoded(engine, [request("a", prompt(10), 12, temperature=0.0)])[0]
     stop = int(free.token_ids[5])
-    result = engine.generate([request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))], version=0)[0]
+    result = decoded(engine, [request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))])[0]
     assert result.finish is Finish.STOP and result.token_ids[-1] == stop
     assert len(result.logprobs) == len(result.token_ids) <= 6
 
@@ -272,7 +272,7 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, 
         request("foreign", np.array([5, 160]), 8),
         request("tight", prompt(252), 8),
     ]
-    results = engine.generate(asks, version=0)
+    results = decoded(engine, asks)
     assert [r.uid for r in results] == [a.uid for a in asks]
     errors = {r.uid: r.error for r in results if r.finish is Finish.ERROR}
     assert set(errors) == {"full", "empty", "foreign"} and "max_model_len 256" in errors["full"]
@@ -283,17 +283,7 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_a_request_of_another_version_is_refused(kind, vllm_engine):
     with pytest.raises(WrongVersion, match="version 9"):
-        vllm_engine(kind).generate([request("a", prompt(8), 4)], version=9)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", OWN])
-def test_a_deadline_leaves_an_engine_that_goes_on(kind, vllm_engine, monkeypatch):
-    engine = vllm_engine(kind)
-    monkeypatch.setattr(engine, "_deadline_s", 0.0)
-    with pytest.raises(TimeoutError, match="deadline_s"):
-        engine.generate([request("a", prompt(8), 64)], version=0)
-    monkeypatch.setattr(engine, "_deadline_s", None)
-    assert len(engine.generate([request("a", prompt(8), 6)], version=0)[0].token_ids) == 6
+        decoded(vllm_engine(kind), [request("a", prompt(8), 4)], version=9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
@@ -301,14 +291,14 @@ def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(kind
     engine = vllm_engine(kind)
     with pytest.raises(Exception, match="missing"):
         engine.update_weights(WeightUpdate(str(tmp_path / "none"), 5))
-    assert len(engine.generate([request("a", prompt(8), 4)], version=0)[0].token_ids) == 4
+    assert len(decoded(engine, [request("a", prompt(8), 4)])[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3", OWN])
 def test_sampling_is_cut_as_asked(kind, vllm_engine):
     engine = vllm_engine(kind)
-    greedy = engine.generate([request("a", prompt(8), 6, temperature=0.0)], version=0)[0]
-    top_1 = engine.generate([request("a", prompt(8), 6, top_k=1, seed=4)], version=0)[0]
+    greedy = decoded(engine, [request("a", prompt(8), 6, temperature=0.0)])[0]
+    top_1 = decoded(engine, [request("a", prompt(8), 6, top_k=1, seed=4)])[0]
     np.testing.assert_array_equal(greedy.token_ids, top_1.token_ids)
     np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
 
@@ -333,7 +323,7 @@ def test_vllm_s_own_draws_have_the_trainer_s_logprobs(kind, vllm_engine, checkpo
     for weights in (tensors, perturbed(tensors, "self_attn"), tensors):
         publish(engine, weights, judge, checkpoint("qwen3"), 0)
         model = judge._model(checkpoint("qwen3"), weights)
-        for ask, result in zip(asks, engine.generate(asks, version=0), strict=True):
+        for ask, result in zip(asks, decoded(engine, asks), strict=True):
             whole = torch.from_numpy(np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64))
             logits = model(whole[None]).logits[0, len(ask.token_ids) - 1 : -1].detach()
             right = truncated(logits, RowSampling.of([ask.sampling] * 16, [0] * 16, logits.device)).log_softmax(-1)
@@ -347,7 +337,7 @@ def test_vllm_s_own_draws_follow_the_distribution(kind, vllm_engine, checkpoint,
     engine, model = vllm_engine(kind), judge._model(checkpoint("qwen3"), None)
     for start, seeds in ((prompt(12), range(800)), (np.append(prompt(12), 17), range(800, 1600))):
         asks = [request(f"{seed}", start, 1, seed=derive_seed(0, "decode", seed), temperature=0.8) for seed in seeds]
-        counts = np.bincount([int(r.token_ids[0]) for r in engine.generate(asks, version=0)], minlength=160)
+        counts = np.bincount([int(r.token_ids[0]) for r in decoded(engine, asks)], minlength=160)
         logits = model(torch.from_numpy(start.astype(np.int64))[None]).logits[0, -1].detach()
         expected = (logits.double() / 0.8).softmax(-1).numpy() * 800
         rare = expected < 5
@@ -361,17 +351,17 @@ def test_vllm_s_own_draws_follow_the_distribution(kind, vllm_engine, checkpoint,
 def test_a_seed_of_vllm_s_own_sampler_draws_the_same_whoever_is_beside_it(kind, vllm_engine):
     engine = vllm_engine(kind)
     asks = [request(f"{i}", prompt(30), 12, seed=i) for i in range(6)]
-    together = engine.generate(asks, version=0)
+    together = decoded(engine, asks)
     assert len({result.token_ids.tobytes() for result in together}) == 6
     for ask, result in zip(asks, together, strict=True):
-        np.testing.assert_array_equal(engine.generate([ask], version=0)[0].token_ids, result.token_ids)
+        np.testing.assert_array_equal(decoded(engine, [ask])[0].token_ids, result.token_ids)
 
 
 @pytest.mark.parametrize("kind", [OWN])
 def test_vllm_s_own_sampler_gives_up_and_stops_at_texts_too(kind, vllm_engine, monkeypatch):
     engine = vllm_engine(kind)
     asks = [request(f"{i}", prompt(30 + i), 40, seed=i) for i in range(3)]
-    whole = engine.generate(asks, version=0)
+    whole = decoded(engine, asks)
     before = engine.num_decoded()
     engine.submit(asks, version=0)
     for _ in range(6):
@@ -390,7 +380,7 @@ def test_vllm_s_own_sampler_gives_up_and_stops_at_texts_too(kind, vllm_engine, m
     assert engine.num_decoded() - before == sum(len(part.token_ids) for part in parts.values())
     monkeypatch.setattr(engine, "_stops", StopTexts(lambda ids: "".join(f"{token:03d}" for token in ids.tolist())))
     text = "".join(f"{token:03d}" for token in whole[0].token_ids[8:10])
-    stopped = engine.generate([replace(asks[0], sampling=Sampling(stop=(text,)))], version=0)[0]
+    stopped = decoded(engine, [replace(asks[0], sampling=Sampling(stop=(text,)))])[0]
     assert stopped.finish is Finish.STOP and len(stopped.logprobs) == len(stopped.token_ids) == 10
 
 
@@ -403,6 +393,6 @@ def test_what_an_engine_was_not_started_for_is_refused(kind, vllm_engine):
         request("cold", prompt(8), 2, temperature=1e-3),
         request("good", prompt(8), 2),
     ]
-    *refused, good = engine.generate(asks, version=0)
+    *refused, good = decoded(engine, asks)
     assert [result.finish for result in refused] == [Finish.ERROR] * 3 and len(good.token_ids) == 2
     assert "which tokens were kept" in refused[0].error and "asks for experts" in refused[1].error

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, MemoryPart, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.types import FloatArray, IntArray
@@ -66,9 +66,9 @@ CALLS: list[str] = []
 class Recorded(ScriptedWithWeights):
     """Notes what is asked of it. Asleep it refuses to serve, as ScriptedEngine does."""
 
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        CALLS.append("generate")
-        return super().generate(requests, version=version)
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        CALLS.append("submit")
+        super().submit(requests, version=version)
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
         self._need("weights", "kv_cache")
@@ -415,7 +415,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains(play: Play, monkeypatc
     together = play("run.steps=3", "run.evaluate=false", "rollout.placement=colocated")
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake
-    assert CALLS[3:] == ["generate", "sleep", "train", *sync] * 3
+    assert CALLS[3:] == ["submit", "sleep", "train", *sync] * 3
     rows = [row.values for row in read_metrics(together / "metrics.jsonl")]
     assert all(row["timing_s/sleep"] > 0 and row["actor/empty_steps"] == 0 for row in rows)
 

@@ -64,7 +64,7 @@ class Processes:
     def __len__(self) -> int:
         return len(self.connections)
 
-    def call(self, method: str, arguments: Any, on_wait: Any = None) -> list[Timed]:
+    def call(self, method: str, arguments: Any) -> list[Timed]:
         for connection, args in zip(self.connections, arguments, strict=True):
             connection.send((method, args))
         answers = [connection.recv() for connection in self.connections]

@@ -53,16 +53,7 @@ class MortalReplicas(LocalReplicas):
     def pool(self, **options: Any) -> EnginePool:
         return EnginePool(self, deadline_s=10.0, clock=lambda: self.now, **options)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Timed | Lost]:
-        return [self.call_one(replica, method, each) for replica, each in enumerate(arguments)]
-
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        if method == "generate":
-            self.had[replica] += [request.uid for request in arguments[0]]
-            if any(map(self.deadly, arguments[0])):
-                self.dead.add(replica)
         return self._lost(replica) or super().call_one(replica, method, arguments)
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

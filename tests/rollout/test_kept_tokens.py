@@ -173,7 +173,7 @@ def test_the_engine_says_what_it_drew_from_and_log_probs_are_of_that(model: Path
         )
         for i in range(8)
     ]
-    results = engine.generate(asks, version=0)
+    results = EnginePool(LocalReplicas([engine])).generate(asks, version=0)
     sizes = []
     for ask, result in zip(asks, results, strict=True):
         if not ask.sampling.records_kept:
@@ -191,7 +191,7 @@ def test_the_engine_says_what_it_drew_from_and_log_probs_are_of_that(model: Path
         sizes += kept.counts.tolist()
     assert max(sizes) == MOST and min(sizes) < MOST / 2
     plain = [replace(ask, sampling=replace(ask.sampling, records_kept=False)) for ask in asks]
-    again = engine_of(model, max_num_seqs=3).generate(plain, version=0)
+    again = EnginePool(LocalReplicas([engine_of(model, max_num_seqs=3)])).generate(plain, version=0)
     assert [r.logprobs.tobytes() for r in again] == [r.logprobs.tobytes() for r in results]
 
 

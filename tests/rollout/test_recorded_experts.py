@@ -66,7 +66,7 @@ def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None =
 
 def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
     """[tokens, layers, K] of a plain prefill."""
-    (result,) = engine.generate([request("0", tokens, 1)], version=version)
+    (result,) = EnginePool(LocalReplicas([engine])).generate([request("0", tokens, 1)], version=version)
     assert result.routed_experts is not None
     return result.routed_experts
 
@@ -78,7 +78,7 @@ def prompt(length: int, seed: int) -> IntArray:
 def test_tokens_decoded_one_by_one_in_a_changing_batch_record_what_a_prefill_chooses(model: Path) -> None:
     engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join on the way
     asks = [request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), 0 if i != 3 else None) for i in range(9)]
-    results = engine.generate(asks, version=0)
+    results = EnginePool(LocalReplicas([engine])).generate(asks, version=0)
     judge_engine = engine_of(model)
     assert results[3].routed_experts is None
     for ask, result in zip(asks, results, strict=True):
@@ -88,7 +88,9 @@ def test_tokens_decoded_one_by_one_in_a_changing_batch_record_what_a_prefill_cho
         fed = np.concatenate([ask.token_ids, result.token_ids])[:-1]
         assert result.routed_experts.shape == (len(fed), LAYERS, TOP_K)
         np.testing.assert_array_equal(np.sort(result.routed_experts), np.sort(chosen(judge_engine, fed)))
-    plain = engine_of(model, max_num_seqs=4).generate([replace(ask, experts_from=None) for ask in asks], version=0)
+    plain = EnginePool(LocalReplicas([engine_of(model, max_num_seqs=4)])).generate(
+        [replace(ask, experts_from=None) for ask in asks], version=0
+    )
     assert [r.logprobs.tobytes() for r in plain] == [r.logprobs.tobytes() for r in results]
 
 
@@ -102,7 +104,9 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
     assert first.finish is Finish.UNFINISHED and first.routed_experts is not None
     so_far = np.concatenate([tokens, first.token_ids])
     assert len(first.routed_experts) == len(so_far) - 1
-    (rest,) = engine.generate([request("7", so_far, 10, len(first.routed_experts))], version=0)
+    (rest,) = EnginePool(LocalReplicas([engine])).generate(
+        [request("7", so_far, 10, len(first.routed_experts))], version=0
+    )
     assert rest.routed_experts is not None
     both = np.concatenate([first.routed_experts, rest.routed_experts])
     whole = chosen(engine, np.concatenate([so_far, rest.token_ids])[:-1])
@@ -114,7 +118,7 @@ def test_a_model_without_experts_says_that_it_records_none(tmp_path: Path) -> No
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=300, hidden_size=32, head_dim=16, **sizes)).save_pretrained(tmp_path)
-    (result,) = engine_of(tmp_path).generate([request("1", prompt(4, 0), 2)], version=0)
+    (result,) = EnginePool(LocalReplicas([engine_of(tmp_path)])).generate([request("1", prompt(4, 0), 2)], version=0)
     assert result.finish is Finish.ERROR and "Qwen3ForCausalLM has none" in result.error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from simulation.cost_model import Constants, CostModel
 from simulation.lengths import Lengths
 from simulation.play import MAX_TOKENS, Setting, Simulation, play
 from simulation.simulated_pool import TOKEN_GRAIN
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
 TINY = Setting(engines=2, problems=4)
@@ -111,13 +114,14 @@ def test_a_stage_of_constant_size_takes_as_many_new_problems_as_there_are_places
     setting = replace(TINY, segments=4, is_solver_only=True, stage_size="total", problems=6)
     simulation = Simulation(setting, CONSTANTS, Lengths(1.2))
     played = []
-    generate = simulation.replicas.call
+    pool = simulation.scheduler.team.pools["main"]
+    generate = pool.generate
 
-    def counted(method: str, arguments: Any, on_wait: Any = None) -> Any:
-        played.append(sum(len(requests) for requests, _ in arguments))
-        return generate(method, arguments, on_wait)
+    def counted(requests: Sequence[DecodeRequest], **options: Any) -> list[DecodeResult]:
+        played.append(len(requests))
+        return generate(requests, **options)
 
-    simulation.replicas.call = counted  # type: ignore[method-assign]
+    pool.generate = counted  # type: ignore[method-assign]
     carried = []
     for _ in range(6):
         simulation.step()

@@ -12,7 +12,6 @@ from marsrl.trainer.report.trace import TraceLog, WallSpan
 from marsrl.trainer.runs.collective import gather_bytes, rank, world_size
 
 _ENGINE_WORK = {
-    "generate": "decode",
     "collect": "decode",
     "update_weights": "load weights",
     "score": "score the probe",

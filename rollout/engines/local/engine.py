@@ -37,7 +37,6 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
 from marsrl.rollout.engines.stops import StopTexts
-from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -61,7 +60,6 @@ class LocalEngine:
         version: int = 0,
         max_num_seqs: int = 512,
         threads: int | None = None,
-        deadline_s: float | None = None,
     ) -> None:
         if threads is not None and device == "cpu":
             torch.set_num_threads(threads)
@@ -72,7 +70,7 @@ class LocalEngine:
         self._stops = StopTexts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._version, self._deadline_s = version, deadline_s
+        self._version = version
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: Batch | None = None
         self._is_aborting = False
@@ -87,9 +85,6 @@ class LocalEngine:
 
     def num_decoded(self) -> int:
         return self._num_decoded
-
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         if version != self._version:

@@ -2,7 +2,8 @@
 
     os.environ.update(vllm_environment(threads=1))            # by whoever starts the process: before vLLM is imported
     engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
-    engine.generate(requests, version=0)
+    engine.submit(requests, version=0)
+    results = engine.collect(timeout_s=1.0)
 
 Our own loop over LLMEngine.step(), so that requests can be taken, given up and counted between two steps. vLLM is
 imported when an engine is made, never with this file.
@@ -43,7 +44,6 @@ from marsrl.rollout.engines.vllm.own_sampler import (
     kept_tokens_told,
     logprobs_told,
 )
-from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -92,7 +92,6 @@ class VllmEngine:
         seed: int = 0,
         version: int = 0,
         threads: int | None = None,
-        deadline_s: float | None = None,
         sleeps: bool = False,
         records: Records = NOTHING_RECORDED,
     ) -> None:
@@ -102,7 +101,6 @@ class VllmEngine:
             dtype: "float32", "bfloat16" or "float16"; options.dtype goes before it.
             max_model_len: prompt and completion together, tokens.
             threads: CPU threads of torch in this process; None leaves them.
-            deadline_s: a generate() that takes longer is stopped with TimeoutError.
             sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
             records: what requests will ask for beside log-probs.
 
@@ -124,7 +122,6 @@ class VllmEngine:
         self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
         self._version = version
-        self._deadline_s = deadline_s
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
@@ -176,15 +173,6 @@ class VllmEngine:
 
     def num_decoded(self) -> int:
         return max(self._num_ended, self._num_seen)
-
-    def generate(self, requests: Sequence[DecodeRequest], *, version: int) -> list[DecodeResult]:
-        """Decode all requests; one that cannot be served comes back with Finish.ERROR and the reason.
-
-        Raises:
-            WrongVersion: the engine holds other weights.
-            TimeoutError: it took longer than deadline_s; nothing is left running.
-        """
-        return generate_all(self, requests, version=version, deadline_s=self._deadline_s)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
