@@ -142,6 +142,7 @@ class Run:
 
     def begin(self) -> None:
         """Go on from a checkpoint if asked; give the engines the weights; evaluate before the first step."""
+        barrier()  # rank 0 has started its engines
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
@@ -181,7 +182,7 @@ class Run:
             yield self.step
 
     def play(self) -> Batch | None:
-        """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
+        """This stage's finished groups; None on ranks other than 0, which wait in `scatter`."""
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         if self.driver is None:
             return None
@@ -382,8 +383,8 @@ class Run:
             driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
             driver.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
-        with self.console.progress("probe", unit="tokens") as bar:
-            probe = driver.evaluator.make_probe(self.versions, bar.update)
+        with self.console.progress("probe", unit="episodes") as bar:
+            probe = driver.evaluator.make_probe(self.versions, bar.played)
         driver.before = self._evaluate(driver, "evaluation before")
         if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
@@ -391,5 +392,5 @@ class Run:
         write_json(before_file, driver.before.model_dump(mode="json"))
 
     def _evaluate(self, driver: Driver, name: str) -> Evaluation:
-        with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
-            return driver.evaluator.evaluate(self.versions, bar.update)
+        with driver.scheduler.resting(), self.console.progress(name, unit="episodes") as bar:
+            return driver.evaluator.evaluate(self.versions, bar.played)

@@ -31,6 +31,7 @@ from typing import TypeVar
 import torch
 
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.runs.collective import barrier
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
 from marsrl.trainer.weights.comparison import ComparisonReport, trainer_scores
 
@@ -100,6 +101,7 @@ class WeightChannel(ABC):
         clock = Clock()
         self._prepare(learner, version, clock)
         with engines_at_rest:
+            barrier()  # they are, which may have taken rank 0 a while
             delivered = self._deliver(learner, version, clock)
             if self._engines is None or delivered is None:
                 return None
