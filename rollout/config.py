@@ -16,12 +16,19 @@ MOST_MIB = 1 << 24  # 16 TiB
 LONGEST_S = 30 * 86_400.0
 LONGEST_STOP = 64  # characters of a stop text
 SILENCE_S = 40.0  # default of run.silence_s
+HEAD_PORT = 6379  # of a Ray cluster that is started `here`, and of `marsrl join HOST`: Ray's own
+HERE = "here"
 
 
 class Settings(BaseModel):
     """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def is_started_here(ray_address: str) -> bool:
+    """Whether rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
+    return ray_address.partition(":")[0] == HERE
 
 
 def problems_of(error: ValidationError, prefix: str = "") -> str:
@@ -117,8 +124,25 @@ class VllmOptions(Settings):
         None, gt=0, le=MOST_MIB, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
-    tensor_parallel: int = Field(1, gt=0, le=MOST_RANKS, description="GPUs of one engine")
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)",
+    )
+    expert_parallel: bool = Field(
+        False, description="each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"
+    )
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
+
+    @model_validator(mode="after")
+    def _experts_have_where_to_go(self) -> VllmOptions:
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "rollout.vllm.expert_parallel spreads experts over the GPUs of an engine, and rollout.vllm.tensor_parallel is 1: "
+                "raise it, or set expert_parallel=false"
+            )
+        return self
 
 
 class OpenAIOptions(Settings):
@@ -163,9 +187,20 @@ class RolloutConfig(Settings):
     threads: int | None = Field(
         None, gt=0, le=MOST_RANKS, description="CPU threads of one engine; default: all cores shared evenly"
     )
-    ray_address: str | None = Field(None, description="Ray cluster to join; default: start one on this machine")
+    ray_address: str | None = Field(
+        None,
+        description="Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; "
+        "default: start one for this machine alone",
+    )
     ray_timeout_s: float = Field(
         30.0, gt=0, le=LONGEST_S, description="give up on an unreachable cluster after this long"
+    )
+    join_s: float = Field(
+        600.0,
+        gt=0,
+        le=LONGEST_S,
+        description="how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and "
+        "whenever an engine is lost with its host",
     )
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
     prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage; with stage_size=total at most")
@@ -231,6 +266,14 @@ class RolloutConfig(Settings):
         3, gt=0, le=MOST, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
+
+    @field_validator("ray_address")
+    @classmethod
+    def _has_a_port_if_any(cls, value: str | None) -> str | None:
+        port = value.partition(":")[2] if value is not None and is_started_here(value) else ""
+        if port and not (port.isdigit() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"ray_address is {value!r}; expected here or here:port, 1 to 65535")
+        return value
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> RolloutConfig:

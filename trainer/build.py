@@ -8,15 +8,18 @@ all:     process groups, the warm start where no model is given, one learner and
 from __future__ import annotations
 
 import functools
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import TrainerHost
+from marsrl.rollout.engines.refusals import RankHost, TrainerHost
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
@@ -38,7 +41,7 @@ from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Driver, Run
-from marsrl.trainer.runs.collective import broadcast_bytes, rank, world_size
+from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
@@ -64,6 +67,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         layout = resolve(next(iter(config.trained_policies.values())).layout)
         parallel.start(layout, config.run.seed, wait_s=_longest_wait_s(config))
         stack.callback(parallel.stop)
+        checked = replace(checked, host=replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host)))
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
@@ -88,6 +92,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
         yield Run(config, directory, console, learners, channels, driver, started)
+
+
+def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
+    """Every host on which ranks hold GPUs. Collective."""
+    told = [tuple(each.decode().split()) for each in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
+    return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
 
 
 def _longest_wait_s(config: RunConfig) -> float:
@@ -116,7 +126,7 @@ def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | 
         verify_every=sync.verify_every,
         bucket_bytes=sync.bucket_mib << 20,
         timeout_s=sync.timeout_s,
-        host=sync.host or "127.0.0.1",
+        host=pool.host if pool is not None else "",
     )
 
 
@@ -263,4 +273,5 @@ def open_pool(
         served=config.served_rollouts,
         host=host,
         silence_s=config.run.silence_s,
+        own_host=config.sync.host,
     )

@@ -14,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="marsrl", description="Multi-agent reinforcement learning for LLM teams.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _doctor(commands.add_parser)
+    _join(commands.add_parser)
     _init(commands.add_parser)
     _try(commands.add_parser)
     _evaluate(commands.add_parser)
@@ -61,6 +62,69 @@ def _doctor(add: AddParser) -> None:
         from marsrl.trainer.doctor import report
 
         print(report())
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _join(add: AddParser) -> None:
+    parser = _command(
+        add,
+        "join",
+        "Lend this host to a trainer on another one: its engines run here. Two commands make a cluster, in any order:\n\n"
+        "  trainer hosts:  torchrun ... trainer/main.py ... rollout.ray_address=here\n"
+        "  engine hosts:   marsrl join HOST        (HOST: where trainer rank 0 is)\n\n"
+        "Stays in the foreground until the trainer's cluster ends (exit code 0) or Ctrl-C. A cluster demands its token: copy\n"
+        "~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it with --token-file. Ray and\n"
+        "Python must be HOST's; models, and sync.directory if set, must be at the same paths.",
+        "marsrl join node0",
+    )
+    parser.add_argument(
+        "head", metavar="HOST[:PORT]", help="of trainer rank 0; the port is that of rollout.ray_address=here:PORT"
+    )
+    parser.add_argument("--gpus", help="those for engines, of the GPUs seen here: 0,1 (default: all)")
+    parser.add_argument(
+        "--engines", type=int, help="how many engines this host has room for, where it has no GPU (default: 1)"
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="the cluster's token (default: ~/.ray/auth_token)")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds to wait for HOST, at first and while it is silent (default: 1800)",
+    )
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.rollout.config import HEAD_PORT
+        from marsrl.rollout.pool.addresses import split_address
+
+        host, port = split_address(words.head, HEAD_PORT)
+        gpus = (
+            [int(each) for each in words.gpus.split(",")] if words.gpus else None
+        )  # ValueError says what is no number
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("the package ray is not installed here: install the version of the trainer's host")
+        from marsrl.rollout.pool.ray_node import JoinError, join, offer_of_this_host
+
+        def say(line: str) -> None:
+            print(f"marsrl join: {line}", flush=True)
+
+        try:
+            join(
+                host,
+                port,
+                offer_of_this_host(gpus, words.engines),
+                token_file=words.token_file,
+                wait_s=words.wait,
+                say=say,
+            )
+        except JoinError as error:
+            print(f"marsrl join: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            say("interrupted; this host has left")
+            return 130
         return 0
 
     parser.set_defaults(run=run)

@@ -298,11 +298,15 @@ class TrainerConfig(Settings):
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
 
 
+SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
+
+
 class SyncConfig(Settings):
-    backend: Literal["shm", "nccl", "ipc"] = Field(
-        "shm",
+    backend: SyncBackend = Field(
+        "auto",
         description="shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the "
-        "same between processes on one GPU",
+        "same between processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, "
+        "shm without GPUs or where sync.directory is set",
     )
     cpu_twin: bool = Field(
         False, description="without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"
@@ -311,13 +315,17 @@ class SyncConfig(Settings):
         256, gt=0, le=MOST_MIB, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
     )
     host: str | None = Field(
-        None, description="nccl, ipc: address of trainer rank 0 as the engines reach it; default: this host alone"
+        None,
+        description="address of trainer rank 0 as the hosts of engines reach it, for nccl, ipc and rollout.ray_address=here; "
+        "default: found by the way to the Ray cluster, MASTER_ADDR or the default route",
     )
     timeout_s: float = Field(
         600.0, gt=0, le=LONGEST_S, description="nccl, ipc: a side that does not answer for so long is an error"
     )
     directory: str | None = Field(
-        None, description="shm: where the weights of a version are written for the engines; default: /dev/shm"
+        None,
+        description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; "
+        "default: /dev/shm of rank 0's host",
     )
     verify_every: int = Field(
         1, gt=0, le=MOST, description="versions between probe comparisons; checksums are compared every time"
@@ -652,35 +660,32 @@ class RunConfig(Settings):
 
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
-    if sync.backend == "shm":
-        if sync.cpu_twin:
+    if sync.backend in ("auto", "shm"):
+        if sync.cpu_twin and (sync.backend == "shm" or sync.directory is not None):
+            files = "sync.directory" if sync.backend == "auto" else "sync.backend=shm"
             raise ValueError(
-                "sync.cpu_twin is true, but sync.backend=shm runs on a CPU as it is; set backend nccl or ipc"
+                f"sync.cpu_twin is true, but {files} is for weights in files, which need no GPU as it is: leave one of them "
+                "out, or set sync.backend=nccl or ipc"
             )
         return
     key = f"sync.backend={sync.backend}"
     if sync.directory is not None:
-        raise ValueError(f"sync.directory is set, but {key} writes no files; leave it out, or set sync.backend=shm")
-    if sync.backend == "nccl" and rollout.ray_address is not None and sync.host is None:
-        raise ValueError(
-            f"{key} with engines in the cluster rollout.ray_address={rollout.ray_address}: set sync.host to the address of "
-            "trainer rank 0 as they reach it"
-        )
+        raise ValueError(f"sync.directory is set, but {key} writes no files; leave one of them out")
     if sync.backend == "nccl" and rollout.placement == "colocated":
         raise ValueError(
-            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc or shm"
+            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc"
         )
     if rollout.engine == "scripted":
-        raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; set shm")
+        raise ValueError(f"{key} writes into an engine's tensors, and rollout.engine=scripted has none; leave it out")
     if rollout.placement == "local":
         raise ValueError(
             f"{key} is between processes, and with rollout.placement=local the engines live in the trainer's: set "
-            "sync.backend=shm, or another placement"
+            "another placement, or leave it out"
         )
     if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
         raise ValueError(
             f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
-            "set sync.backend=nccl or shm, or rollout.placement=colocated"
+            "set sync.backend=nccl, or rollout.placement=colocated"
         )
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -30,6 +30,7 @@ from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
+from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.schools.registry import school_of, who_is_taught
@@ -82,7 +83,9 @@ def preflight(
         ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
         OSError: a file cannot be read.
     """
-    curators, config = config.curators, config.without_curators()
+    import torch
+
+    curators, config = config.curators, with_backend(config.without_curators(), on_gpus=torch.cuda.is_available())
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)
@@ -115,6 +118,8 @@ def preflight(
         if policy.model is not None:
             shape = read_shape(policy.model)
             _check_files(policy.model, shape)
+            if found := why_not_cut(shape, config.rollout_of(name).vllm):
+                raise ConfigError(f"policies.{name}.model: {found}")
             if not policy.frozen and trains:
                 check(resolve(policy.layout), shape, world_size)
                 if config.trainer.router_replay != "none" and not shape.num_experts:
@@ -278,13 +283,13 @@ def _check_sync_backend(config: RunConfig) -> None:
         raise ConfigError(f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false")
     if not has_cuda and not sync.cpu_twin:
         raise ConfigError(
-            f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=shm, or sync.cpu_twin=true to send "
+            f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=auto, or sync.cpu_twin=true to send "
             f"the same buckets over {'gloo' if sync.backend == 'nccl' else 'shared memory'}"
         )
     if not has_cuda and config.rollout.engine == "vllm":
         raise ConfigError(
             f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
-            "sync.backend=shm, or rollout.engine=local"
+            "sync.backend=shm and sync.cpu_twin=false, or rollout.engine=local"
         )
 
 

@@ -40,6 +40,7 @@ from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
+from marsrl.trainer.weights.standby import Standby
 
 _FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
@@ -86,6 +87,7 @@ class Run:
         self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
+        self.standby = Standby(channels, learners, self.versions, driver.team.pools if driver is not None else None)
         self.step = 0
         self.consumed_version = (
             0  # of the policy that this step's batch was consumed by: staleness is measured against it
@@ -147,7 +149,7 @@ class Run:
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
             self.step = restored.step
-            self.versions = {**self.versions, **restored.versions}
+            self.versions.update(restored.versions)
             left = self.config.run.steps - self.step
             self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
             if left <= 0:
@@ -165,9 +167,9 @@ class Run:
         for policy in self.learners:
             with self.timed("publish"):
                 self._sync(policy)
-        if self.driver is not None and self.config.run.evaluate:
+        if self.config.run.evaluate:
             with self.timed("evaluate"):
-                self._evaluate_before(self.driver)
+                self.standby.during(self._evaluate_before)
         barrier()
 
     def steps_left(self) -> Iterator[int]:
@@ -181,12 +183,19 @@ class Run:
             yield self.step
 
     def play(self) -> Batch | None:
-        """This stage's finished groups; None on ranks other than 0, which wait in `share`."""
+        """This stage's finished groups; None on ranks other than 0, which wait for them. Collective."""
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
-        if self.driver is None:
-            return None
+        return self.standby.during(self._next_batch)
+
+    def _next_batch(self) -> Batch:
+        assert self.driver is not None
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
-            return self.driver.scheduler.next_batch(self.versions, bar.update)
+
+            def progress(num_tokens: int) -> None:
+                bar.update(num_tokens)
+                self.standby.feed_unfed()
+
+            return self.driver.scheduler.next_batch(self.versions, progress)
 
     def agents_of(self, policy: str) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.policy == policy]
@@ -297,11 +306,13 @@ class Run:
         self.driver.row.update(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Rank 0: an evaluation on the way, into this step's metrics as eval/{agent} and eval/system."""
-        if self.driver is None or not self.config.run.eval_every or step % self.config.run.eval_every:
+        """An evaluation on the way, into rank 0's metrics of this step as eval/{agent} and eval/system. Collective."""
+        if not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):
-            result = self._evaluate(self.driver, f"evaluation at step {step}")
+            result = self.standby.during(lambda: self._evaluate(f"evaluation at step {step}"))
+        if self.driver is None or result is None:
+            return
         for name, found in result.rows.items():
             if found.mean is not None:
                 self.driver.row[f"eval/{name}"] = found.mean
@@ -360,11 +371,12 @@ class Run:
     def finish(self) -> None:
         """The last checkpoint on disk; evaluation after, summary.json, report.html, the table."""
         self.checkpoints.finish()
-        driver = self.driver
+        driver, after = self.driver, None
+        if self.config.run.evaluate:
+            with self.timed("evaluate"):
+                after = self.standby.during(lambda: self._evaluate("evaluation after"))
         if driver is not None:
-            if self.config.run.evaluate:
-                with self.timed("evaluate"):
-                    driver.after = self._evaluate(driver, "evaluation after")
+            driver.after = after
             summary = summarise_run(self, driver)
             save_summary(self.directory.summary, summary)
             self.trace.save()
@@ -375,8 +387,10 @@ class Run:
             self.console.message(f"report: {report}")
         barrier()
 
-    def _evaluate_before(self, driver: Driver) -> None:
+    def _evaluate_before(self) -> None:
         """The probe and the first evaluation are made once: a resumed run reads them."""
+        driver = self.driver
+        assert driver is not None
         probe_file, before_file = self.directory.path / "probe.msgpack", self.directory.evaluation_before
         if before_file.exists():
             driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
@@ -384,12 +398,14 @@ class Run:
             return
         with self.console.progress("probe", unit="tokens") as bar:
             probe = driver.evaluator.make_probe(self.versions, bar.update)
-        driver.before = self._evaluate(driver, "evaluation before")
+        driver.before = self._evaluate("evaluation before")
         if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
         write_atomically(probe_file, encode(probe))
         write_json(before_file, driver.before.model_dump(mode="json"))
 
-    def _evaluate(self, driver: Driver, name: str) -> Evaluation:
+    def _evaluate(self, name: str) -> Evaluation:
+        driver = self.driver
+        assert driver is not None
         with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
             return driver.evaluator.evaluate(self.versions, bar.update)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions
+from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import Engine
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
@@ -82,6 +82,7 @@ def make_pool(
     scripted: Callable[[], Engine] | None = None,
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
+    own_host: str | None = None,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
 
@@ -94,6 +95,7 @@ def make_pool(
         placement).
         host: where this process is; None: found out.
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
+        own_host: this process's address as the hosts of engines reach it (sync.host); None: found out.
 
     Raises:
         ValueError: rollout.engine=scripted without `scripted`.
@@ -108,7 +110,8 @@ def make_pool(
     specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
-    return _ray_pool(policy, config, specs, served or (config,), host or this_host(config.ray_address), silence_s)
+    host = host or this_host(config.ray_address)
+    return _ray_pool(policy, config, specs, served or (config,), host, silence_s, own_host)
 
 
 def _specs(
@@ -167,32 +170,43 @@ def _ray_pool(
     served: Sequence[RolloutConfig],
     host: TrainerHost,
     silence_s: float,
+    own_host: str | None,
 ) -> EnginePool:
     """Actors of the cluster; colocated ones of all policies share each GPU."""
-    from marsrl.rollout.pool.ray_cluster import RayCluster, RayReplicas
+    from marsrl.rollout.pool.ray_actors import RayReplicas
+    from marsrl.rollout.pool.ray_connection import RayCluster
 
-    num_gpus = float(config.vllm.tensor_parallel) if specs[0].device == "cuda" else 0.0
-    if config.placement == "colocated":
-        num_gpus /= len(served)
     cluster = RayCluster(
         address=config.ray_address,
         timeout_s=config.ray_timeout_s,
         object_store_mib=config.object_store_mib,
         gpus=host.gpus_for(served),
+        own_host=own_host,
     )
+    resources = _resources(config, specs[0].device, len(served))
+    total = sum(sum(_resources(each, specs[0].device, len(served)).values()) * each.engines for each in served)
     try:
-        cluster.check_gpus(policy, num_gpus * len(specs), host)
+        cluster.check_owners(host.rank_hosts, is_shared=config.placement == "colocated")
+        cluster.await_room(policy, resources, len(specs), total, config.join_s)
     except BaseException:
         cluster.close()
         raise
     pool = EnginePool(
-        RayReplicas(cluster, specs, num_gpus=num_gpus, deadline_s=config.deadline_s, silence_s=silence_s),
+        RayReplicas(
+            cluster,
+            specs,
+            resources=resources,
+            deadline_s=config.deadline_s,
+            silence_s=silence_s,
+            join_s=config.join_s,
+        ),
         policy,
         slots=config.vllm.max_num_seqs,
         deadline_s=config.deadline_s,
         attempts=config.max_request_attempts,
         most_restarts=config.max_engine_restarts,
         sleeps=config.placement == "colocated",
+        host=cluster.host,
     )
     try:
         pool.start()
@@ -200,6 +214,18 @@ def _ray_pool(
         pool.close()
         raise
     return pool
+
+
+def _resources(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
+    """What Ray sets aside for an engine on one host. On CPUs nothing, but a slot where hosts join that offer some."""
+    from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
+
+    if device == "cuda":
+        shares = num_policies if config.placement == "colocated" else 1
+        return {GPU: config.vllm.tensor_parallel / shares}
+    if config.ray_address is not None and is_started_here(config.ray_address):
+        return {ENGINE_SLOT: 1.0}
+    return {}
 
 
 def make_openai_pool(

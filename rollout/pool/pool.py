@@ -29,7 +29,7 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.pool.dispatch import Dispatcher, split_requests
 from marsrl.rollout.pool.recovery import Faults, Lost, Recovery
-from marsrl.rollout.pool.replicas import Replicas
+from marsrl.rollout.pool.replicas import Replicas, Timed
 from marsrl.rollout.pool.retries import Probation, Retries, Verdict
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -66,6 +66,7 @@ class EnginePool:
     attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
     sleeps: the trainer's GPUs are the replicas' (rollout.placement=colocated): `sleep` gives their memory back, and the
         next call of anything else wakes them.
+    host: the address of this process as the replicas reach it.
     on_call: may be set; told of every call that a replica has served (for trace.json).
     """
 
@@ -79,9 +80,10 @@ class EnginePool:
         attempts: int = 3,
         most_restarts: int = 16,
         sleeps: bool = False,
+        host: str = "127.0.0.1",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name, self.host = name, host
         self.on_call: OnCall | None = None
         self._replicas = replicas
         self._dispatch = Dispatcher(len(replicas), slots)
@@ -111,6 +113,33 @@ class EnginePool:
     def num_engines(self) -> int:
         return len(self._replicas)
 
+    @property
+    def num_restarts(self) -> int:
+        """Replicas that were lost and replaced so far."""
+        return self._recovery.num_restarts
+
+    def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
+        """feed(replica): have the trainer's ranks send a replica the weights of now (`hand`); None: they cannot at the moment.
+
+        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `feed_unfed`.
+        """
+        self._recovery.feed = feed
+
+    def feed_unfed(self) -> None:
+        """Give the weights of now to replicas that were replaced while nobody could send them. Beside `collect`, too."""
+        for replica in sorted(self._recovery.unfed):
+            if (lost := self._recovery.load(replica)) is not None:
+                self._restart(replica, lost.reason)
+
+    def hand(self, replica: int, update: WeightUpdate) -> Timed | Lost:
+        """Give one replica weights, which come to it while this waits; Lost where it does not survive that."""
+        return self._replicas.call_one(replica, "update_weights", (update,))
+
+    def stand_by(self) -> None:
+        """Every replica is there and takes weights next; one that was lost is replaced, and gets none but those."""
+        self._wake("weights")
+        self._call("info", [()] * len(self._replicas), loads=False)
+
     def start(self) -> None:
         """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
 
@@ -134,6 +163,7 @@ class EnginePool:
         if len(place) < len(requests):
             raise ValueError(f"generate: {len(requests)} requests have only {len(place)} different uids")
         self._wake()
+        self.feed_unfed()
         before = sum(self.num_decoded())
 
         def report() -> None:
@@ -143,6 +173,7 @@ class EnginePool:
         results: dict[str, DecodeResult] = {}
         left, companies = list(requests), list[list[DecodeRequest]]()
         while left or companies:
+            self._check_fed("generate")
             if left:
                 shares = [[left[i] for i in share] for share in split_requests(left, len(self._replicas))]
             else:
@@ -184,6 +215,9 @@ class EnginePool:
         """
         busy = self._dispatch.busy
         if not busy:
+            if self.num_under_way:  # for replicas that have no weights yet
+                time.sleep(min(timeout_s, _DRAIN_S))
+                self._send()
             return []
         results: list[DecodeResult] = []
         lost: list[tuple[int, str]] = []
@@ -226,6 +260,8 @@ class EnginePool:
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
         """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
         self._wake()
+        self.feed_unfed()
+        self._check_fed("score")
         return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
 
     def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
@@ -261,20 +297,37 @@ class EnginePool:
             self._is_closed = True
             self._replicas.close()
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], *, loads: bool = True) -> list[Any]:
+        """What each replica answers; one that is lost is replaced, and asked again. loads: see Recovery.restart."""
         values = []
         for replica, answer in enumerate(self._replicas.call(method, arguments)):
             while isinstance(answer, Lost):
-                self._restart(replica, answer.reason, arguments[replica][0] if method == "update_weights" else None)
+                if method == "update_weights" and not arguments[replica][0].path:
+                    raise RuntimeError(
+                        f"engines of policy {self.name}: engine {replica} was lost while the trainer's ranks sent it weights "
+                        f"({answer.reason}), which leaves all sides in the middle of it; go on from the last checkpoint with "
+                        "run.resume=auto"
+                    )
+                self._restart(replica, answer.reason, loads=loads and method != "update_weights")
+                if method == "score":
+                    self._check_fed(method)
                 answer = self._replicas.call_one(replica, method, arguments[replica])
             self._tell(replica, method, answer.start, answer.end)
             values.append(answer.value)
         return values
 
-    def _restart(self, replica: int, reason: str, next_update: WeightUpdate | None = None) -> None:
+    def _check_fed(self, method: str) -> None:
+        if self._recovery.unfed:
+            raise RuntimeError(
+                f"engines of policy {self.name}: {method} asks all of them, and engines {sorted(self._recovery.unfed)} were lost "
+                "where the trainer's ranks could not send them weights again, in the last seconds of a publish perhaps; go on "
+                "from the last checkpoint with run.resume=auto"
+            )
+
+    def _restart(self, replica: int, reason: str, *, loads: bool = True) -> None:
         self._dispatch.forget_homes(replica)
         before = self._recovery.num_restarts
-        self._recovery.restart(replica, reason, next_update)
+        self._recovery.restart(replica, reason, loads=loads)
         num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
         self._faults = replace(self._faults, engine_restarts=num_restarts)
 
@@ -330,13 +383,13 @@ class EnginePool:
             self._tell(replica, "collect", *self._spans.pop(replica))
 
     def _send(self) -> None:
-        now, busy = self._clock(), self._dispatch.busy
+        now, busy, unfed = self._clock(), self._dispatch.busy, set(self._recovery.unfed)
         shares: dict[int, list[DecodeRequest]] = {}
-        for replica in set(self._probation.replicas).difference(busy):
+        for replica in set(self._probation.replicas).difference(busy, unfed):
             if company := self._probation.next(replica):
                 self._dispatch.place(company, replica)
                 shares[replica] = company
-        shares |= self._dispatch.take(closed=self._probation.replicas)
+        shares |= self._dispatch.take(closed=unfed.union(self._probation.replicas))
         for replica, requests in shares.items():
             self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
             self._replicas.submit(replica, requests, self._version)

@@ -1,5 +1,8 @@
 """A lost engine is replaced by a new one that holds the weights of now, proven by their checksums.
 
+They come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from the ranks
+again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
+
 An engine is lost when its process has died, when it has not answered within rollout.deadline_s, or when its decoding
 raised something that is no refusal. What becomes of its requests is decided in retries.py.
 """
@@ -57,31 +60,23 @@ class Recovery:
     def __init__(self, replicas: Replaceable, name: str, most: int, on_restart: Callable[[int, float, float], None]):
         self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
         self._updates: Sequence[WeightUpdate] = ()  # of now, by replica; () before the first
-        self._checksums: Mapping[str, int] = {}
+        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
         self._num_restarts = 0
+        self.feed: Callable[[int], Any] | None = None
+        self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
 
     def note_weights(self, updates: Sequence[WeightUpdate], receipts: Sequence[WeightReceipt]) -> None:
         """From now on a restarted engine gets these weights; whoever sent them compares the receipts with what it sent."""
         self._updates, self._checksums = updates, receipts[0].checksums
+        self.unfed.clear()
 
-    def restart(self, replica: int, reason: str, next_update: WeightUpdate | None = None) -> None:
-        """Replace a lost engine.
-
-        Args:
-            next_update: the weights that the caller sends it next; those of now are left out then.
+    def restart(self, replica: int, reason: str, *, loads: bool = True) -> None:
+        """Replace a lost engine. loads: with the weights of now; else the caller sends it others next.
 
         Raises:
-            RuntimeError: too many restarts in this run; no file has the weights; or the new engine holds other numbers
-                than the others.
+            RuntimeError: too many restarts in this run, or the new engine holds other numbers than the others.
         """
         start = time.time()
-        update = next_update or (self._updates[replica] if self._updates else None)
-        if update is not None and not update.path:
-            raise RuntimeError(
-                f"engines of policy {self._name}: engine {replica} is lost ({reason}), and this sync.backend leaves no file "
-                f"of the weights of version {update.version} that a new one could load; go on from the last checkpoint "
-                "with run.resume=auto (sync.backend=shm keeps such files)"
-            )
         lost: Lost | None = Lost(reason)
         while lost is not None:
             self._num_restarts += 1
@@ -93,11 +88,13 @@ class Recovery:
                 )
             _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
             lost = self._replicas.restart(replica)
-            if lost is None and next_update is None and update is not None:
-                lost = self._load(replica, update)
+            if lost is None and self._updates:
+                self.unfed.add(replica)
+                lost = self.load(replica) if loads else None
         end = max(start, time.time())  # the wall clock may be set back
         self._on_restart(replica, start, end)
-        held = "those of its start" if update is None or next_update is not None else f"version {update.version}"
+        is_new = not self._updates or replica in self.unfed
+        held = "those of its start" if is_new else f"version {self._updates[replica].version}"
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
 
     @property
@@ -105,17 +102,23 @@ class Recovery:
         """In this run so far."""
         return self._num_restarts
 
-    def _load(self, replica: int, update: WeightUpdate) -> Lost | None:
-        """The weights of now into a new engine; Lost where it does not survive that."""
-        answer = self._replicas.call_one(replica, "update_weights", (update,))
+    def load(self, replica: int) -> Lost | None:
+        """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now; Lost where it does
+        not survive that."""
+        update = self._updates[replica]
+        if update.path:
+            answer = self._replicas.call_one(replica, "update_weights", (update,))
+        elif self.feed is None or (answer := self.feed(replica)) is None:
+            return None
         if isinstance(answer, Lost):
             return answer
-        held = answer.value.checksums
-        wrong = [name for name in {**self._checksums, **held} if held.get(name) != self._checksums.get(name)]
+        shards = list(zip(self._checksums, answer.value.checksums, strict=True))
+        wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
         if wrong or answer.value.version != update.version:
             raise RuntimeError(
                 f"engines of policy {self._name}: engine {replica} was restarted with the weights of version "
                 f"{update.version}, reports version {answer.value.version} and does not hold what the others hold: "
-                f"{len(wrong)} of {len(self._checksums)} tensors differ, first {', '.join(wrong[:3])}"
+                f"{len(wrong)} of {sum(map(len, self._checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )
+        self.unfed.discard(replica)
         return None

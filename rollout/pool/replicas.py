@@ -2,7 +2,7 @@
 
     pool = EnginePool(LocalReplicas([engine]))
 
-The replicas that are Ray actors are in ray_cluster.py. A call returns, for each replica, what the engine returned and
+The replicas that are Ray actors are in ray_actors.py. A call returns, for each replica, what the engine returned and
 when it ran (Timed), or that the engine is lost (recovery.Lost).
 """
 

@@ -120,7 +120,7 @@ class WeightReceiver:
 
     def _opened(self, plan: ReceivePlan) -> Connection:
         if self._connection is None or self._session != plan.rendezvous.session:
-            self.close()
+            self.close(is_broken=True)  # another session: somebody of the old one is gone
             self._connection = open_shard(plan.rendezvous, plan.shard, self._device)
             self._session = plan.rendezvous.session
         return self._connection

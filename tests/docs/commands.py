@@ -148,6 +148,11 @@ WAYS = {
     QA: QUESTIONS,
     "torchrun trainer/main.py task=qa orchestration=dual_system policies.main.model=/path/to/model": QUESTIONS,
     f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,
+    "marsrl join node0": Way(
+        f"{HERE}::test_a_host_waits_for_its_trainer_and_says_so",
+        "as it is, on this machine, without waiting for a trainer that is not there",
+        "hosts that join, are lost and leave: tests/engines/test_join.py",
+    ),
     "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(
         f"{HERE}::test_documents_are_served_until_ctrl_c",
         "as it is, at any free port, stopped by Ctrl-C",

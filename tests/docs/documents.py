@@ -19,6 +19,7 @@ HELP = (
         f"marsrl {name}"
         for name in (
             "doctor",
+            "join",
             "init",
             "try",
             "evaluate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -147,6 +148,20 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     }
     names, batch = next(said[word] for word in command.split() if word in said)
     assert agents == names and batch in shown
+
+
+@pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))
+def test_a_host_waits_for_its_trainer_and_says_so(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    *words, host = desk.words(command, Path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert host == "node0" and call([*words, address, "--wait", "0"]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))

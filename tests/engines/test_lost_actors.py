@@ -20,7 +20,7 @@ from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.ray_cluster import RayReplicas
+from marsrl.rollout.pool.ray_actors import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.trainer.weights.checked_engines import CheckedEngines

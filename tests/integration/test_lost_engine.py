@@ -1,4 +1,8 @@
-"""A real run with an engine in a Ray actor: the engine is killed in the middle of a stage, later Ray's head (about 40 s)."""
+"""A real run with an engine in a Ray actor: the engine is killed in the middle of a stage, later Ray's head (about 40 s).
+
+Weights come from the trainer's memory (sync.backend=auto with its CPU twin): no file has them for a new engine. How one gets them
+from files: tests/engines/test_lost_actors.py.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +63,10 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
         f"data.train={tmp_path / 'train.jsonl'}", "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=200", "run.steps=1000",
         "run.evaluate=false", "run.checkpoint_every=1", "trainer.threads=1", "loss.entropy_coef=0.01",
+        "sync.cpu_twin=true",
     ]  # fmt: skip
     checked = preflight(read_config(None, settings)[0], world_size=1)
+    assert checked.config.sync.backend == "nccl"
     directory = RunDirectory.create(tmp_path / "runs", "lost", "math_default")
     named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended with SIGKILL")
     with named as failure, build.open_run(checked, directory) as run:
@@ -73,6 +79,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4
     assert [step for step, row in rows.items() if row["rollout/engine_restarts"]] == [3]
+    assert all(row["sync/direct"] == 1 for row in rows.values())
     assert rows[3]["rollout/resubmitted"] == 8 and rows[3]["rollout/failed_requests"] == 0
     samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
     assert (

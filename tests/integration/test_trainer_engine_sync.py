@@ -14,7 +14,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.ray_cluster import RayCluster
+from marsrl.rollout.pool.ray_connection import RayCluster
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.checked_engines import CheckedEngines

@@ -28,10 +28,10 @@ class Shard:
         self._receiver = WeightReceiver(torch.device("cpu"))
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        assert update.receive_plan is not None
-        self.weights = {name: torch.zeros(shape) for name, shape in update.receive_plan.shapes.items()}
-        self._receiver.receive(update.receive_plan, self.weights)
-        return WeightReceipt(update.version, {name: checksum(t) for name, t in self.weights.items()}, 0.0)
+        (plan,) = update.receive_plans
+        self.weights = {name: torch.zeros(shape) for name, shape in plan.shapes.items()}
+        self._receiver.receive(plan, self.weights)
+        return WeightReceipt(update.version, ({name: checksum(t) for name, t in self.weights.items()},), 0.0)
 
 
 class SpoilingEngine(LocalEngine):

@@ -22,6 +22,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
@@ -75,6 +76,12 @@ class Processes:
                 raise answer.value
         return answers
 
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed:
+        self.connections[replica].send((method, arguments))
+        answer = self.connections[replica].recv()
+        assert not isinstance(answer.value, Exception), answer.value
+        return answer  # type: ignore[no-any-return]
+
     def ask(self, method: str, *args: Any) -> list[Any]:
         return [answer.value for answer in self.call(method, [args] * len(self))]
 
@@ -117,6 +124,8 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 "probe": report.comparison and report.comparison.largest,
                 "peak": engines.ask("peak"),
             }
+        if kind != "shm":
+            found.setdefault(kind, {})["again"] = sent_again(channel, learner, checked, engines)
         if kind == "shm":  # rank 0 gathers whole tensors for files
             found.setdefault(kind, {})["rank_peak"] = peak()
         else:
@@ -134,16 +143,34 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
     return found
 
 
+def sent_again(
+    channel: WeightChannel, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
+) -> list[Any]:
+    """What the engines hold after the second has forgotten everything and got it back alone, and after a publish to both."""
+    if checked is None or engines is None:
+        channel.send_again(learner, 2, None)
+        channel.publish(learner, 2)
+        return []
+    engines.connections[1].send(("forget", ()))
+    engines.connections[1].recv()
+    channel.send_again(learner, 2, 1)
+    alone = engines.ask("held")
+    checked.pool._recovery._num_restarts += 1  # for all that the channel knows it is another process
+    engines.ask("forget")
+    channel.publish(learner, 2)
+    return [alone, engines.ask("held")]
+
+
 def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path) -> None:
     """Halves of every tensor, as two tensor-parallel engine shards hold them, into folder/shard_*.pt."""
     channel = NcclChannel(None, torch.float32, bucket_bytes=BUCKET, timeout_s=60.0)
     held = learner.held()
-    channel._agree(held, [(0, 2), (1, 2)])
+    channel._agree(held, [EngineShard(0, 2, 2), EngineShard(1, 2, 2)])
     receipts: list[WeightReceipt] = []
     thread = None
     if engines:
         engines.ask("shard")
-        updates = [WeightUpdate("", 1, plan) for plan in channel._receive_plans()]
+        updates = [WeightUpdate("", 1, (plan,)) for plan in channel._receive_plans()]
         thread = threading.Thread(
             target=lambda: receipts.extend(a.value for a in engines.call("update_weights", [(u,) for u in updates]))
         )
@@ -151,7 +178,7 @@ def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path)
     expected = channel._send(held)
     if engines and thread:
         thread.join()
-        assert [receipt.checksums for receipt in receipts] == expected
+        assert [receipt.checksums[0] for receipt in receipts] == expected
         engines.call("save", [(str(folder / f"shard_{i}.pt"),) for i in range(2)])
     channel.close()
 

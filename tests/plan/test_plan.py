@@ -92,8 +92,8 @@ def test_no_preset_is_left_out() -> None:
     ("words", "says"),
     [
         (
-            ["rollout.vllm.tensor_parallel=2"],
-            "set rollout.vllm.tensor_parallel=1, and rollout.engines=8 for the same GPUs",
+            ["rollout.vllm.tensor_parallel=3", "rollout.engine=local"],
+            "rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1",
         ),
         (
             ["rollout.ray_address=192.0.2.200:6379"],

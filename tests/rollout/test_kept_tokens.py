@@ -276,7 +276,7 @@ def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distri
 
 
 def test_requests_and_results_cross_to_an_actor_as_they_are() -> None:
-    from marsrl.rollout.pool.ray_cluster import RequestBatch, ResultBatch
+    from marsrl.rollout.pool.ray_actors import RequestBatch, ResultBatch
 
     ask = DecodeRequest("a", np.arange(3, dtype=np.int32), 4, Sampling(top_p=0.9, records_kept=True), 1, "a")
     assert RequestBatch.pack([ask]).unpack()[0].sampling == ask.sampling

@@ -26,10 +26,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
 from marsrl.trainer.weights.comparison import ComparisonReport, trainer_scores
@@ -41,6 +43,7 @@ _T = TypeVar("_T")
 class SyncReport:
     """A publish that was verified.
 
+    is_direct: without files (nccl, ipc).
     comparison: None where it was not due (sync.verify_every).
     seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
@@ -53,11 +56,13 @@ class SyncReport:
     num_tensors: int
     comparison: ComparisonReport | None
     seconds_of: Mapping[str, float]
+    is_direct: bool
 
     @property
     def metrics(self) -> dict[str, float]:
         """sync/* of metrics.jsonl."""
         found: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
+        found["sync/direct"] = self.is_direct
         if self.comparison is not None:
             found |= {
                 "sync/probe_diff_max": self.comparison.largest,
@@ -75,6 +80,8 @@ class WeightChannel(ABC):
     channel = FileChannel(CheckedEngines(pool, vocab_size=64) if rank() == 0 else None, torch.bfloat16)
     report = channel.publish(learner, version=1)
     """
+
+    is_direct: ClassVar[bool] = False
 
     def __init__(self, engines: CheckedEngines | None, dtype: torch.dtype, *, verify_every: int = 1) -> None:
         """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons."""
@@ -110,8 +117,13 @@ class WeightChannel(ABC):
                 with clock.of("probe"):
                     found = self._engines.compare(scores, version)
         self._settle()
-        num_tensors = len(delivered.expected[0])
-        return SyncReport(version, clock.total, delivered.num_bytes, num_tensors, found, clock.seconds_of)
+        num_tensors = len(delivered.expected[0][0])
+        seconds = clock.total
+        return SyncReport(version, seconds, delivered.num_bytes, num_tensors, found, clock.seconds_of, self.is_direct)
+
+    def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
+        """Send one engine the present weights once more. Collective; channels that leave a file are never asked."""
+        raise NotImplementedError
 
     def _prepare(self, learner: Learner, version: int, clock: Clock) -> None:  # noqa: B027  (most have nothing to do)
         """Every rank, while the engines still decode."""

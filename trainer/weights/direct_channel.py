@@ -11,6 +11,7 @@ hold in the end is known without putting it together: each rank adds up its part
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 from abc import abstractmethod
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.bucket_plan import Piece, WeightBucket, plan_buckets, plan_pieces
 from marsrl.rollout.weights.checksum import block_sum, checksum_of_sum
@@ -37,6 +40,7 @@ from marsrl.rollout.weights.connections import (
     relay_ranks,
     site_of,
 )
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.receiver import ReceivePlan, placed, receive_plan
 from marsrl.rollout.weights.shard_layout import ShardLayout, shard_layout
 from marsrl.trainer.learner.learner import Learner
@@ -53,18 +57,20 @@ _S = TypeVar("_S")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What rank 0 tells the others once. shards: (part, parts) of each engine shard."""
+    """What rank 0 tells the others once. shards: of all engines, one engine after the other."""
 
     rendezvous: Rendezvous
-    shards: tuple[tuple[int, int], ...]
+    shards: tuple[EngineShard, ...]
 
 
 class DirectChannel(WeightChannel):
     """What nccl and ipc have in common: the plan, made at the first publish; packing; checksums of what was sent.
 
-    An engine that fails half-way holds a mix of versions, and serves nothing.
+    An engine that fails half-way holds a mix of versions, and serves nothing. When one was lost since the last publish and
+    replaced, everybody connects anew.
     """
 
+    is_direct = True
     _kind: ClassVar[ConnectionKind]
 
     def __init__(
@@ -77,12 +83,13 @@ class DirectChannel(WeightChannel):
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
     ) -> None:
-        """host: rank 0's address, as engines reach it. timeout_s: what nobody answers for so long is an error."""
+        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: what nobody answers for so long is an error."""
         super().__init__(engines, dtype, verify_every=verify_every)
         self._bucket_bytes, self._timeout_s, self._host = bucket_bytes, timeout_s, host
         self._server: dist.TCPStore | None = None
         self._connections: list[Connection] = []
         self._agreement: Agreement | None = None
+        self._num_restarts = 0  # of the engines, when that was made
         self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
@@ -101,12 +108,36 @@ class DirectChannel(WeightChannel):
                 self._agree(held)
                 self._send(held)
                 return None
-            pool = self._engines.pool
-            self._agree(held, [(0, 1)] * pool.num_engines)
-            updates = [WeightUpdate("", version, plan) for plan in self._receive_plans()]
+            pool, shards = self._engines.pool, self._engines.shards
+            pool.stand_by()
+            if pool.num_restarts != self._num_restarts:
+                self._num_restarts, self._agreement = pool.num_restarts, None
+            self._agree(held, [shard for of_engine in shards for shard in of_engine])
+            updates = [WeightUpdate("", version, plans) for plans in _by_engine(self._receive_plans(), shards)]
             receipts, expected = _side_by_side(lambda: pool.update_weights(updates), lambda: self._send(held))
         num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
-        return Delivered(expected, receipts, num_elements * self._dtype.itemsize)
+        return Delivered(_by_engine(expected, shards), receipts, num_elements * self._dtype.itemsize)
+
+    def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
+        """Send the present weights to one engine that was lost and replaced; what it answers. Collective; None but on rank 0.
+
+        engine: rank 0's. Nobody else's connection is touched; the next publish makes new ones.
+        """
+        again = type(self)(
+            None, self._dtype, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s, host=self._host
+        )
+        held = learner.held()
+        try:
+            if self._engines is None or engine is None:
+                again._agree(held)
+                again._send(held)
+                return None
+            pool = self._engines.pool
+            again._agree(held, self._engines.shards[engine])
+            update = WeightUpdate("", version, tuple(again._receive_plans()))
+            return _side_by_side(lambda: _survived(pool.hand(engine, update)), lambda: again._send(held))[0]
+        finally:
+            again.close()
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave the connections; may be called twice. is_broken: end what is under way first."""
@@ -128,16 +159,20 @@ class DirectChannel(WeightChannel):
         assert self._agreement is not None, "_agree comes first"
         return self._agreement.rendezvous
 
-    def _agree(self, held: Converter, shards: Sequence[tuple[int, int]] = ()) -> None:
-        """Make the same plan on all ranks, the first time. Collective; rank 0 knows the engines' shards."""
-        if self._agreement is not None:
+    def _agree(self, held: Converter, shards: Sequence[EngineShard] = ()) -> None:
+        """Make the same plan on all ranks where rank 0 has none; it knows the engines' shards. Collective."""
+        told = None
+        if rank() == 0:
+            if self._agreement is None:
+                self.close(is_broken=True)
+            told = self._agreement or Agreement(self._new_rendezvous(len(shards)), tuple(shards))
+        agreement = decode(Agreement, broadcast_bytes(encode(told) if told is not None else None))
+        if agreement == self._agreement:
             return
-        told = encode(Agreement(self._new_rendezvous(len(shards)), tuple(shards))) if rank() == 0 else None
-        self._agreement = decode(Agreement, broadcast_bytes(told))
-        shapes, heads = held.hf_shapes, held.num_kv_heads
-        self._layouts = [
-            shard_layout(shapes, num_kv_heads=heads, part=part, parts=parts) for part, parts in self._agreement.shards
-        ]
+        if rank() != 0:
+            self.close(is_broken=True)
+        self._agreement = agreement
+        self._layouts = [shard_layout(held.hf_shapes, shard) for shard in self._agreement.shards]
         self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
         self._buckets = plan_buckets(self._pieces, self._rendezvous.num_ranks, self._rendezvous.max_elements)
 
@@ -238,6 +273,10 @@ class IpcChannel(DirectChannel):
     _relays: Sequence[int] = ()  # the rank of each shard
     _shared: dict[int, SharedBuffer]  # of the shards that this rank is the relay of
 
+    def close(self, *, is_broken: bool = False) -> None:
+        super().close(is_broken=is_broken)
+        self._relays = ()
+
     def _connect(self, device: torch.device) -> None:
         if self._relays:
             return
@@ -270,6 +309,20 @@ def _part(piece: Piece, held: Converter) -> Tensor:
     """The piece's numbers [rows, columns], in the trainer's memory."""
     own, box = held.boxes_of_ranks()[rank()][piece.name], piece.box
     return held.matrix(piece.name)[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
+
+
+def _by_engine(items: Sequence[_T], shards: Sequence[Sequence[EngineShard]]) -> list[tuple[_T, ...]]:
+    """Something for each shard of all engines, together for each engine."""
+    rest = iter(items)
+    return [tuple(itertools.islice(rest, len(of_engine))) for of_engine in shards]
+
+
+def _survived(answer: Timed | Lost) -> Timed:
+    if isinstance(answer, Lost):
+        raise RuntimeError(
+            f"weight sync: an engine that was lost and replaced was lost again while it got its weights ({answer.reason})"
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)

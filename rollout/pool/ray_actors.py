@@ -1,4 +1,4 @@
-"""Engines as Ray actors: start or join a cluster, place one actor an engine, call all of them at once.
+"""Engines as Ray actors: one actor an engine, all of them called at once.
 
 Token arrays cross as one numpy array a batch (Ray keeps those outside of the pickle), not as thousands of small ones.
 """
@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import os
-import signal
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import ray
-from ray._private.node import Node
-from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.protocol import (
@@ -34,9 +26,9 @@ from marsrl.rollout.engines.protocol import (
     Sampling,
     WeightUpdate,
 )
-from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.pool.build import EngineSpec, build_engine
+from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.recovery import Lost
@@ -44,9 +36,6 @@ from marsrl.rollout.pool.replicas import Timed, timed
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
-_LOG = logging.getLogger(__name__)
-# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
-_AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
 _COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
@@ -55,209 +44,6 @@ _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the dead
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _LONGEST_START = 10  # times that, where its process answers all the while
 _CALLS_AT_ONCE = _COLLECTS + 3  # beside them num_decoded, is_there, and submit or abort
-# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
-# 4 s of a core to start.
-_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
-
-
-class RayCluster:
-    """A connection of this process to Ray; several pools may share it, the last one to close ends it.
-
-    address None: a cluster is started on this machine, without dashboard, telemetry or network use, and ends with this
-    process. Otherwise the cluster at host:port (or ray://host:port) is joined, and left at the end.
-    """
-
-    _users = 0
-    _started_here = False
-    _lock = threading.Lock()
-
-    def __init__(
-        self, *, address: str | None, timeout_s: float, object_store_mib: int, gpus: Sequence[int] = ()
-    ) -> None:
-        """gpus: of this host, in the order of torch.cuda: what actors of a cluster started here may be given.
-
-        Raises:
-            RuntimeError: the cluster cannot be reached within timeout_s.
-        """
-        with RayCluster._lock:
-            if not ray.is_initialized():
-                _AUTHENTICATION_LOG.setLevel(logging.ERROR)
-                with _own_sigterm():
-                    _start(object_store_mib, gpus) if address is None else _join(address, timeout_s)
-                RayCluster._started_here = True
-            RayCluster._users += 1
-        self._is_open = True
-        self._address = address
-
-    def check_gpus(self, policy: str, num_gpus: float, host: TrainerHost) -> None:
-        """Raises RuntimeError where actors of a policy would wait for GPUs for ever, or get one that a trainer rank holds."""
-        if not num_gpus:
-            return
-        where = "started here" if self._address is None else f"at rollout.ray_address={self._address}"
-        mine = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"] and _is_here(node))
-        if self._address is not None and mine + host.num_ranks > host.num_gpus:
-            rest = ",".join(str(gpu) for gpu in range(host.num_ranks, host.num_gpus))
-            raise RuntimeError(
-                f"the Ray cluster {where} counts {mine:g} GPU(s) of this host, where {host.num_ranks} trainer rank(s) hold the "
-                f"first of {host.num_gpus}: it would give engines what the trainer uses; start Ray here with `"
-                + (f"CUDA_VISIBLE_DEVICES={rest} ray start ...`" if rest else "ray start --num-gpus 0 ...`")
-            )
-        free = ray.available_resources().get("GPU", 0.0)
-        if num_gpus > free:
-            raise RuntimeError(
-                f"the engines of policy {policy} need {num_gpus:g} GPU(s), and the Ray cluster {where} has {free:g} free: lower "
-                "rollout.engines, or start Ray on more hosts"
-            )
-
-    def close(self) -> None:
-        """Shut down when nobody else uses the connection and it was made here."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        with RayCluster._lock:
-            RayCluster._users -= 1
-            if RayCluster._users == 0 and RayCluster._started_here:
-                RayCluster._started_here = False
-                ray.shutdown()
-
-
-def _is_here(node: Mapping[str, Any]) -> bool:
-    return str(node["NodeID"]) == ray.get_runtime_context().get_node_id()
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set one, and Ray knows that
-        return
-    ours = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, ours)
-
-
-def _start(object_store_mib: int, gpus: Sequence[int]) -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
-    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
-    for is_last in (False, False, True):
-        before = set(psutil.Process().children(recursive=True))
-        try:
-            _init(object_store_mib, gpus)
-            return
-        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
-            if is_last or "timed out during startup" not in str(error):
-                raise
-            for process in set(psutil.Process().children(recursive=True)) - before:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            _LOG.warning("Ray did not start within its 30 s; it is started once more")
-
-
-def _init(object_store_mib: int, gpus: Sequence[int]) -> None:
-    # Ray gives out the GPUs that it sees, from the first on, whoever uses them already
-    with _visible(gpus), _only_what_is_needed():
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            num_gpus=len(gpus),
-            include_dashboard=False,
-            object_store_memory=object_store_mib << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address="127.0.0.1",
-            _system_config={
-                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
-                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
-            },
-        )
-
-
-@contextlib.contextmanager
-def _only_what_is_needed() -> Iterator[None]:
-    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
-    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
-    for name in methods:
-        setattr(Node, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
-
-
-@contextlib.contextmanager
-def _visible(gpus: Sequence[int]) -> Iterator[None]:
-    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    if gpus:
-        seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
-        os.environ[name] = ",".join(seen[gpu] for gpu in gpus)
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _join(address: str, timeout_s: float) -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    where = address.removeprefix("ray://")
-    host, _, port = where.rpartition(":")
-    if host and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), timeout=timeout_s).close()
-        except OSError as error:
-            raise RuntimeError(
-                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray "
-                f"start --head`, "
-                "correct the address, or leave it out to start a cluster on this machine"
-            ) from error
-    elif where != "auto":
-        raise RuntimeError(f"rollout.ray_address is {address!r}; expected host:port, ray://host:port or auto")
-    has_token = _use_token()
-    failure: list[BaseException] = []
-
-    def connect() -> None:
-        try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except BaseException as error:  # handed to the caller's thread
-            failure.append(error)
-
-    # something that is not Ray may listen there, and ray.init would wait for minutes
-    thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive() or failure:
-        reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
-        raise RuntimeError(
-            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
-            f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
-        ) from (failure[0] if failure else None)
-
-
-def _use_token() -> str:
-    """Show Ray's token where there is one, as `ray start` does, which then demands it of everybody. A sentence about it.
-
-    ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
-    takes no notice.
-    """
-    mode = os.environ.get("RAY_AUTH_MODE")
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    copy = (
-        "copy ~/.ray/auth_token of the host that ran `ray start --head` there, or name its place in RAY_AUTH_TOKEN_PATH"
-    )
-    if mode is not None and mode.lower() != "token":
-        return f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
-    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
-        return f"this host has none ({path}), and a cluster may demand it: {copy}"
-    os.environ["RAY_AUTH_MODE"] = "token"
-    Config.initialize("")  # Ray has read its environment when it was imported
-    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
-    return f"the one {shown} was shown; where it is another cluster's, {copy}"
 
 
 class EngineActor:
@@ -319,17 +105,27 @@ class EngineActor:
 class RayReplicas:
     """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent is answered for by Lost.
 
+    resources: what each takes of one host (ray_connection.GPU, ENGINE_SLOT).
     deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
         engines do not exist before `start` has been called on each.
     silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (ray_pulse.py).
+    join_s: for which a lost engine waits for a place on another host, where its own is gone.
     """
 
     can_restart = True
 
     def __init__(
-        self, cluster: RayCluster, specs: Sequence[EngineSpec], *, num_gpus: float, deadline_s: float, silence_s: float
+        self,
+        cluster: RayCluster,
+        specs: Sequence[EngineSpec],
+        *,
+        resources: Mapping[str, float],
+        deadline_s: float,
+        silence_s: float,
+        join_s: float,
     ) -> None:
-        self._cluster, self._specs, self._num_gpus, self._deadline_s = cluster, list(specs), num_gpus, deadline_s
+        self._cluster, self._specs, self._resources, self._deadline_s = cluster, list(specs), resources, deadline_s
+        self._join_s = join_s
         self._pulse = EnginePulse(silence_s)
         self._actors: list[Any] = []
         self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
@@ -363,6 +159,7 @@ class RayReplicas:
         self._pulse.forget(replica)
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
+        self._cluster.await_place(f"engine {replica}", self._resources, self._join_s)
         self._actors[replica] = self._start(self._specs[replica])
         try:
             answer = self.call_one(replica, "start", ())
@@ -423,7 +220,8 @@ class RayReplicas:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
         options = ray.remote(EngineActor).options(
             num_cpus=0,
-            num_gpus=self._num_gpus,
+            num_gpus=self._resources.get(GPU, 0.0),
+            resources={name: amount for name, amount in self._resources.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
             runtime_env={"env_vars": spec.environment()},

@@ -1,0 +1,89 @@
+"""Which address of this host others reach it by. Import-light."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+_NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interface it would take; nothing is sent
+
+
+def split_address(address: str, port: int) -> tuple[str, int]:
+    """(host, port) of host[:port], [IPv6]:port or ray://host:port; `port` where none is given.
+
+    Raises:
+        ValueError: no host, or no port between 1 and 65535.
+    """
+    text = address.removeprefix("ray://")
+    host, colon, digits = text.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):  # no port behind it: a name, or an IPv6 address alone
+        host, digits = text, str(port)
+    host = host.strip("[]")
+    if not host or not digits.isdigit() or not 0 < int(digits) < 1 << 16:
+        raise ValueError(f"{address!r} is no address; expected HOST or HOST:PORT")
+    return host, int(digits)
+
+
+def own_address(given: str | None = None) -> str:
+    """The IP address of this host at which other hosts reach it: `given` (sync.host) as a number, or found.
+
+    Found is, in this order: torchrun's MASTER_ADDR where that is this host, the interface of the default route, the only
+    address that is not loopback.
+
+    Raises:
+        RuntimeError: the host of `given` is not known, or is not this one; or there are several to choose from.
+    """
+    if given is not None:
+        if (found := _address_here(given)) is None:
+            raise RuntimeError(
+                f"sync.host is {given}, which is no address of this host ({', '.join(_others()) or 'none but loopback'}), where "
+                "trainer rank 0 is: correct it, or leave it out"
+            )
+        return found
+    master = _address_here(os.environ.get("MASTER_ADDR", "localhost"))
+    if master is not None and not _is_loopback(master):
+        return master
+    if (routed := address_towards(_NOWHERE)) is not None and not _is_loopback(routed):
+        return routed
+    others = _others()
+    if len(others) > 1:
+        raise RuntimeError(
+            f"this host has several addresses ({', '.join(others)}) and no default route to choose by: set sync.host to the one "
+            "at which the hosts of engines reach it"
+        )
+    return others[0] if others else "127.0.0.1"
+
+
+def address_towards(host: str) -> str | None:
+    """The IP address of this host's interface towards another; None where there is no way."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _address_here(host: str) -> str | None:
+    """The IP address behind a name where it is one of this host: one can bind to it."""
+    try:
+        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as own:
+                own.bind(where)
+                return str(where[0])
+    except OSError:
+        pass
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _others() -> list[str]:
+    """This host's IPv4 addresses but loopback."""
+    found = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
+    return [address for address in found if not _is_loopback(address)]

@@ -1,0 +1,402 @@
+"""This process's connection to Ray: a cluster is started or joined; who owns which GPU of it; room for engines.
+
+    rollout.ray_address    null           a cluster of this machine alone, which ends with this process
+                           here[:port]    the same, open to other hosts: `marsrl join` there (ray_node.py)
+                           host:port      one that others have started, left at the end
+
+Ray gives out the GPUs that it counts, from the first on, whoever uses them already. So a Ray that is started here counts
+those that no trainer rank holds, and of one that is joined the same is demanded on every trainer host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private.node import Node
+from ray._private.state import available_resources_per_node
+from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
+
+from marsrl.rollout.config import HEAD_PORT, is_started_here
+from marsrl.rollout.engines.refusals import RankHost
+from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
+from marsrl.rollout.pool.ray_faults import check_head
+
+_LOG = logging.getLogger(__name__)
+# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
+_AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
+GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for an engine on a host without GPUs
+_NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
+# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
+# 4 s of a core to start.
+_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
+_SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
+_SAY_S = 15.0  # between two words of one who waits
+_LOOK_S = 0.5
+
+
+class RayCluster:
+    """A connection of this process to Ray; several pools may share it, the last one to close ends it.
+
+    host: the address at which the cluster's hosts reach this process.
+    """
+
+    _users = 0
+    _started_here = False
+    _lock = threading.Lock()
+
+    def __init__(
+        self,
+        *,
+        address: str | None,
+        timeout_s: float,
+        object_store_mib: int,
+        gpus: Sequence[int] = (),
+        own_host: str | None = None,
+    ) -> None:
+        """address: rollout.ray_address. gpus: of this host, in the order of torch.cuda: what actors of a cluster started here
+        may be given. own_host: sync.host.
+
+        Raises:
+            RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
+        """
+        with RayCluster._lock:
+            if not ray.is_initialized():
+                _AUTHENTICATION_LOG.setLevel(logging.ERROR)
+                with _own_sigterm():
+                    if address is None or is_started_here(address):
+                        _start(object_store_mib, gpus, _listens_at(address, own_host))
+                    else:
+                        _join(address, timeout_s)
+                RayCluster._started_here = True
+            RayCluster._users += 1
+        self._is_open = True
+        self._address = address
+        self.host = own_host or _node_address(address)
+        self._port = split_address(address, HEAD_PORT)[1] if address is not None else 0
+
+    @property
+    def _name(self) -> str:
+        if self._address is None:
+            return "the Ray cluster of this machine"
+        if is_started_here(self._address):
+            return f"the Ray cluster that was started here ({self.joins_by})"
+        return f"the Ray cluster at rollout.ray_address={self._address}"
+
+    @property
+    def joins_by(self) -> str:
+        """What other hosts run to be part of a cluster that was started `here`."""
+        return f"marsrl join {self.host}:{self._port}"
+
+    def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
+        """Raises RuntimeError where Ray would give engines a GPU that a trainer rank of any host holds.
+
+        is_shared: engines are to have the trainer's GPUs (rollout.placement=colocated): Ray must count those, and no others.
+        """
+        if self._address is None:
+            return  # what it counts was chosen here
+        counts: dict[str, float] = {}
+        for node in _alive():
+            name = str(node["NodeManagerHostname"])
+            counts[name] = counts.get(name, 0) + node["Resources"].get(GPU, 0)
+        wrong = []
+        for host in hosts:
+            count, free = counts.get(host.name, 0), range(host.num_ranks, host.num_gpus)
+            if is_shared and count != host.num_ranks:
+                shared = ",".join(map(str, range(host.num_ranks)))
+                wrong.append(
+                    f"{host.name}: {count:g} counted, {host.num_ranks} trainer rank(s): CUDA_VISIBLE_DEVICES={shared}"
+                )
+            elif not is_shared and host.num_gpus and count > len(free):
+                rest = ",".join(map(str, free))
+                wrong.append(
+                    f"{host.name}: {count:g} counted of {host.num_gpus}, of which {host.num_ranks} trainer rank(s) hold the "
+                    "first: "
+                    + (f"CUDA_VISIBLE_DEVICES={rest}" if rest else "no GPU: --num-gpus 0, or no Ray there at all")
+                )
+        if is_shared and (strangers := sorted(set(counts) - {host.name for host in hosts})):
+            wrong += [f"{name}: {counts[name]:g} counted, and no trainer rank" for name in strangers if counts[name]]
+        if wrong:
+            aim = (
+                "would not give engines the trainer's GPUs" if is_shared else "would give engines what the trainer uses"
+            )
+            raise RuntimeError(
+                f"{self._name} {aim}; start Ray (`ray start`, `marsrl join --gpus`) with what stands behind the last colon: "
+                + "; ".join(wrong)
+            )
+
+    def await_room(self, policy: str, each: Mapping[str, float], num: int, total: float, wait_s: float) -> None:
+        """Return when there is a place for all engines of a policy; an engine host may still have to join.
+
+        Args:
+            each: what one engine takes of one host: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
+            total: what the engines of all policies take.
+            wait_s: for hosts that join a cluster that was started `here`; other clusters are as they are.
+
+        Raises:
+            RuntimeError: there is not enough; with both numbers, and who has what.
+        """
+        for resource, amount in each.items():
+            waits = self._address is not None and is_started_here(self._address)
+            end = time.monotonic() + (wait_s if waits else 0)
+            said = time.monotonic() - _SAY_S
+            while (there := ray.cluster_resources().get(resource, 0.0)) < total and time.monotonic() < end:
+                check_head()
+                if time.monotonic() - said >= _SAY_S:
+                    said = time.monotonic()
+                    _LOG.warning(
+                        "engines need %g %s, %g are there (%s): waiting for hosts that run `%s`, %.0f s left of rollout.join_s",
+                        total, _NAMES[resource], there, _held(resource), self.joins_by, end - time.monotonic(),
+                    )  # fmt: skip
+                time.sleep(_LOOK_S)
+            if there >= total and self._has_places(resource, amount, num, _SETTLE_S):
+                return
+            on_one = f", {amount:g} of one host for each" if amount > 1 else ""
+            more = f"run `{self.joins_by}` on more hosts within rollout.join_s" if waits else "start Ray on more hosts"
+            raise RuntimeError(
+                f"the engines of policy {policy} need {amount * num:g} {_NAMES[resource]}{on_one} ({total:g} of all policies), "
+                f"and {self._name} has {there:g}: {_held(resource)}; lower rollout.engines, or {more}"
+            )
+
+    def await_place(self, engine: str, each: Mapping[str, float], wait_s: float) -> None:
+        """Return when there is a place for one engine that was lost: its host may be gone, and another one have to join.
+
+        Raises:
+            RuntimeError: there is none within wait_s; who has what.
+        """
+        for resource, amount in each.items():
+            end = time.monotonic() + wait_s
+            while not self._has_places(resource, amount, 1, min(_SAY_S, max(0.0, end - time.monotonic()))):
+                lack = (
+                    f"{engine} has no place: it needs {amount:g} {_NAMES[resource]} of one host, and {self._name} has"
+                )
+                if time.monotonic() >= end:
+                    raise RuntimeError(
+                        f"{lack} {_held(resource)}; none became free within rollout.join_s = {wait_s:g} s"
+                    )
+                _LOG.warning(
+                    "%s %s; waiting, %.0f s left of rollout.join_s", lack, _held(resource), end - time.monotonic()
+                )
+
+    def _has_places(self, resource: str, amount: float, num: int, within_s: float) -> bool:
+        end = time.monotonic() + within_s
+        while True:
+            check_head()
+            free = [node.get(resource, 0.0) for node in available_resources_per_node().values()]
+            if sum(int(each / amount + 1e-3) for each in free) >= num:  # Ray counts in 1e-4
+                return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Shut down when nobody else uses the connection and it was made here."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with RayCluster._lock:
+            RayCluster._users -= 1
+            if RayCluster._users == 0 and RayCluster._started_here:
+                RayCluster._started_here = False
+                ray.shutdown()
+
+
+def _alive() -> list[Mapping[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _held(resource: str) -> str:
+    """Who has how much of it, and what of that is free."""
+    free = {key: node.get(resource, 0.0) for key, node in available_resources_per_node().items()}
+    told = [
+        f"{node['NodeManagerHostname']} {node['Resources'][resource]:g} ({free.get(node['NodeID'], 0.0):g} free)"
+        for node in _alive()
+        if node["Resources"].get(resource)
+    ]
+    return ", ".join(told) or f"no host with {_NAMES[resource]}"
+
+
+def _node_address(address: str | None) -> str:
+    """Of this process's node; without one (ray://), of the interface towards the cluster."""
+    node: Any = ray._private.worker._global_node
+    if node is not None:
+        return str(node.node_ip_address)
+    host, _ = split_address(address or "", HEAD_PORT)
+    return address_towards(host) or own_address()
+
+
+def _listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
+    """(host, port) of a cluster that is started here; port 0: any."""
+    if address is None:
+        return "127.0.0.1", 0
+    host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as Ray does: one that has just ended is no obstacle
+        try:
+            free.bind((host, port))
+        except OSError as error:
+            raise RuntimeError(
+                f"rollout.ray_address is {address}, and port {port} of {host} is taken ({error.strerror}), by another run's Ray "
+                f"or `ray start` perhaps: end that, or set rollout.ray_address=here:{port + 1} and join there"
+            ) from error
+    return host, port
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set one, and Ray knows that
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, ours)
+
+
+def _start(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
+    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    for is_last in (False, False, True):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            _init(object_store_mib, gpus, where)
+            return
+        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
+            if is_last or "timed out during startup" not in str(error):
+                raise
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            _LOG.warning("Ray did not start within its 30 s; it is started once more")
+
+
+def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
+    host, port = where
+    with visible(gpus), only_what_is_needed(), _variable("RAY_GCS_SERVER_PORT", str(port)):
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            object_store_memory=object_store_mib << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=host,
+            _system_config={
+                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
+                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
+            },
+        )
+
+
+@contextlib.contextmanager
+def only_what_is_needed() -> Iterator[None]:
+    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
+    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
+    for name in methods:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+@contextlib.contextmanager
+def visible(gpus: Sequence[int]) -> Iterator[None]:
+    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
+    name = "CUDA_VISIBLE_DEVICES"
+    if not gpus:
+        yield
+        return
+    before = os.environ.get(name)
+    seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
+    with _variable(name, ",".join(seen[gpu] for gpu in gpus)):
+        yield
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable in the body."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _join(address: str, timeout_s: float) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    where = address.removeprefix("ray://")
+    host, _, port = where.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=timeout_s).close()
+        except OSError as error:
+            raise RuntimeError(
+                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray start --head`, "
+                "correct the address, set it to here for a cluster that other hosts join (`marsrl join`), or leave it out for "
+                "this machine alone"
+            ) from error
+    elif where != "auto":
+        raise RuntimeError(
+            f"rollout.ray_address is {address!r}; expected here[:port], host:port, ray://host:port or auto"
+        )
+    has_token = use_token()
+    failure: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except BaseException as error:  # handed to the caller's thread
+            failure.append(error)
+
+    # something that is not Ray may listen there, and ray.init would wait for minutes
+    thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or failure:
+        reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
+        raise RuntimeError(
+            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
+            f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
+        ) from (failure[0] if failure else None)
+
+
+def use_token() -> str:
+    """Show Ray's token where there is one, as `ray start` does, which then demands it of everybody. A sentence about it.
+
+    ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
+    takes no notice.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    copy = (
+        "copy ~/.ray/auth_token of the host that started the cluster there, or name its place in RAY_AUTH_TOKEN_PATH "
+        "(`marsrl join --token-file`)"
+    )
+    if mode is not None and mode.lower() != "token":
+        return f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
+    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
+        return f"this host has none ({path}), and a cluster may demand it: {copy}"
+    os.environ["RAY_AUTH_MODE"] = "token"
+    Config.initialize("")  # Ray has read its environment when it was imported
+    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
+    return f"the one {shown} was shown; where it is another cluster's, {copy}"

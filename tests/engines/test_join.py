@@ -1,0 +1,166 @@
+"""`marsrl join` and the trainer's end of it: real Ray, one machine, a node for every host; engines are our own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
+from marsrl.trainer.cli import main
+
+HEAD = """
+import logging, sys
+import numpy as np
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.pool.build import make_pool
+config = RolloutConfig(
+    engine="local", engines=2, threads=1, object_store_mib=80, ray_address=f"here:{sys.argv[2]}", join_s=120
+)
+with make_pool("main", sys.argv[1], config, dtype="float32", max_model_len=128, own_host="127.0.0.1", silence_s=10) as pool:
+    prompt = np.arange(20, dtype=np.int32)
+    asks = [DecodeRequest(f"{i}", prompt, 40, Sampling(), seed=i, affinity=f"{i}") for i in range(8)]
+    for word in sys.stdin:
+        results = pool.generate(asks, version=0)
+        print("tokens", [result.token_ids.tolist() for result in results], flush=True)
+        print("restarts", pool.take_faults().engine_restarts, flush=True)
+"""
+
+
+class Lines(threading.Thread):
+    """What a program prints, as it comes."""
+
+    def __init__(self, *words: str, home: Path) -> None:
+        super().__init__(daemon=True)
+        environment = {**os.environ, "HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *words], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, part: str, after: int = 0, seconds: float = 240) -> str:
+        """The first line behind the first `after` with this in it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := next((line for line in self.lines[after:] if part in line), None):
+                return found
+            assert self.process.poll() is None or self.is_alive(), "\n".join(self.lines[-30:])
+            time.sleep(0.1)
+        raise AssertionError(f"no {part!r} in\n" + "\n".join(self.lines[-30:]))
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+
+@contextlib.contextmanager
+def programs(home: Path) -> Iterator[Callable[..., Lines]]:
+    """Starts programs; none is left in the end."""
+    started: list[Lines] = []
+
+    def start(*words: str) -> Lines:
+        started.append(Lines(*words, home=home))
+        return started[-1]
+
+    yield start
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(each.process.pid).children(recursive=True)
+            each.process.terminate()
+            psutil.wait_procs([*processes, each.process], timeout=20)
+            for process in processes:
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_hosts_lend_their_engines_and_one_that_is_lost_is_replaced_by_a_third(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    port = free_port()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
+    with programs(tmp_path) as start:
+        joins = ("-m", "marsrl.trainer.cli", "join", f"127.0.0.1:{port}", "--wait", "60")
+        first = start(*joins)  # before the head
+        head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))
+        first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
+        first.wait_for("is part of the cluster")
+        waiting = head.wait_for("engines need 2 engine slot(s), ")
+        assert f"`marsrl join 127.0.0.1:{port}`" in waiting
+        second = start(*joins)
+        head.say("play")
+        alone = head.wait_for("tokens [[")
+        # Ctrl-C at the second host leaves nothing of it, and the engine waits for another
+        processes = psutil.Process(second.process.pid).children(recursive=True)
+        assert any("EngineActor" in " ".join(process.cmdline()) for process in processes)
+        second.process.send_signal(signal.SIGINT)
+        assert second.process.wait(60) == 130 and not psutil.wait_procs(processes, timeout=0)[1]
+        seen = len(head.lines)
+        head.say("play")
+        head.wait_for("has no place: it needs 1 engine slot(s) of one host", seen)
+        third = start(*joins)
+        assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt, or on the host
+        assert int(head.wait_for("restarts", seen).split()[1]) >= 1
+        # the trainer ends
+        assert head.process.stdin is not None
+        head.process.stdin.close()
+        assert head.process.wait(60) == 0
+        for host in (first, third):
+            assert "has ended" in host.wait_for("has ended") and host.process.wait(60) == 0
+
+
+def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        address = f"127.0.0.1:{free_port()}"
+        assert main(["join", address, "--wait", "0"]) == 1
+        said = capsys.readouterr().err
+        assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in said
+        assert main(["join", address, "--token-file", str(tmp_path / "none")]) == 1
+        assert (
+            "which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host" in capsys.readouterr().err
+        )
+        assert main(["join", address, "--gpus", "0,1"]) == 2
+        assert "--gpus is 0,1, and this host has 0 GPU(s)" in capsys.readouterr().err
+        assert main(["join", ":1"]) == 2
+        assert "':1' is no address" in capsys.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_this_host_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_address("node0", 6379) == ("node0", 6379) and split_address("10.0.0.1:7", 6379) == ("10.0.0.1", 7)
+    assert split_address("[fd00::2]:7", 6379) == ("fd00::2", 7) and split_address("fd00::2", 6379) == ("fd00::2", 6379)
+    assert split_address("here", 6379) == ("here", 6379)
+    assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no-such-host.invalid") is None
+    assert own_address("localhost") == "127.0.0.1"
+    with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is no address of this host"):
+        own_address("192.0.2.77")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")  # of torchrun on one machine: no other host reaches that
+    assert not own_address().startswith("127.0.0.3")

@@ -1,0 +1,69 @@
+"""While rank 0 has the engines decode, the other ranks stand by: an engine that is lost gets its weights from all of them.
+
+    rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
+    other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
+
+Only sync.backend=nccl and ipc need it; files are there for whoever comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.runs.collective import broadcast_bytes
+from marsrl.trainer.weights.channel import WeightChannel
+
+_T = TypeVar("_T")
+
+
+class Standby:
+    """Of all trained policies, on every rank. pools: rank 0's; None elsewhere. versions: of now, whenever it is looked at."""
+
+    def __init__(
+        self,
+        channels: Mapping[str, WeightChannel],
+        learners: Mapping[str, Learner],
+        versions: Mapping[str, int],
+        pools: Mapping[str, EnginePool] | None,
+    ) -> None:
+        self._channels, self._learners, self._versions = channels, learners, versions
+        self._pools = None if pools is None else {policy: pools[policy] for policy in learners}
+        self._thread: int | None = None  # rank 0's, while the others stand by
+        for policy, pool in (self._pools or {}).items():
+            pool.set_feed(functools.partial(self._feed, policy))
+
+    def during(self, work: Callable[[], _T]) -> _T | None:
+        """What rank 0's work returns; None elsewhere. Collective; the learners hold what the engines are to hold."""
+        if self._pools is None:
+            while policy := broadcast_bytes(None).decode():
+                self._send(policy, None)
+            return None
+        self._thread = threading.get_ident()
+        try:
+            done = work()
+        finally:
+            self._thread = None
+        broadcast_bytes(b"")
+        return done
+
+    def feed_unfed(self) -> None:
+        """Rank 0, in its work: weights for engines that another thread has found lost."""
+        for pool in (self._pools or {}).values():
+            pool.feed_unfed()
+
+    def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
+        """None where the others do not stand by: in the middle of a step, or where it is not rank 0's thread that asks."""
+        if self._thread != threading.get_ident():
+            return None
+        broadcast_bytes(policy.encode())
+        return self._send(policy, engine)
+
+    def _send(self, policy: str, engine: int | None) -> Timed | Lost | None:
+        return self._channels[policy].send_again(self._learners[policy], self._versions[policy], engine)
