@@ -66,6 +66,7 @@ class Box:
             raise RuntimeError(reason)
         self.hosts: list[Host] = []
         kept = sorted({str(ROOT), sys.prefix, sys.base_prefix})  # they may lie under /tmp, which hosts have of their own
+        self._kept = kept
         names = "127.0.0.1 localhost\\n" + "".join(f"{_NET}.{n} host{n}\\n" for n in range(1, num_hosts + 1))
         keep = [f"mkdir /mnt/.kept/{i}; mount --bind {path} /mnt/.kept/{i}" for i, path in enumerate(kept)]
         room = _ROOM.format(mib=shared_mib, shared=SHARED, names=names, keep="\n".join(keep))
@@ -87,6 +88,11 @@ class Box:
     def shared(self) -> Path:
         """The shared folder as this process reaches it."""
         return self._room.root / SHARED.relative_to("/")
+
+    def replace(self, number: int) -> Host:
+        """A new machine in the place of one that is off: its name and address, and nothing of what it had."""
+        self.hosts[number - 1] = Host(number, self._room, self._kept)
+        return self.hosts[number - 1]
 
     def close(self) -> None:
         """End everything; may be called twice."""
@@ -120,8 +126,8 @@ class Host:
         """Start a command of the checkout there, its output appended to `log`. Its signals are this process's child's."""
         with open(log, "ab") as out:
             return subprocess.Popen(
-                [*self._enter(), "bash", "-c", f"exec {command}"], stdin=subprocess.DEVNULL, stdout=out,
-                stderr=subprocess.STDOUT, env={**_environment(), **environment}, start_new_session=True,
+                [*self.enter, "bash", "-c", f"exec {command}"], stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, env={**self.environment, **environment}, start_new_session=True,
             )  # fmt: skip
 
     def run(self, command: str, *, limit_s: float = 120, **environment: str) -> str:
@@ -131,26 +137,12 @@ class Host:
             RuntimeError: it failed, with its output.
         """
         done = subprocess.run(
-            [*self._enter(), "bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={**_environment(), **environment}, timeout=limit_s,
+            [*self.enter, "bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env={**self.environment, **environment}, timeout=limit_s,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{self.name}: {command}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
-
-    def pids(self, words: str = "") -> list[int]:
-        """Of its processes whose command line has these words, as this machine numbers them."""
-        space = os.stat(f"/proc/{self.holder.pid}/ns/pid").st_ino
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdecimal() and os.stat(entry / "ns/pid").st_ino == space:
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if line and words in line:
-                        found.append(int(entry.name))
-            except OSError:
-                continue  # it ended while we looked
-        return found
 
     def cut_off(self) -> None:
         """Pull the network cable: nothing arrives, and nobody is told."""
@@ -164,8 +156,20 @@ class Host:
         self.cut_off()
         self.holder.close()
 
-    def _enter(self) -> list[str]:
+    @property
+    def enter(self) -> list[str]:
+        """The words before a command that runs it there, in the checkout."""
         return ["nsenter", f"--target={self.holder.pid}", *_ENTER]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its commands: this process's paths to programs, and nothing of its user or of its tests."""
+        kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {
+            **kept, "PATH": path, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
 
 
 class _Holder:
@@ -211,16 +215,6 @@ def why_not() -> str | None:
     inside = "mount -t tmpfs tmpfs /mnt && ip link add br0 type bridge && ip link add v0 type veth peer name v1"
     done = subprocess.run([*tried.split(), inside], capture_output=True, text=True)
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
-
-
-def _environment() -> dict[str, str]:
-    """Of a host's command: this process's paths to programs, and nothing of its user or of its tests."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH", "MARSRL_CACHE")}
-    return {
-        **kept, "PATH": path, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
 
 
 def _call(command: str) -> None:
