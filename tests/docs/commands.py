@@ -72,6 +72,11 @@ GPUS = Way(
     DRY,
     "vLLM's and Megatron's configs: tests/plan/test_presets.py; the rest needs GPUs",
 )
+IN_A_BOX = Way(
+    "tests/cluster/test_cluster.py::test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
+    "as it is, on hosts made of namespaces, with fewer ranks",
+    "all the rest of docs/clusters.md: make cluster",
+)
 MODULE = Way(
     f"{HERE}::test_a_program_is_found_by_its_module",
     "with --help added",
@@ -111,6 +116,7 @@ WAYS = {
     "make train": make("its torchrun line: the row of `torchrun trainer/main.py`"),
     "make test": make("it is what runs these tests"),
     "make bench": make("rows of the benchmarks"),
+    "make cluster": make("tests/cluster/all_cases.py, whose beginning is tests/cluster/test_cluster.py"),
     "make parity": make(
         "four layouts: tests/megatron/test_parity.py::test_four_ranks_train_as_one_and_as_transformers"
     ),
@@ -153,6 +159,9 @@ WAYS = {
         "as it is, on this machine, without waiting for a trainer that is not there",
         "hosts that join, are lost and leave: tests/engines/test_join.py",
     ),
+    "torchrun --nnodes 2 --node-rank N --master-addr host1 --nproc-per-node 8 trainer/main.py --config "
+    "/mnt/cluster/run.yaml": IN_A_BOX,
+    "marsrl join host1": IN_A_BOX,
     "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(
         f"{HERE}::test_documents_are_served_until_ctrl_c",
         "as it is, at any free port, stopped by Ctrl-C",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -78,3 +80,33 @@ def test_a_heartbeat_that_is_left_before_the_end_says_so_once() -> None:
         stack.push(rank.heartbeat)
         raise MemoryError("no room")
     assert b"MemoryError: no room" in told[0] and not rank.stopped.is_set()
+
+
+class DeafStore:
+    """A store of a machine that can lose its power: what is asked of it then has no answer and no error."""
+
+    def __init__(self) -> None:
+        self._store, self.power = dist.HashStore(), threading.Event()
+        self.power.set()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*words: Any) -> Any:
+            self.power.wait()
+            return getattr(self._store, name)(*words)
+
+        return ask
+
+
+def test_a_rank_stops_when_the_machine_of_rank_0_has_lost_its_power() -> None:
+    store = DeafStore()
+    store.set("beat/0", "1 host1 4711")
+    rank = Rank(store, 2, silence_s=2.0)  # type: ignore[arg-type]
+    with rank.heartbeat:
+        while not store.check(["beat/2"]):
+            time.sleep(0.01)
+        store.power.clear()
+        assert rank.stopped.wait(60)
+        store.power.set()  # so that the test ends
+    assert rank.reason == (
+        "rank 0 (host1, process 4711) or its machine is gone: its store has not answered for run.silence_s = 2 s"
+    )

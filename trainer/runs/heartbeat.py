@@ -5,6 +5,7 @@ stops the ranks of a machine when one of them dies, not those of others.
 
     rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 looks at all beats, the others at rank 0's
     who finds a silent one: lost = "rank 17 ..."         everybody looks at lost, and stops
+    the store's machine has lost its power: no answer, and no error; a thread that does not ask it notices
     on the machine of the silent one: SIGKILL for it     torchrun would wait half a minute for it to hear of SIGTERM
 """
 
@@ -62,13 +63,18 @@ class Heartbeat:
         self._watched = [r for r in range(world_size) if r != rank] if rank == 0 else [0]
         self._stop = stop or self._stop_process
         self._left = threading.Event()
+        self._counts = dict.fromkeys(self._watched, b"")  # last beats
+        self._answered = threading.Event()  # by the store, since the last look
+        self._stopping = threading.Lock()  # taken by the thread that stops this process, for good
         self._reason: str | None = None
         self._is_interrupted = False  # the reason: somebody stopped another rank on purpose
         self._error: BaseException | None = None  # what this rank leaves with
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._watch = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
+        self._watch.start()
         return self
 
     def __exit__(
@@ -81,9 +87,8 @@ class Heartbeat:
             raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 
     def _run(self) -> None:
-        counts = dict.fromkeys(self._watched, b"")
+        counts = self._counts
         changed = dict.fromkeys(self._watched, time.monotonic())  # a rank that never beats is silent from now on
-        silence_s = self._silence_s - 2 * self._beat_s  # a beat comes late by one, and is looked at late by one
         beat, silent = 0, list[str]()
         while self._reason is None and not self._left.wait(self._beat_s):
             beat += 1
@@ -96,7 +101,8 @@ class Heartbeat:
                     now = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
                     if now != counts[r]:
                         counts[r], changed[r] = now, time.monotonic()
-                since = time.monotonic() - silence_s
+                self._answered.set()
+                since = time.monotonic() - self._patience_s
                 lost = [r for r in self._watched if changed[r] < since and counts[r] != b"done"]
                 if lost:
                     named = ", ".join(f"rank {r}{_place(counts[r])}" for r in lost)
@@ -104,10 +110,9 @@ class Heartbeat:
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
             except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
-                gone = f"rank 0 or its machine is gone: the store does not answer ({str(error).splitlines()[0]})"
-                self._reason, silent = gone, [counts[0].decode()] if 0 in counts else []
+                self._reason, silent = self._store_is_gone(f"the store does not answer ({str(error).splitlines()[0]})")
         if self._reason is not None:
-            self._stop(self._reason, silent)
+            self._stop_once(self._reason, silent)
             return
         try:
             if self._error is None:
@@ -119,6 +124,31 @@ class Heartbeat:
                 self._store.set("lost", json.dumps([told, [], is_interrupted]))
         except RuntimeError:
             return  # the others are gone already, and so is their interest
+
+    def _watch_store(self) -> None:
+        """A machine without power closes no connection: whoever asks its store waits for ever."""
+        waited_s = 0.0  # by our own beats: one in which this process was stopped itself counts once
+        while self._reason is None and not self._left.wait(self._beat_s):
+            waited_s = 0.0 if self._answered.is_set() else waited_s + self._beat_s
+            self._answered.clear()
+            if waited_s > self._patience_s:
+                why = f"its store has not answered for run.silence_s = {self._silence_s:g} s"
+                self._reason, silent = self._store_is_gone(why)
+                self._stop_once(self._reason, silent)
+
+    @property
+    def _patience_s(self) -> float:
+        """Of a silence: a beat comes late by one, and is looked at late by one."""
+        return self._silence_s - 2 * self._beat_s
+
+    def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
+        """The reason to stop, and the beat that was rank 0's."""
+        beat = self._counts.get(0, b"")
+        return f"rank 0{_place(beat)} or its machine is gone: {how}", [beat.decode()] if beat else []
+
+    def _stop_once(self, reason: str, silent: Sequence[str]) -> None:
+        if self._stopping.acquire(blocking=False):
+            self._stop(reason, silent)
 
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         print(f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}", file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=marsrl
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+# The first TRAINERS hosts of the job train, with RANKS ranks each; the others lend themselves to the engines. Its words are
+# those of trainer/main.py:
+#   TRAINERS=3 sbatch docs/slurm.sh --config configs/qwen3_30b_a3b.yaml \
+#     policies.main.model=/models/Qwen3-30B-A3B-Thinking-2507 data.train=problems.jsonl run.name=first
+# Submitted once more with run.resume=auto behind them it goes on. From the checkout, with .venv/bin on PATH.
+set -euo pipefail
+export TRAINERS=${TRAINERS:-1} RANKS=${RANKS:-8}
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export FIRST=${hosts[0]}
+for host in "${hosts[@]:TRAINERS}"; do
+  srun --nodes=1 --ntasks=1 --nodelist="$host" marsrl join "$FIRST" &
+done
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT  # engine hosts leave by themselves, but wait for a trainer host that is gone
+trainers=$(IFS=,; echo "${hosts[*]:0:TRAINERS}")
+srun --nodes="$TRAINERS" --ntasks="$TRAINERS" --ntasks-per-node=1 --nodelist="$trainers" bash -c '
+  exec torchrun --nnodes "$TRAINERS" --node-rank "$SLURM_PROCID" --master-addr "$FIRST" --nproc-per-node "$RANKS" \
+    trainer/main.py "$@"' torchrun "$@" rollout.ray_address=here

@@ -1,0 +1,198 @@
+"""Training in a Box: ranks on its first hosts, engines on those that lend themselves, files on the shared disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from books import Loss, check_books
+from box import ROOT, SHARED, Box, Host
+from desk import boxing_model
+
+from marsrl.trainer.report.metrics import MetricsRow, read_metrics
+from marsrl.trainer.runs.directory import RunDirectory
+
+GROUP_SIZE = 4
+START_S, STEP_S = 400.0, 200.0  # on a machine that does other things, too
+TOKEN = {"RAY_AUTH_TOKEN_PATH": f"{SHARED}/auth_token"}
+# Small, in float32, on one thread; a stage has seconds of decoding, in which a fault can strike.
+SETTINGS = {
+    "task": "math",
+    "policies": {"main": {"model": f"{SHARED}/model", "dtype": "float32", "optimizer": {"lr": 0.001}}},
+    "data": {"train": f"{SHARED}/problems.jsonl"},
+    "rollout": {
+        "engine": "local", "threads": 1, "prompts_per_step": 3, "group_size": GROUP_SIZE, "max_response_tokens": 40,
+        "vllm": {"max_num_seqs": 2}, "deadline_s": 100.0, "ray_address": "here",
+    },
+    "trainer": {"threads": 1},
+    "run": {"evaluate": False, "checkpoint_every": 1, "silence_s": 25.0, "dir": f"{SHARED}/runs"},
+}  # fmt: skip
+ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
+BY_FILES = (f"sync.directory={SHARED}",)
+BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
+# Metrics that two runs of the same numbers do not share: clocks, how weights travelled, and the size of rounding itself.
+_OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s")
+_SUMS = ("actor/", "mpt/")  # of float32 numbers, added up in another order: 2.3e-5 apart at most where it was measured
+_SUMS_DIFFER = 2e-4
+
+
+def fill(box: Box) -> None:
+    """Model, problems, settings and Ray's token on the shared disk. Answers are right by a coin: there is something to learn."""
+    boxing_model(box.shared / "model")
+    problems = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(60)]
+    (box.shared / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in problems))
+    (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
+    (box.shared / "auth_token").write_text(secrets.token_hex(32))
+
+
+def lend(host: Host, command: str, logs: Path, *words: str) -> subprocess.Popen[bytes]:
+    """The command is `marsrl join host1`: the host's engines are for the trainer there."""
+    return host.start(f"{command} {' '.join(words)}", logs / f"join-{host.name}.log", **TOKEN)
+
+
+@dataclass
+class Training:
+    """A run whose ranks were started on hosts of a box. processes: what started them, by the host's name."""
+
+    box: Box
+    directory: RunDirectory
+    logs: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def rows(self) -> list[MetricsRow]:
+        return read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
+
+    def step(self) -> int:
+        """The last one in metrics.jsonl."""
+        rows = self.rows()
+        return rows[-1].step if rows else 0
+
+    def output(self, host: str) -> str:
+        return (self.logs / f"{self.directory.path.name}-{host}.log").read_text(errors="replace")
+
+    def said(self, host: str) -> str:
+        """The last line of ours on that host's console."""
+        ours = [line for line in self.output(host).splitlines() if line.startswith("marsrl: ")]
+        return ours[-1] if ours else ""
+
+    def until(self, step: int, limit_s: float = START_S) -> None:
+        """Until this step is trained.
+
+        Raises:
+            Loss: the run ended before, or took longer.
+        """
+        end = time.monotonic() + limit_s
+        while self.step() < step:
+            for host, process in self.processes.items():
+                if process.poll() is not None:
+                    raise Loss(f"{host} ended with {process.poll()} before step {step}:\n{self.output(host)[-4000:]}")
+            if time.monotonic() > end:
+                raise Loss(f"step {step} was not trained in {limit_s:.0f} s:\n{self.output('host1')[-4000:]}")
+            time.sleep(0.05)
+
+    def into_a_stage(self) -> int:
+        """Until the engines decode: a step has just ended, and the next begins with seconds of that. The step that ended."""
+        step = self.step() + 1
+        self.until(step)
+        time.sleep(0.5)
+        return step
+
+    def ended(self, limit_s: float, *hosts: str) -> dict[str, int]:
+        """Exit codes on these hosts (none given: on all), which end by themselves.
+
+        Raises:
+            Loss: one of them takes longer than limit_s.
+        """
+        end, codes = time.monotonic() + limit_s, {}
+        for host in hosts or self.processes:
+            try:
+                codes[host] = self.processes[host].wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise Loss(f"{host} still runs after {limit_s:.0f} s:\n{self.output(host)[-4000:]}") from None
+        return codes
+
+    def check(self) -> None:
+        """Nothing was lost, and nothing trained twice."""
+        check_books(self.directory, GROUP_SIZE)
+
+
+def train(box: Box, command: str, name: str, logs: Path, *words: str, ranks: int) -> Training:
+    """Start a command of docs/clusters.md: --node-rank N on as many hosts as it says, with `ranks` ranks on each."""
+    run = Training(box, RunDirectory(box.shared / "runs" / name), logs)
+    given = shlex.split(command)
+    num_hosts = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
+    for number, host in enumerate(box.hosts[:num_hosts]):
+        filled = [str(number) if word == "N" else word for word in given]
+        filled[filled.index("--nproc-per-node") + 1] = str(ranks)
+        line = shlex.join([*filled, f"run.name={name}", *words])
+        run.processes[host.name] = host.start(line, logs / f"{name}-{host.name}.log", **TOKEN)
+    return run
+
+
+def submit(box: Box, name: str, logs: Path, *words: str, trainers: int, ranks: int) -> Training:
+    """Run docs/slurm.sh as Slurm would, but for its `srun` and `scontrol`, which here know the hosts of the box."""
+    tools = logs / "slurm"
+    tools.mkdir()
+    enter = "\n".join(f"{host.name}) enter='{shlex.join(host.enter)}';;" for host in box.hosts)
+    for tool, script in (
+        ("scontrol", f"echo {' '.join(host.name for host in box.hosts)} | tr ' ' '\\n'"),
+        ("srun", _SRUN.format(enter=enter)),
+    ):
+        (tools / tool).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tools / tool).chmod(0o755)
+    environment = {**box.hosts[0].environment, **TOKEN, "TRAINERS": str(trainers), "RANKS": str(ranks)}
+    environment |= {"PATH": f"{tools}:{environment['PATH']}", "SLURM_JOB_NODELIST": "host[1-3]"}
+    script = ["docs/slurm.sh", "--config", f"{SHARED}/run.yaml", f"run.name={name}", *words]
+    with open(logs / f"{name}-host1.log", "wb") as out:
+        process = subprocess.Popen(
+            script, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+    return Training(box, RunDirectory(box.shared / "runs" / name), logs, {"host1": process})
+
+
+_SRUN = """while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && nodes=${{1#*=}}; shift; done
+number=0
+for node in ${{nodes//,/ }}; do
+  case $node in
+{enter}
+  esac
+  SLURM_PROCID=$number $enter "$@" &
+  number=$((number + 1))
+done
+trap 'kill $(jobs -p)' TERM
+status=0
+for job in $(jobs -p); do wait "$job" || status=$?; done
+exit $status"""
+
+
+def same_metrics(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> str:
+    """How equal two runs are, in a sentence.
+
+    Raises:
+        Loss: a count, reward, length or advantage differs at all, or a sum of the learner's by more than rounding.
+    """
+    num_equal, largest, where = 0, 0.0, ""
+    for row, other in zip(rows, others, strict=True):
+        for key in row.values.keys() | other.values.keys():
+            if key.startswith(_OWN):
+                continue
+            a, b = row.values.get(key), other.values.get(key)
+            if a == b:
+                num_equal += 1
+                continue
+            apart = abs(a - b) / max(abs(a), abs(b)) if a is not None and b is not None else math.inf
+            if not key.startswith(_SUMS) or apart > _SUMS_DIFFER:
+                raise Loss(f"step {row.step}: {key} is {a} and {b}")
+            if apart > largest:
+                largest, where = apart, key
+    return f"{num_equal} numbers equal in every bit, sums of the learner within {largest:.1e}" + (
+        f" ({where})" if where else ""
+    )
