@@ -168,7 +168,6 @@ class EnginePool:
         """
         self._wake()
         self.feed_unfed()
-        self._check_fed("generate")
         before, looked = sum(self.num_decoded()), time.monotonic()
         self._version = version
         self._dispatch.add(requests)

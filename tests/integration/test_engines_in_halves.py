@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def test_two_steps_train_with_engines_in_halves(
     directory: Path = runner.run(f"halves_{kind}", *words)  # type: ignore[attr-defined]
     rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
     assert len(rows) == 2 and all(row["actor/updates"] for row in rows)
-    assert all(row["sync/probe_tokens"] == 640 and (row["sync/probe_diff_median"] or 1) < 1e-5 for row in rows)
+    assert all(row["sync/probe_tokens"] == 640 for row in rows)
+    medians = [row["sync/probe_diff_median"] for row in rows]
+    assert all(median is not None and median < 1e-5 for median in medians), medians
     assert load_summary(directory / "summary.json").verified_syncs == 3
+    deadline = time.monotonic() + 60
+    while left_behind() and time.monotonic() < deadline:  # Ray's processes take a moment
+        time.sleep(0.5)
     assert left_behind() == []
