@@ -20,13 +20,14 @@ from foreign_bytes import counted, peak
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.weights.receiver import ReceivePlan
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.runs.collective import gather_bytes
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
+from marsrl.trainer.weights.direct_channel import DirectChannel, IpcChannel, NcclChannel
 from marsrl.trainer.weights.file_channel import FileChannel
 
 BUCKET = 4096  # bytes: most tensors take several
@@ -109,11 +110,13 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
         checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
         engines.ask("peak")
     for kind, channel in channels_of(checked, dtype).items():
+        plans: list[ReceivePlan] = []
         versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
         for version in versions:
             if engines:
                 engines.ask("forget")
             report = channel.publish(learner, version)
+            plans += channel._receive_plans() if isinstance(channel, DirectChannel) else []
         if engines and report:
             found[kind] = {
                 "held": engines.ask("held"),
@@ -121,11 +124,12 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 "probe": report.comparison and report.comparison.largest,
                 "peak": engines.ask("peak"),
             }
-        if kind != "shm":
-            found.setdefault(kind, {})["again"] = sent_again(channel, learner, checked, engines)
         if kind == "shm":  # rank 0 gathers whole tensors for files
             found.setdefault(kind, {})["rank_peak"] = peak()
         else:
+            assert isinstance(channel, DirectChannel)
+            found.setdefault(kind, {})["plans"] = len({id(plan) for plan in [*plans, *channel._receive_plans()]})
+            found[kind]["again"] = sent_again(channel, learner, checked, engines)
             name = ""
             if engines:
                 name = sorted(found[kind]["held"][0])[-2]

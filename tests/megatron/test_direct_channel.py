@@ -59,6 +59,11 @@ def test_an_engine_that_was_lost_gets_the_weights_alone_and_takes_part_in_the_ne
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_plans_are_made_at_the_first_publish(found: dict[str, Any], kind: str) -> None:
+    assert found[kind]["plans"] == 2  # one an engine, after two publishes
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
     name, error = found[kind]["spoiled"]
     assert "version 3: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
