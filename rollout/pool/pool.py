@@ -309,7 +309,7 @@ class EnginePool:
     def _check_fed(self, method: str) -> None:
         if self._recovery.unfed:
             raise RuntimeError(
-                f"engines of policy {self.name}: {method} asks all of them, and engines {sorted(self._recovery.unfed)} were lost "
+                f"engines of policy {self.name}: {method} needs them, and engines {sorted(self._recovery.unfed)} were lost "
                 "where the trainer's ranks could not send them weights again, in the last seconds of a publish perhaps; go on "
                 "from the last checkpoint with run.resume=auto"
             )

@@ -212,14 +212,14 @@ def test_a_feed_travels_as_bytes():
 
 
 def test_a_plan_goes_to_its_engine_with_every_version_and_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = shard_layout({"model.norm.weight": (4,)}, num_kv_heads=1)
+    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
     rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
     buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
     plan = receive_plan(rendezvous, 0, layout, buckets)
     times, place = [], Place.__getstate__
     monkeypatch.setattr(Place, "__getstate__", lambda self: times.append(self) or place(self))
-    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, plan))) for version in (1, 2))
-    assert first.receive_plan == again.receive_plan == plan and (first.version, again.version) == (1, 2)
+    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, (plan,)))) for version in (1, 2))
+    assert first.receive_plans == again.receive_plans == (plan,) and (first.version, again.version) == (1, 2)
     assert len(times) == 1
 
 

@@ -124,13 +124,12 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 "probe": report.comparison and report.comparison.largest,
                 "peak": engines.ask("peak"),
             }
-        if kind != "shm":
-            found.setdefault(kind, {})["again"] = sent_again(channel, learner, checked, engines)
         if kind == "shm":  # rank 0 gathers whole tensors for files
             found.setdefault(kind, {})["rank_peak"] = peak()
         else:
             assert isinstance(channel, DirectChannel)
             found.setdefault(kind, {})["plans"] = len({id(plan) for plan in [*plans, *channel._receive_plans()]})
+            found[kind]["again"] = sent_again(channel, learner, checked, engines)
             name = ""
             if engines:
                 name = sorted(found[kind]["held"][0])[-2]
