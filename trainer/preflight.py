@@ -155,6 +155,7 @@ def preflight(
         warnings += _check_judge(config.judge, {of_train: train if trains else (), of_eval: held_out})
     _check_sync_backend(config)
     _check_extra(config)
+    warnings += _slow_records(config, host)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     where = placement_lines(config, host, world_size)
@@ -319,6 +320,20 @@ def _check_sync_backend(config: RunConfig) -> None:
             f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
             "sync.backend=shm and sync.cpu_twin=false, or rollout.engine=local"
         )
+
+
+def _slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
+    """Agents whose draws vLLM's own sampler has to list the vocabulary for (docs/credit.md)."""
+    return [
+        f"agents.{name} leaves no token out, and the engines of policies.{agent.policy} list at each place what was kept "
+        "(loss.truncation=renormalise): vLLM's own sampler is slow at it; set top_p or top_k, or rollout.vllm.sampler=marsrl"
+        for name, agent in config.agents.items()
+        if agent.policy in (vllm := vllm_of(config))
+        and config.records_of(agent.policy).kept_tokens
+        and vllm[agent.policy].sampler_on(_device(host)) == "engine"
+        and agent.top_p == 1
+        and agent.top_k < 1
+    ]
 
 
 def _check_extra(config: RunConfig) -> None:

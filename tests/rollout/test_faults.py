@@ -226,7 +226,7 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     assert all(map(is_whole, served(pool, asks(8), "submit", version=4)))  # the other one has them all
     had = len(replicas.had[1])
     assert all(map(is_whole, served(pool, asks(8), "generate", version=4)))
-    with pytest.raises(RuntimeError, match=r"score asks all of them, and engines \[1\] were lost"):
+    with pytest.raises(RuntimeError, match=r"score needs them, and engines \[1\] were lost"):
         pool.score([np.arange(5, dtype=np.int32)])
     assert len(replicas.had[1]) == had
     replicas.dead.add(0)
@@ -234,7 +234,7 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     for _ in range(3):
         assert pool.collect(0.0) == []  # nobody can
     pool.drain()
-    with pytest.raises(RuntimeError, match=r"generate asks all of them, and engines \[0, 1\] were lost"):
+    with pytest.raises(RuntimeError, match=r"generate needs them, and engines \[0, 1\] were lost"):
         pool.generate(asks(4), version=4)
     pool.drain()
     pool.submit(asks(4), version=4)

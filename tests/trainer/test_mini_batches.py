@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.engines.protocol import Records
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
+from marsrl.trainer.preflight import refusals_of
 
 AGENTS = {"solver": AgentConfig()}
 
@@ -123,9 +127,26 @@ def test_a_kl_term_and_its_reference_go_together() -> None:
     RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}, "policies": {"main": {"reference": "start"}}})
 
 
-@pytest.mark.parametrize(("engine", "why"), [("vllm", "Model Runner V2"), ("scripted", "come from no model")])
-def test_replay_of_the_rollouts_experts_is_refused_with_the_engines_reason(engine: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"rollout.engine={engine} does not return them: .*{why}"):
-        RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": {"engine": engine}})
-    RunConfig.model_validate({"trainer": {"router_replay": "recompute"}, "rollout": {"engine": engine}})
-    RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": {"engine": "local"}})
+def test_replay_of_the_rollouts_experts_is_refused_where_an_engine_does_not_tell_them() -> None:
+    def replaying(**rollout: Any) -> RunConfig:
+        return RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": rollout})
+
+    with pytest.raises(ValueError, match=r"scripted completions .* come from no model"):
+        replaying(engine="scripted")
+    on_cpus, on_gpus = TrainerHost(0, 1, False), TrainerHost(8, 4, False)
+    (sentence,) = refusals_of(replaying(engine="vllm"), on_cpus)  # preflight's and the planner's
+    assert "on a CPU vLLM runs V1: set rollout.engine=local" in sentence
+    assert refusals_of(replaying(engine="local"), on_cpus) == ()
+    assert refusals_of(replaying(engine="vllm"), on_gpus) == ()
+    (sentence,) = refusals_of(replaying(engine="vllm", vllm={"sampler": "marsrl"}), on_gpus)
+    assert "set rollout.vllm.sampler=engine" in sentence
+    assert replaying(engine="vllm").records_of("main") == Records(experts=True)
+
+
+def test_a_quantised_engine_is_refused_of_a_policy_that_is_trained() -> None:
+    host = TrainerHost(8, 4, False)
+    config = RunConfig.model_validate({"rollout": {"vllm": {"quantization": "fp8"}}})
+    assert "rollout.vllm.quantization is fp8" in refusals_of(config, host)[0]
+    assert refusals_of(config, TrainerHost(8, 0, False)) == ()  # marsrl evaluate
+    judge = {"frozen": True, "model": "/judge", "vllm": {"quantization": "fp8"}}
+    assert refusals_of(RunConfig.model_validate({"policies": {"main": {}, "judge": judge}}), host) == ()

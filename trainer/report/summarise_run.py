@@ -50,6 +50,7 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
             kind=info.kind,
             device=info.device,
             dtype=info.dtype,
+            sampler=info.sampler,
         ),
         tokens_per_engine=tuple(tokens),
         verified_syncs=driver.num_syncs,

@@ -131,7 +131,7 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
 
 
 class EngineRecord(Schema):
-    """What decoded: the class and version of the real library."""
+    """What decoded: the class and version of the real library; sampler: who drew its tokens."""
 
     engine_class: str = Field(alias="class")
     library: str
@@ -139,6 +139,7 @@ class EngineRecord(Schema):
     kind: str
     device: str
     dtype: str
+    sampler: str = ""
 
 
 class WarmStartRecord(Schema):
