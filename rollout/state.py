@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import UnionType
@@ -11,6 +12,8 @@ import msgpack
 import numpy as np
 
 State = TypeVar("State")
+
+_hints = functools.cache(get_type_hints)  # of a class; reading them takes longer than building one of it
 
 
 def encode(value: object) -> bytes:
@@ -62,6 +65,6 @@ def _build(kind: Any, value: Any) -> Any:
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind)})  # type: ignore[operator]
     return kind(value) if isinstance(kind, type) and issubclass(kind, str) else value

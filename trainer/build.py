@@ -65,12 +65,16 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
         layout = resolve(next(iter(config.trained_policies.values())).layout)
-        parallel.start(layout, config.run.seed, wait_s=_longest_wait_s(config))
+        parallel.start(layout, config.run.seed)
         stack.callback(parallel.stop)
         checked = replace(checked, host=replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host)))
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
+        beat = None
+        if world_size() > 1:  # from now on a rank waits for the others as long as they beat
+            beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
+            stack.enter_context(beat)
         started: dict[str, WarmStart] = {}
         if any(policy.model is None for policy in config.policies.values()):
             started = warm_starts(as_it_began(directory, config), console)
@@ -78,11 +82,6 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         trained = config.trained_policies
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
-        beat = None
-        if world_size() > 1:
-            beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
-        if beat is not None:
-            stack.enter_context(beat)  # before rank 0 starts engines, which may take minutes
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
         channels: dict[str, WeightChannel] = {}
         for name in trained:
@@ -98,15 +97,6 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
     """Every host on which ranks hold GPUs. Collective."""
     told = [tuple(each.decode().split()) for each in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
     return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
-
-
-def _longest_wait_s(config: RunConfig) -> float:
-    """How long ranks may wait in a collective for rank 0. Silent and dead ranks are found by the heartbeat, long before.
-
-    A stage whose engines are lost as often as one may be, each found after deadline_s; and three hours for what else rank 0
-    does alone: engines that start, evaluations, checkpoints.
-    """
-    return config.rollout.deadline_s * config.rollout.max_request_attempts + 3 * 3600
 
 
 def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightChannel:

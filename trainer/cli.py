@@ -54,15 +54,33 @@ def _doctor(add: AddParser) -> None:
     parser = _command(
         add,
         "doctor",
-        "Say what is installed and what will serve on this machine, and why not the rest.",
+        "Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here.",
         "marsrl doctor",
     )
+    parser.add_argument(
+        "--config", help="YAML file, or a preset's name: what would become of it on hosts like this one"
+    )
+    parser.add_argument("--nnodes", type=int, default=1, help="hosts of the trainer, as torchrun's (default: 1)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, help="ranks on each, as torchrun's (default: the GPUs that engines leave)"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.doctor import report
+        from marsrl.trainer.doctor import examine, report
+        from marsrl.trainer.read_config import read_config
 
-        print(report())
-        return 0
+        if words.nnodes < 1 or (words.nproc_per_node or 1) < 1:
+            raise ValueError(
+                f"--nnodes is {words.nnodes}, --nproc-per-node {words.nproc_per_node}; expected at least 1"
+            )
+        config, origin = None, None
+        if words.config or words.settings:
+            config, origin = read_config(words.config, words.settings)
+            print(f"# settings: {origin}")
+        findings = examine(config, words.nnodes, words.nproc_per_node)
+        print(report(findings))
+        return int(any(finding.topic == "config" and finding.detail.startswith("refused") for finding in findings))
 
     parser.set_defaults(run=run)
 

@@ -6,9 +6,11 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.weights.files import left_behind, parent_of
 
@@ -49,9 +51,16 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def examine() -> list[Finding]:
-    """Every finding; imports torch and our kernels, nothing heavier, and starts nothing."""
+def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
+    """Every finding; starts nothing, and joins a Ray cluster at most for a look, where the config names one.
+
+    Args:
+        config: also what would become of it here; None: what the settings' defaults need.
+        num_nodes, ranks_per_node: torchrun's words; None: a rank for each GPU that engines leave.
+    """
     import torch
+
+    from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
     installed = library_versions()
     findings = [
@@ -59,12 +68,15 @@ def examine() -> list[Finding]:
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
         Finding("machine", "gpu", torch.cuda.is_available(), _gpu(torch)),
     ]
-    parent = parent_of()
+    settings = config or RunConfig()
+    findings += memory_findings(settings)
+    parent = parent_of(settings.sync.directory)
     if left := left_behind(parent):
         named = ", ".join(folder.name for folder in left)
         findings.append(
             Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
         )
+    findings += gpu_findings()
     for name, purpose in LIBRARIES.items():
         findings.append(
             Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}")
@@ -72,13 +84,16 @@ def examine() -> list[Finding]:
     findings += _kernels() + _engines(installed) + _megatron(installed)
     nvcc = shutil.which("nvcc")
     findings.append(Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"))
+    findings += ray_findings(settings)
+    if config is not None:
+        findings += config_findings(config, Ranks.of(config, num_nodes, ranks_per_node))
     return findings
 
 
-def report() -> str:
+def report(findings: Sequence[Finding]) -> str:
     """The findings as text, one line each: + is used here, - is not."""
     lines, topic = [], ""
-    for finding in examine():
+    for finding in findings:
         if finding.topic != topic:
             topic = finding.topic
             lines.append(topic)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import dataclass, replace
+
+from marsrl.rollout.config import RolloutConfig, is_started_here
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.trainer.config import RunConfig, SyncBackend
 
 
@@ -24,3 +29,130 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
     if config.sync.directory is not None or not between_processes or not (on_gpus or config.sync.cpu_twin):
         return "shm"
     return "ipc" if rollout.placement == "colocated" else "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a host somebody has: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
+
+    gpu: the first GPU; None: on the host's CPUs.
+    """
+
+    who: str
+    first: int
+    num: int
+    each: int
+    gpu: int | None
+
+    def text(self, num_hosts: int = 1) -> str:
+        """num_hosts: hosts in a row that look like this one."""
+        numbers = _range(self.first, self.num * num_hosts)
+        who = f"{self.who}{'s' if self.num * num_hosts > 1 else ''} {numbers}"
+        if self.gpu is None:
+            return f"CPU: {who}"
+        of_each = f", {self.each} GPUs each" if self.each > 1 else ""
+        return f"GPU {_range(self.gpu, self.num * self.each)}: {who}{of_each}"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and who is on it. name: "trainer host", "engine host"."""
+
+    name: str
+    shares: tuple[Share, ...]
+
+    def is_followed_by(self, other: Host, distance: int) -> bool:
+        """Whether the other one is the same, `distance` hosts further on."""
+        on = tuple(replace(each, first=each.first + distance * each.num) for each in self.shares)
+        return self.name == other.name and on == other.shares
+
+
+def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Host]:
+    """Who is where, trainer hosts first, rank 0's first of all; which engine gets which of its GPUs is Ray's choice.
+
+    Hosts of engines that are not known yet are taken to have as many GPUs as this one, and a slot each where it has none.
+    """
+    hosts = []
+    for first in range(0, world_size if host.num_ranks else 0, max(1, host.num_ranks)):
+        num = min(host.num_ranks, world_size - first)
+        hosts.append(Host("trainer host", (Share("rank", first, num, 1, 0 if host.num_gpus else None),)))
+    hosts = hosts or [Host("this host", ())]
+    rollout = config.rollout
+    of = {name: config.rollout_of(name) for name, policy in config.policies.items() if policy.openai is None}
+    if not host.num_gpus:
+        in_slots = (
+            rollout.ray_address is not None and is_started_here(rollout.ray_address) and rollout.placement != "local"
+        )
+        if in_slots and rollout.engine != "scripted":
+            waiting = [Share(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)]
+            return hosts + [Host("engine host", (share,)) for share in waiting]
+        shares = [Share(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
+        return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
+    if rollout.placement == "local" or rollout.engine == "scripted":
+        shares = [Share(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
+        return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
+    if rollout.placement == "colocated":
+        rooms = [list(range(each.shares[0].num if each.shares else host.num_gpus)) for each in hosts]
+        for name, each in of.items():  # every policy has an engine on each GPU
+            hosts, _ = _filled(hosts, [list(room) for room in rooms], name, each, 0)
+        return hosts
+    rooms = [[] for _ in hosts]
+    if rollout.ray_address is None or is_started_here(rollout.ray_address):
+        rooms[0] = sorted(host.gpus_for(tuple(of.values())))
+    for name, each in of.items():
+        hosts, rooms = _filled(hosts, rooms, name, each, host.num_gpus if rollout.ray_address is not None else 0)
+    return hosts
+
+
+def _filled(
+    hosts: list[Host], rooms: list[list[int]], policy: str, rollout: RolloutConfig, more_gpus: int
+) -> tuple[list[Host], list[list[int]]]:
+    """The hosts with a policy's engines on them, and what is left of their free GPUs. more_gpus: of each further host."""
+    each, left, at, hosts, rooms = rollout.vllm.tensor_parallel, rollout.engines, 0, [*hosts], [*rooms]
+    while left:
+        if at == len(hosts):
+            if more_gpus < each:
+                break  # refused elsewhere (refusals.py)
+            hosts.append(Host("engine host", ()))
+            rooms.append(list(range(more_gpus)))
+        if num := min(left, len(rooms[at]) // each):
+            share = Share(f"{policy} engine", rollout.engines - left, num, each, rooms[at][0])
+            hosts[at] = replace(hosts[at], shares=(*hosts[at].shares, share))
+            rooms[at] = rooms[at][num * each :]
+            left -= num
+        at += 1
+    return hosts, rooms
+
+
+def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
+    """For people: a line a host, hosts that look alike in one; then how weights travel."""
+    hosts, lines = placement(config, host, world_size), list[str]()
+    numbers = {"trainer host": 0, "engine host": 0, "this host": 0}
+    while hosts:
+        first = hosts[0]
+        alike = 1
+        while alike < len(hosts) and first.is_followed_by(hosts[alike], alike) and lines:
+            alike += 1
+        number = numbers[first.name] + 1
+        numbers[first.name] += alike
+        name = f"{first.name}{'s' if alike > 1 else ''} {_range(number, alike)}"
+        if not lines:
+            name = f"{first.name} 1 ({socket.gethostname()})" if first.name != "this host" else socket.gethostname()
+        lines.append(f"{name}: {'; '.join(share.text(alike) for share in first.shares)}")
+        hosts = hosts[alike:]
+    if numbers["engine host"]:
+        has = f"{host.num_gpus} GPUs" if host.num_gpus else "a slot"
+        lines[-1] += f" (taken to have {has} each, and not known yet)"
+    return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}"]
+
+
+_TRAVEL: dict[SyncBackend, str] = {
+    "auto": "not decided",
+    "shm": "files that every engine reads",
+    "nccl": "from each rank straight to the engines",
+    "ipc": "from each rank to the engine on its GPU",
+}
+
+
+def _range(first: int, num: int) -> str:
+    return f"{first}" if num == 1 else f"{first}-{first + num - 1}"

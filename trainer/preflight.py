@@ -30,7 +30,7 @@ from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
-from marsrl.trainer.placement import with_backend
+from marsrl.trainer.placement import placement_lines, with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.schools.registry import school_of, who_is_taught
@@ -51,6 +51,7 @@ class Checked:
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
     num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
     host: TrainerHost
+    placement: tuple[str, ...]  # which GPU of which host has which rank or engine, in words
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
@@ -68,7 +69,8 @@ class Checked:
             notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
         notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
         notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
-        return f"{config}batch arithmetic:\n{plan}{notes}"
+        where = "\n".join(f"  {line}" for line in self.placement)
+        return f"{config}batch arithmetic:\n{plan}\nplacement:\n{where}{notes}"
 
 
 def preflight(
@@ -141,7 +143,8 @@ def preflight(
     _check_sync_backend(config)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
-    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(warnings), curators)
+    where = placement_lines(config, host, world_size)
+    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(where), tuple(warnings), curators)
 
 
 def _check_something_trains(config: RunConfig) -> None:

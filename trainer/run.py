@@ -144,6 +144,7 @@ class Run:
 
     def begin(self) -> None:
         """Go on from a checkpoint if asked; give the engines the weights; evaluate before the first step."""
+        barrier()  # rank 0 has started its engines
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
@@ -396,8 +397,8 @@ class Run:
             driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
             driver.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
-        with self.console.progress("probe", unit="tokens") as bar:
-            probe = driver.evaluator.make_probe(self.versions, bar.update)
+        with self.console.progress("probe", unit="episodes") as bar:
+            probe = driver.evaluator.make_probe(self.versions, bar.played)
         driver.before = self._evaluate("evaluation before")
         if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
@@ -407,5 +408,5 @@ class Run:
     def _evaluate(self, name: str) -> Evaluation:
         driver = self.driver
         assert driver is not None
-        with driver.scheduler.resting(), self.console.progress(name, unit="tokens") as bar:
-            return driver.evaluator.evaluate(self.versions, bar.update)
+        with driver.scheduler.resting(), self.console.progress(name, unit="episodes") as bar:
+            return driver.evaluator.evaluate(self.versions, bar.played)

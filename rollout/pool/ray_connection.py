@@ -212,6 +212,19 @@ class RayCluster:
                 ray.shutdown()
 
 
+def cluster_view(address: str, timeout_s: float) -> str:
+    """What the cluster at an address has: each host's GPUs and slots, and what of them is free.
+
+    Raises:
+        RuntimeError: it cannot be joined within timeout_s.
+    """
+    cluster = RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)
+    try:
+        return f"{len(_alive())} node(s) at {address}; {_held(GPU)}; {_held(ENGINE_SLOT)}"
+    finally:
+        cluster.close()
+
+
 def _alive() -> list[Mapping[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
@@ -386,6 +399,15 @@ def use_token() -> str:
     ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
     takes no notice.
     """
+    is_there, sentence = token_here()
+    if is_there:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # Ray has read its environment when it was imported
+    return sentence
+
+
+def token_here() -> tuple[bool, str]:
+    """Whether this host has a token that can be shown, and a sentence about it."""
     mode = os.environ.get("RAY_AUTH_MODE")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     copy = (
@@ -393,10 +415,8 @@ def use_token() -> str:
         "(`marsrl join --token-file`)"
     )
     if mode is not None and mode.lower() != "token":
-        return f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
+        return False, f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
     if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
-        return f"this host has none ({path}), and a cluster may demand it: {copy}"
-    os.environ["RAY_AUTH_MODE"] = "token"
-    Config.initialize("")  # Ray has read its environment when it was imported
+        return False, f"this host has none ({path}), and a cluster may demand it: {copy}"
     shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
-    return f"the one {shown} was shown; where it is another cluster's, {copy}"
+    return True, f"the one {shown} is shown; where it is another cluster's, {copy}"

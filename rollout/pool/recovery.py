@@ -103,12 +103,19 @@ class Recovery:
         return self._num_restarts
 
     def load(self, replica: int) -> Lost | None:
-        """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now; Lost where it does
-        not survive that."""
+        """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now.
+
+        Lost: it does not survive that.
+        """
         update = self._updates[replica]
         if update.path:
             answer = self._replicas.call_one(replica, "update_weights", (update,))
-        elif self.feed is None or (answer := self.feed(replica)) is None:
+        elif self.feed is None:
+            raise RuntimeError(
+                f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "
+                f"{update.version} that a new one could load, and no trainer is here to send them"
+            )
+        elif (answer := self.feed(replica)) is None:
             return None
         if isinstance(answer, Lost):
             return answer

@@ -1,31 +1,52 @@
 """Plays given episodes to their ends with one set of weights: evaluation. Nothing is trained, cut into stages or kept.
 
-all episodes -> asks of the round -> completions -> calls of tools, asks for what waits -> ... -> judged -> next round
+    an ask -> a completion -> judged -> the ask is over -> what its episode asks next, or calls of tools
+                 '-> it waits -> asks and calls of its episode -> goes on with what they say
+
+No episode waits for another: what a completion's end makes possible is submitted at once, so that a slot that is free is used,
+and all that is to be played is as long as its longest episode, not as the longest of each round.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial, tokens_behind
+from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.team import Prompt, Team
-from marsrl.rollout.types import Ask, Finish, Sample, ToolCall
+from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
+
+_COLLECT_S, _BESIDE_S = 0.2, 0.01  # how long results are waited for; with judges or tools at work
+_REPORT_S = 0.2
+
+OnProgress = Callable[[int, int, int], None]
+"""Told now and then (episodes and asks that are over, of how many, tokens decoded so far)."""
 
 
-@dataclass(slots=True)
-class _Completion:
-    """The one sample of an ask. prompt: None where it is longer than the agent may read. said: once it has ended."""
+@dataclass(slots=True, eq=False)
+class _Play:
+    """An episode that is played. seed: of its draws. is_followed: to its end; else the asks that were given are all."""
 
     episode: Episode
+    seed: int
+    is_followed: bool
+    open: dict[str, Completion] = field(default_factory=dict)  # by uid
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """The one completion of an ask. prompt: None where it is longer than the agent may read. said: once it is judged."""
+
     ask: Ask
     prompt: Prompt | None
+    play: _Play
     partial: Partial = field(default_factory=Partial)
     said: Sample | None = None
 
@@ -33,78 +54,134 @@ class _Completion:
     def uid(self) -> str:
         return f"{self.ask.id}:0"
 
+    @property
+    def episode(self) -> Episode:
+        return self.play.episode
+
+    @property
+    def sample(self) -> Sample:
+        """What was said, of a completion that is over."""
+        assert self.said is not None, f"{self.uid} is not over"
+        return self.said
+
 
 @dataclass(slots=True)
 class AtOnce:
     """See the module.
 
+        player = AtOnce(team, versions, 4096, Sampling())
+        player.play(episodes, seed=1)
+        asked = player.ask([(episode, ask), ...], seed=2)
+        player.finish()                                     # all of it, side by side
+        [each.sample for each in asked]
+
     max_tokens: of one completion. sampling: in place of the agents' own; what ends a completion is theirs.
-    num_decoded: tokens so far. answered: all samples, with their tokens, which episodes do not keep, and without texts.
+    num_decoded: tokens so far. answered: all samples of episodes that are played to their ends, with their tokens, which
+    episodes do not keep, and without texts. A draw follows from its ask and the seed, whatever is played beside it.
     """
 
     team: Team
     versions: Mapping[str, int]
     max_tokens: int
     sampling: Sampling
-    progress: Progress | None = None
+    progress: OnProgress | None = None
     num_decoded: int = 0
     answered: list[Sample] = field(default_factory=list)
+    _plays: list[_Play] = field(default_factory=list)
+    _due: list[Completion] = field(default_factory=list)
+    _in_flight: dict[str, Completion] = field(default_factory=dict)  # by uid; at the engines
+    _judging: dict[Completion, tuple[Sample, Future[Reward] | None]] = field(default_factory=dict)
+    _calling: dict[Future[ToolOutput], tuple[_Play, ToolCall]] = field(default_factory=dict)
+    _reported_s: float = 0.0
 
-    def play(self, episodes: Sequence[Episode], seed: Callable[[int], int]) -> None:
-        """To their ends: one sample to each ask, one ask of each episode after the other. seed: of the round's draws."""
-        number = 0
-        while asked := self._follow(episodes):
-            self.answer(asked, seed(number))
-            number += 1
+    def play(self, episodes: Sequence[Episode], seed: int) -> None:
+        """To their ends: one sample to each ask."""
+        for episode in episodes:
+            self._plays.append(_Play(episode, seed, is_followed=True))
+            self._go_on(self._plays[-1])
 
-    def answer(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Sample]:
-        """One whole, judged completion to each ask, in order; the asks are over then.
+    def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
+        """One whole, judged completion to each ask, of an episode that is played no further.
 
         A prompt that is too long gets an empty completion that counts as overlong.
         """
-        asked = [_Completion(episode, ask, self.team.prompt(episode, ask)) for episode, ask in asks]
-        going, waiting = asked, list[_Completion]()
-        while going or waiting:
-            self._decode([each for each in going if each.prompt is not None], seed)
-            for each in [each for each in going if each.prompt is None]:
-                self._end(each, Finish.LENGTH)
-            self._close([each for each in going if each.said is not None])
-            waiting += [each for each in going if each.said is None]
-            going = self._after_waiting(waiting) if waiting else []
-            waiting = [each for each in waiting if each.uid in each.episode.waiting]
-        return [each.said for each in asked if each.said is not None]
-
-    def _follow(self, episodes: Sequence[Episode]) -> list[tuple[Episode, Ask]]:
-        """What is asked next in each, after the tools that are called first."""
+        plays: dict[int, _Play] = {}
         asked = []
-        while True:
-            calls = []
-            for episode in episodes:
-                asks, own = self.team.follow(episode)
-                asked += [(episode, ask) for ask in asks]
-                calls += [(episode, call) for call in own]
-            if not calls:
-                return asked
-            self._call(calls)
+        for episode, ask in asks:
+            if id(episode) not in plays:
+                plays[id(episode)] = _Play(episode, seed, is_followed=False)
+            asked.append(self._open(plays[id(episode)], ask))
+        self._plays += plays.values()
+        return asked
 
-    def _call(self, calls: Sequence[tuple[Episode, ToolCall]]) -> None:
-        assert self.team.tools is not None  # Team.follow lets no call through else
-        futures = [(episode, call, self.team.tools.submit(call)) for episode, call in calls]
-        wait([future for _, _, future in futures])
-        for episode, call, future in futures:
-            episode.outputs[call.id] = future.result()
+    def finish(self) -> None:
+        """Returns when all that was begun is over."""
+        while self._due or self._in_flight or self._judging or self._calling:
+            self._submit()
+            for result in self._collect():
+                self._take(result)
+            self._take_outputs()
+            self._take_judged()
+            self._report()
+        self._report(is_last=True)
 
-    def _decode(self, going: Sequence[_Completion], seed: int) -> None:
-        """Each to its end, or to where it waits."""
+    def _open(self, play: _Play, ask: Ask) -> Completion:
+        each = Completion(ask, self.team.prompt(play.episode, ask), play)
+        play.open[each.uid] = each
+        if each.prompt is None:
+            self._end(each, Finish.LENGTH)
+        else:
+            self._due.append(each)
+        return each
+
+    def _go_on(self, play: _Play) -> None:
+        """Do what the episode makes possible: asks and calls that are new, samples that wait and now can go on."""
+        if play.is_followed or play.episode.waiting:
+            asks, calls = self.team.follow(play.episode)
+            for call in calls:
+                assert self.team.tools is not None  # Team.follow lets no call through else
+                self._calling[self.team.tools.submit(call)] = (play, call)
+            for ask in asks:
+                self._open(play, ask)
+        self._resume(play)
+
+    def _resume(self, play: _Play) -> None:
+        """Samples that wait, with what they waited for behind them; where nothing more can come, they end as errors."""
+        waiting = play.episode.waiting
+        said = {uid: self.team.continuation(play.episode, sample) for uid, sample in waiting.items()}
+        is_open = play.episode.open_calls or any(uid not in waiting for uid in play.open)
+        is_over = play.episode.error or not (is_open or any(tokens is not None for tokens in said.values()))
+        for uid, tokens in said.items():
+            each = play.open[uid]
+            if tokens is None and not is_over:
+                continue
+            del waiting[uid]
+            if tokens is None:
+                self._end(each, Finish.ERROR, play.episode.error or NOTHING_OPEN)
+            elif len(each.partial.token_ids) + len(tokens) >= self._most_tokens(each.ask.agent):
+                self._end(each, Finish.LENGTH)
+            else:
+                each.partial.go_on_with(tokens)
+                self._due.append(each)
+
+    def _submit(self) -> None:
+        due, self._due = self._due, []
+        self._in_flight.update((each.uid, each) for each in due)
         for policy, pool in self.team.pools.items():
-            own = [each for each in going if self.team.agents[each.ask.agent].policy == policy]
-            requests = [self._request(each, seed) for each in own]
-            behind = tokens_behind(self.num_decoded, self.progress)
-            results = pool.generate(requests, version=self.versions[policy], on_progress=behind) if requests else []
-            for each, result in zip(own, results, strict=True):
-                self._take(each, result)
+            own = [each for each in due if self.team.agents[each.ask.agent].policy == policy]
+            if own:
+                pool.submit([self._request(each) for each in own], version=self.versions[policy])
 
-    def _request(self, each: _Completion, seed: int) -> DecodeRequest:
+    def _collect(self) -> list[DecodeResult]:
+        pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
+        if not pools:  # judges and tools are at work alone
+            judging = [judgement for _, judgement in self._judging.values() if judgement is not None]
+            wait([*judging, *self._calling], 0.0 if len(judging) < len(self._judging) else None, FIRST_COMPLETED)
+            return []
+        timeout_s = _BESIDE_S if self._judging or self._calling else _COLLECT_S
+        return [result for pool in pools for result in pool.collect(timeout_s / len(pools))]
+
+    def _request(self, each: Completion) -> DecodeRequest:
         assert each.prompt is not None
         own, known = self.team.sampling(each.ask.agent), each.partial.token_ids
         place = (len(known),) if len(known) else ()
@@ -113,55 +190,53 @@ class AtOnce:
             token_ids=np.concatenate([each.prompt.ids, known]).astype(np.int32, copy=False),
             max_new_tokens=self._most_tokens(each.ask.agent) - len(known),
             sampling=replace(self.sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
-            seed=derive_seed(seed, "answer", each.ask.id, *place),
+            seed=derive_seed(each.play.seed, "answer", each.ask.id, *place),
             affinity=each.ask.id,
         )
 
     def _most_tokens(self, agent: str) -> int:
         return min(self.max_tokens, self.team.agents[agent].max_response_tokens or self.max_tokens)
 
-    def _take(self, each: _Completion, result: DecodeResult) -> None:
+    def _take(self, result: DecodeResult) -> None:
+        each = self._in_flight.pop(result.uid)
         self.num_decoded += len(result.token_ids)
         each.partial.extend(result.token_ids, result.logprobs, result.version)
         self._end(each, result.finish, result.error)
 
-    def _end(self, each: _Completion, finish: Finish, error: str = "") -> None:
+    def _end(self, each: Completion, finish: Finish, error: str = "") -> None:
+        """A completion has ended, and is judged; or it waits."""
+        episode = each.episode
         prompt = each.prompt or Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
-        sample = self.team.sample(each.episode, each.ask, 0, prompt, each.partial, finish, error)
+        sample = self.team.sample(episode, each.ask, 0, prompt, each.partial, finish, error)
         if sample.finish is Finish.WAITING:
-            each.episode.wait(sample)
+            episode.wait(sample)
+            self._go_on(each.play)
         else:
-            each.said = sample
+            (judgement,) = self.team.begin_judging([(episode, each.ask, sample)])
+            self._judging[each] = sample, judgement
 
-    def _close(self, ended: Sequence[_Completion]) -> None:
-        samples = [each.said for each in ended if each.said is not None]
-        judged = self.team.judged([(e.episode, e.ask, said) for e, said in zip(ended, samples, strict=True)])
-        for each, sample in zip(ended, judged, strict=True):
-            each.said = sample
-            self.answered.append(replace(sample, text="", prompt_text=""))
-            each.episode.close(each.ask, (sample,))
+    def _take_judged(self) -> None:
+        done = {each: found for each, found in self._judging.items() if found[1] is None or found[1].done()}
+        for each, (sample, judgement) in done.items():
+            del self._judging[each]
+            play = each.play
+            reward = None if judgement is None else judgement.result()
+            each.said = self.team.rewarded(each.episode, each.ask, sample, reward)
+            if play.is_followed:
+                self.answered.append(replace(each.said, text="", prompt_text=""))
+            play.episode.close(each.ask, (each.said,))
+            del play.open[each.uid]
+            self._go_on(play)
 
-    def _after_waiting(self, waiting: Sequence[_Completion]) -> list[_Completion]:
-        """What is to be decoded now: asks that waiting samples led to, and samples that go on.
+    def _take_outputs(self) -> None:
+        for future in [future for future in self._calling if future.done()]:
+            play, call = self._calling.pop(future)
+            play.episode.outputs[call.id] = future.result()
+            self._go_on(play)
 
-        Where there is neither, nothing more can come, and they end as errors.
-        """
-        episodes = list({id(each.episode): each.episode for each in waiting}.values())
-        new = [_Completion(episode, ask, self.team.prompt(episode, ask)) for episode, ask in self._follow(episodes)]
-        resumed = []
-        for each in waiting:
-            tokens = self.team.continuation(each.episode, each.episode.waiting[each.uid])
-            if tokens is not None and len(each.partial.token_ids) + len(tokens) < self._most_tokens(each.ask.agent):
-                each.partial.go_on_with(tokens)
-                resumed.append(each)
-            elif tokens is not None:
-                self._end(each, Finish.LENGTH)
-        for each in resumed:
-            del each.episode.waiting[each.uid]
-        ended = [each for each in waiting if each.said is not None]
-        if not (new or resumed or ended):
-            for each in waiting:
-                self._end(each, Finish.ERROR, each.episode.error or NOTHING_OPEN)
-            ended = list(waiting)
-        self._close(ended)
-        return new + resumed
+    def _report(self, *, is_last: bool = False) -> None:
+        now = time.monotonic()
+        if self.progress is not None and (is_last or now - self._reported_s > _REPORT_S):
+            self._reported_s = now
+            num_over = sum(not play.open and not play.episode.open_calls for play in self._plays)
+            self.progress(num_over, len(self._plays), self.num_decoded)

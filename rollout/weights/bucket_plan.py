@@ -81,12 +81,13 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
     for rank, boxes in enumerate(holders):
         for name, box in boxes.items():
             ranks_of[name][box].append(rank)
+    boxes_of = {name: sorted(ranks.items()) for name, ranks in ranks_of.items()}
     load = [0] * len(holders)
     pieces = []
     for target, need in enumerate(needs):
         for name, wanted in need.items():
             found = 0
-            for box, ranks in sorted(ranks_of[name].items()):
+            for box, ranks in boxes_of.get(name, ()):
                 part = wanted.overlap(box)
                 if part.num_elements == 0:
                     continue
@@ -97,7 +98,7 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
             if found != wanted.num_elements:
                 raise ValueError(
                     f"weight transfers: engine shard {target} needs {wanted.num_elements} numbers of {name} ({wanted}), and "
-                    f"the trainer's ranks hold {found} of them: {sorted(ranks_of[name].items())}"
+                    f"the trainer's ranks hold {found} of them: {boxes_of.get(name, [])}"
                 )
     return pieces
 

@@ -6,8 +6,10 @@ receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...}
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,14 +41,28 @@ class IncomingBucket:
         return sum(block.rows * block.cols for block in self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReceivePlan:
-    """What one engine shard receives, in order, and where from. shapes: of the fused tensors that it is to hold."""
+    """What one engine shard receives, in order, and where from. shapes: of the fused tensors that it is to hold.
+
+    It goes to its engine with every version: some 20,000 blocks of a large model, which are pickled once.
+    """
 
     rendezvous: Rendezvous
     shard: int
     buckets: tuple[IncomingBucket, ...]
     shapes: Mapping[str, tuple[int, ...]]
+
+    def __reduce__(self) -> tuple[Callable[[bytes], ReceivePlan], tuple[bytes]]:
+        return self._unpacked, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps((self.rendezvous, self.shard, self.buckets, self.shapes), pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def _unpacked(cls, data: bytes) -> ReceivePlan:
+        return cls(*pickle.loads(data))
 
 
 def receive_plan(

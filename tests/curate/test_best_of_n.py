@@ -122,14 +122,14 @@ def test_draws_do_not_depend_on_what_is_played_beside_them(players: Callable[...
     given = rows(4)
     with players(lambda question: 2).open([given[0].problem]) as evaluator:
         asked: dict[str, list[int]] = {}
-        generate = evaluator.team.pools["main"].generate
+        submit = evaluator.team.pools["main"].submit
 
         def noted(requests: Sequence[DecodeRequest], **more: Any) -> Any:
             for request in requests:
                 asked.setdefault(request.uid, []).append(request.seed)
-            return generate(requests, **more)
+            return submit(requests, **more)
 
-        evaluator.team.pools["main"].generate = noted  # type: ignore[method-assign]
+        evaluator.team.pools["main"].submit = noted  # type: ignore[method-assign]
         together = evaluator.correctness({f"p{row.number}": row.problem for row in given}, N, {"main": 0})
         alone = evaluator.correctness({"p2": given[2].problem}, N, {"main": 0})
     assert together["p2"] == alone["p2"] == [1.0, 1.0, 0.0, 0.0]

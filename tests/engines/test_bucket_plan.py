@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.bucket_plan import Box, plan_buckets, plan_pieces, whole_box
@@ -19,7 +21,7 @@ from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
 from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import fuse
 from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
-from marsrl.rollout.weights.shard_layout import ShardTensors, shard_layout
+from marsrl.rollout.weights.shard_layout import Place, ShardTensors, shard_layout
 from marsrl.trainer.learner.megatron.held import held_boxes
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 
@@ -207,6 +209,18 @@ def test_a_feed_travels_as_bytes():
     rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
     plan = receive_plan(rendezvous, 0, layout, buckets)
     assert len(plan.buckets) == 5 and decode(ReceivePlan, encode(plan)) == plan
+
+
+def test_a_plan_goes_to_its_engine_with_every_version_and_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
+    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
+    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
+    plan = receive_plan(rendezvous, 0, layout, buckets)
+    times, place = [], Place.__getstate__
+    monkeypatch.setattr(Place, "__getstate__", lambda self: times.append(self) or place(self))
+    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, plan))) for version in (1, 2))
+    assert first.receive_plan == again.receive_plan == plan and (first.version, again.version) == (1, 2)
+    assert len(times) == 1
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():

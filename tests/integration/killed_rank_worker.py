@@ -1,4 +1,5 @@
-"""Started by torchrun: a run with a scripted engine whose rank 1 kills itself in the middle of step KILL_AT."""
+"""Started by torchrun: a run with a scripted engine whose rank 1 kills itself in the middle of step KILL_AT. Until then rank 0
+comes later than a collective waits, to every kind of thing that it does alone."""
 
 from __future__ import annotations
 
@@ -7,15 +8,22 @@ import os
 import random
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.trainer import build, main
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
+
+LIMIT_S, LATE_S = 8.0, 10.0  # of a collective; how late rank 0 comes
 
 
 def script(request: DecodeRequest) -> str:
@@ -38,12 +46,41 @@ def kill_at(step: int) -> None:
     Learner._forward_backward = die  # type: ignore[method-assign]
 
 
+def come_late() -> None:
+    """Rank 0, once each: from the start of its engines, a stage, its part of a checkpoint, and engines that come to rest."""
+    parallel.COLLECTIVE_S = LIMIT_S
+    waits, resting = [LATE_S], Scheduler.resting
+
+    @contextmanager
+    def late_resting(*words: Any) -> Iterator[None]:
+        if waits:
+            time.sleep(waits.pop())
+        with resting(*words):
+            yield
+
+    Scheduler.resting = late_resting  # type: ignore[method-assign, assignment]
+    for owner, name in ((build, "make_pool"), (Scheduler, "next_batch"), (Scheduler, "snapshot")):
+        setattr(owner, name, _late_once(getattr(owner, name)))
+
+
+def _late_once(method: Callable[..., Any]) -> Callable[..., Any]:
+    waits = [LATE_S]
+
+    def late(*words: Any, **settings: Any) -> Any:
+        if waits:
+            time.sleep(waits.pop())
+        return method(*words, **settings)
+
+    return late
+
+
 def run(model: str, settings: list[str]) -> int:
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
     build.make_pool = functools.partial(make_pool, scripted=engine)  # type: ignore[assignment]
     EngineComparison.compare = lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
     if "KILL_AT" in os.environ:
+        come_late()
         kill_at(int(os.environ["KILL_AT"]))
     return main.main(settings)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,16 @@ import torch.distributed as dist
 from foreign_bytes import counted, peak
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Timed
-from marsrl.rollout.weights.engine_shard import EngineShard
+from marsrl.rollout.weights.receiver import ReceivePlan
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.runs.collective import gather_bytes
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
+from marsrl.trainer.weights.direct_channel import DirectChannel, IpcChannel, NcclChannel
 from marsrl.trainer.weights.file_channel import FileChannel
 
 BUCKET = 4096  # bytes: most tensors take several
@@ -112,11 +110,13 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
         checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
         engines.ask("peak")
     for kind, channel in channels_of(checked, dtype).items():
+        plans: list[ReceivePlan] = []
         versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
         for version in versions:
             if engines:
                 engines.ask("forget")
             report = channel.publish(learner, version)
+            plans += channel._receive_plans() if isinstance(channel, DirectChannel) else []
         if engines and report:
             found[kind] = {
                 "held": engines.ask("held"),
@@ -124,11 +124,12 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 "probe": report.comparison and report.comparison.largest,
                 "peak": engines.ask("peak"),
             }
-        if kind != "shm":
-            found.setdefault(kind, {})["again"] = sent_again(channel, learner, checked, engines)
         if kind == "shm":  # rank 0 gathers whole tensors for files
             found.setdefault(kind, {})["rank_peak"] = peak()
         else:
+            assert isinstance(channel, DirectChannel)
+            found.setdefault(kind, {})["plans"] = len({id(plan) for plan in [*plans, *channel._receive_plans()]})
+            found[kind]["again"] = sent_again(channel, learner, checked, engines)
             name = ""
             if engines:
                 name = sorted(found[kind]["held"][0])[-2]
@@ -161,30 +162,34 @@ def sent_again(
     return [alone, engines.ask("held")]
 
 
-def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path) -> None:
-    """Halves of every tensor, as two tensor-parallel engine shards hold them, into folder/shard_*.pt."""
-    channel = NcclChannel(None, torch.float32, bucket_bytes=BUCKET, timeout_s=60.0)
-    held = learner.held()
-    channel._agree(held, [EngineShard(0, 2, 2), EngineShard(1, 2, 2)])
-    receipts: list[WeightReceipt] = []
-    thread = None
-    if engines:
-        engines.ask("shard")
-        updates = [WeightUpdate("", 1, (plan,)) for plan in channel._receive_plans()]
-        thread = threading.Thread(
-            target=lambda: receipts.extend(a.value for a in engines.call("update_weights", [(u,) for u in updates]))
-        )
-        thread.start()
-    expected = channel._send(held)
-    if engines and thread:
-        thread.join()
-        assert [receipt.checksums[0] for receipt in receipts] == expected
-        engines.call("save", [(str(folder / f"shard_{i}.pt"),) for i in range(2)])
-    channel.close()
+def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
+    """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a channel and
+    experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
+    said = {}
+    for experts in ("cut", "spread"):
+        checked = None
+        for kind in (NcclChannel, IpcChannel):
+            if engines:
+                engines.ask("halves", 2, experts == "spread")
+                checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
+            # they score nothing: no version is compared
+            channel = kind(checked, torch.float32, verify_every=100, bucket_bytes=BUCKET, timeout_s=60.0)
+            channel.publish(learner, 1)
+            name = f"{kind.__name__}_{experts}"
+            if engines:
+                engines.call("save", [(str(folder / "first.pt"),), (str(folder / f"{name}.pt"),)])
+                engines.connections[1].send(("spoil", ("lm_head.weight",)))
+                engines.connections[1].recv()
+            try:
+                channel.publish(learner, 2)
+            except RuntimeError as error:  # on rank 0
+                said[name] = str(error)
+            channel.close()
+    return said
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """What publishes() found in each case, on rank 0; shard_*.pt in the folder, of the case that says so."""
+    """What publishes() found in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
     with counted():
@@ -193,8 +198,8 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
             if engines is None and dist.get_rank() == 0:
                 engines = Processes.start(2)
             found[name] = publishes(learner, model, engine_dtype, engines)
-            if name.endswith("shards"):
-                publish_to_shards(learner, engines, Path(folder))
+            if name.endswith("halves"):
+                found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
             parallel.stop(keep_world=True)
     if engines:
         engines.end()

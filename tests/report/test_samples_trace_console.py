@@ -155,6 +155,17 @@ def test_only_rank_zero_prints_and_a_file_gets_plain_lines() -> None:
             assert "[bold]x" in text and "solver" in text and "+0.330" in text
 
 
+def test_an_evaluation_says_how_much_is_over_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("marsrl.trainer.report.console.time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    with RunConsole(0, out).progress("evaluation", unit="episodes") as bar:
+        assert bar.left() == ""
+        now[0] = 60.0
+        bar.played(100, 960, 5_000_000)
+    assert "evaluation: 100/960 episodes  2 episodes/s  9 min left  5,000,000 tokens" in out.getvalue()
+
+
 def test_a_run_that_was_not_evaluated_has_no_table() -> None:
     out = io.StringIO()
     RunConsole(0, out).results(make_summary(before=None, after=None))

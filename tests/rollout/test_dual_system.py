@@ -140,7 +140,8 @@ def play(
     says, length = Says(renderer, turns), options.pop("length", 4000)
     player = AtOnce(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling())
     episode = Episode("e.0", "e", PROBLEM, purpose="evaluate")
-    player.play([episode], lambda number: number)
+    player.play([episode], 0)
+    player.finish()
     assert episode.is_at_its_end and not episode.error and not episode.waiting
     (said,) = [sample for sample in player.answered if sample.agent == "system2"]
     return episode, replace(said, text=renderer.decode(said.token_ids)), says

@@ -16,6 +16,8 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.pool.retries import Retries
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
@@ -177,20 +179,81 @@ def test_other_weights_in_a_restarted_engine_end_the_run(monkeypatch: pytest.Mon
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     pool.update_weights(WeightUpdate("version_1", 1))
-    monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, {"name": 7}, 0.0))
+    monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, [{"name": 7}], 0.0))
     replicas.dead.add(1)
     with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
         served(pool, asks(4), "submit", version=1)
 
 
-def test_weights_that_are_in_no_file_cannot_be_given_to_a_new_engine() -> None:
+def test_weights_that_nobody_has_cannot_be_given_to_a_new_engine() -> None:
     replicas = MortalReplicas(1)
     pool = replicas.pool()
     pool.update_weights(WeightUpdate("", 4))
     replicas.dead.add(0)
-    with pytest.raises(RuntimeError, match=r"leaves no file of the weights of version 4 .* run\.resume=auto"):
+    with pytest.raises(RuntimeError, match=r"no file has the weights of version 4 .* no trainer is here to send them"):
         served(pool, asks(1), "submit", version=4)
-    assert not replicas.restarts
+
+
+class Trainer:
+    """Sends weights of no file to replicas that ask for them, while it can."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool, self.can, self.asked = pool, True, list[int]()
+        pool.set_feed(self.feed)
+
+    def feed(self, replica: int) -> Timed | Lost | None:
+        self.asked.append(replica)
+        return self.pool.hand(replica, WeightUpdate("", 4)) if self.can else None
+
+
+@pytest.mark.parametrize("how", ["generate", "submit"])
+def test_weights_of_no_file_come_from_the_trainer_again(how: str) -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    trainer = Trainer(pool)
+    pool.update_weights(WeightUpdate("", 4))
+    replicas.dead.add(1)
+    results = served(pool, asks(8), how, version=4)
+    assert all(map(is_whole, results)) and trainer.asked == [1]
+    assert {result.version for result in results} == {4}
+
+
+def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send_them() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(slots=2)
+    trainer = Trainer(pool)
+    pool.update_weights(WeightUpdate("", 4))
+    trainer.can = False
+    replicas.dead.add(1)
+    assert all(map(is_whole, served(pool, asks(8), "submit", version=4)))  # the other one has them all
+    had = len(replicas.had[1])
+    for how in ("generate", "score"):  # what asks every engine cannot be
+        with pytest.raises(RuntimeError, match=rf"{how} asks all of them, and engines \[1\] were lost"):
+            served(pool, asks(2), how, version=4) if how == "generate" else pool.score([np.arange(5, dtype=np.int32)])
+    replicas.dead.add(0)
+    pool.submit(asks(4), version=4)
+    for _ in range(3):
+        assert pool.collect(0.0) == []  # nobody can
+    trainer.can = True
+    pool.feed_unfed()
+    results = [result for _ in range(100) for result in pool.collect(0.0)]
+    assert len(results) == 4 and all(map(is_whole, results)) and len(replicas.had[1]) > had
+
+
+def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    trainer = Trainer(pool)
+    pool.update_weights(WeightUpdate("", 4))
+    trainer.can = False
+    replicas.dead.add(0)
+    pool.stand_by()
+    assert not trainer.asked and pool.num_restarts == 1
+    pool.update_weights(WeightUpdate("", 5))
+    assert [result.version for result in served(pool, asks(4), "submit", version=5)] == [5] * 4
+    replicas.dead.add(1)  # in the middle of it no side can go on
+    with pytest.raises(RuntimeError, match=r"engine 1 was lost while the trainer's ranks sent it weights"):
+        pool.update_weights(WeightUpdate("", 6))
 
 
 @pytest.mark.parametrize("how", ["generate", "submit"])

@@ -305,7 +305,9 @@ def test_an_evaluation_is_judged_by_the_model_in_both_cases(desk: Make) -> None:
     team, _, _ = team_with(judged)
     problems = [letter_problems(1).next_problem()] * 6
     episodes = [Episode(f"e{i}", f"e{i}", p, 0, "evaluate") for i, p in enumerate(problems)]
-    AtOnce(team, {"main": 0}, 48, Sampling()).play(episodes, lambda number: number)
+    player = AtOnce(team, {"main": 0}, 48, Sampling())
+    player.play(episodes, 0)
+    player.finish()
     samples = [s for e in episodes for answer in e.answers.values() for s in answer if s.answer is not None]
     assert len(samples) >= 6 and all(s.reward.correct == (s.answer == "8") for s in samples)
     assert judged.judge.take_counts("evaluate")["judge/calls"] == len(samples)

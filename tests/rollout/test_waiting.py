@@ -246,15 +246,17 @@ def test_evaluation_plays_them_too() -> None:
     player = AtOnce(team_of(config, tools), VERSIONS, 200, Sampling())
     problem = Problem("p", "what", "7", "math")
     episodes = [Episode(f"e.{i}", "e", problem, purpose="evaluate") for i in range(4)]
-    player.play(episodes, lambda number: number)
+    player.play(episodes, 0)
+    player.finish()
     ended = [episode.said(episode.ask("solver")) for episode in episodes]
     assert [said is not None and said.answer for said in ended] == ["7", "8", "7", "8"]
     assert all(episode.is_at_its_end and not episode.waiting for episode in episodes)
     assert tools.called.total() == 4 and player.num_decoded == sum(len("".join(w)) for w in (EVEN, ODD)) * 2 + 2 * 7 + 8
     fixed = episodes[0].before(episodes[0].ask("solver"))
     assert not fixed.answers and not fixed.outputs and len(episodes[0].outputs) == 1
-    (again,) = player.answer([(fixed, episodes[0].ask("solver"))], 0)
-    assert again.text == ENDED[0] and tools.called.total() == 5
+    (again,) = player.ask([(fixed, episodes[0].ask("solver"))], 0)
+    player.finish()
+    assert again.sample.text == ENDED[0] and tools.called.total() == 5
 
 
 class Pair(Seeker):
@@ -282,7 +284,10 @@ def test_a_sample_goes_on_when_another_that_waited_has_ended(overlap: int | None
     team = team_of(config, None, Pair, waits_once)
     if overlap is None:
         episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
-        samples = AtOnce(team, VERSIONS, 200, Sampling()).answer([(episode, a) for a in team.follow(episode)[0]], 0)
+        player = AtOnce(team, VERSIONS, 200, Sampling())
+        asked = player.ask([(episode, a) for a in team.follow(episode)[0]], 0)
+        player.finish()
+        samples = [each.sample for each in asked]
     else:
         samples = list(played(config, team, steps=1).values())
     said = {sample.agent: sample for sample in samples}
@@ -335,8 +340,9 @@ def test_what_cannot_go_on_ends_and_says_why(kind: type[Seeker], finish: Finish,
     assert all(sample.text.startswith("a<look>ab</look>") and sample.turn == 0 for sample in solvers)
     player = AtOnce(team, VERSIONS, 200, Sampling())
     episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
-    (sample,) = player.answer([(episode, ask) for ask in team.follow(episode)[0]], 0)
-    assert sample.finish is finish and reason in sample.reward.note and not episode.waiting
+    (asked,) = player.ask([(episode, ask) for ask in team.follow(episode)[0]], 0)
+    player.finish()
+    assert asked.sample.finish is finish and reason in asked.sample.reward.note and not episode.waiting
 
 
 def test_a_team_of_many_turns_is_stopped() -> None:

@@ -113,7 +113,7 @@ def test_a_solver_alone_is_the_system_and_nothing_is_probed(tmp_path: Path, scri
     five, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=CONFIG)
     team = replace(five, orchestration=build_orchestration("solver", {}, task.prompts))
     judged, with_critics = (Evaluator(each, CONFIG, task, max_tokens=40, seed=0) for each in (team, five))
-    assert judged.make_probe(VERSIONS) == Probe() and judged.num_decoded == 0
+    assert judged.make_probe(VERSIONS) == Probe()
     alone = judged.evaluate(VERSIONS)
     assert list(alone.rows) == ["solver", "system"]
     solver = alone.agents["solver"]

@@ -221,8 +221,9 @@ def test_later_words_win() -> None:
         (("sync.backend=ipc", "rollout.engine=scripted"), "rollout.engine=scripted has none"),
         (("sync.backend=ipc",), "gives engines GPUs of their own: set sync.backend=nccl"),
         (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
-        (("sync.backend=nccl", "rollout.ray_address=head:6379"), "set sync.host to the address"),
-        (("sync.cpu_twin=true",), "sync.backend=shm runs on a CPU as it is"),
+        (("sync.backend=shm", "sync.cpu_twin=true"), "sync.backend=shm is for weights in files, which need no GPU"),
+        (("sync.directory=/x", "sync.cpu_twin=true"), "sync.directory is for weights in files, which need no GPU"),
+        (("rollout.ray_address=here:0",), "expected here or here:port, 1 to 65535"),
     ],
 )
 def test_a_weight_sync_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], reason: str) -> None:

@@ -51,7 +51,8 @@ def _evaluated(config_file: str | None, settings: Sequence[str], console: RunCon
     with open_team(checked, models) as team:
         evaluator = make_evaluator(checked, team)
         versions = dict.fromkeys(config.policies, 0)
-        with console.progress("evaluation", unit="tokens") as bar:
-            evaluator.make_probe(versions, bar.update)
+        with console.progress("probe", unit="episodes") as bar:
+            evaluator.make_probe(versions, bar.played)
+        with console.progress("evaluation", unit="episodes") as bar:
             start = time.monotonic()
-            return evaluator.evaluate(versions, bar.update), time.monotonic() - start
+            return evaluator.evaluate(versions, bar.played), time.monotonic() - start

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
-from marsrl.rollout.engines.protocol import Progress, Sampling
+from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
-from marsrl.rollout.schedule.at_once import AtOnce
+from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnProgress
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
@@ -59,16 +59,15 @@ class Evaluator:
     seed: int
     probe: Probe = field(default_factory=Probe)
     policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
-    num_decoded: int = 0  # tokens so far, for progress bars
 
-    def make_probe(self, versions: Mapping[str, int], progress: Progress | None = None) -> Probe:
+    def make_probe(self, versions: Mapping[str, int], progress: OnProgress | None = None) -> Probe:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
         if not self.team.orchestration.probed:
             return self.probe
         problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "probe") for n, p in zip(names, problems, strict=True)]
-        self._play(episodes, lambda _: "probe", versions, progress)
+        self._play(episodes, "probe", versions, progress)
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
         self._stop_if_unjudged("probe")
@@ -99,16 +98,18 @@ class Evaluator:
                 by_truth[is_right(solution)].append((episode.id, ask))
         return FixedInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
-    def evaluate(self, versions: Mapping[str, int], progress: Progress | None = None) -> Evaluation:
-        """Every number of the before / after table.
+    def evaluate(self, versions: Mapping[str, int], progress: OnProgress | None = None) -> Evaluation:
+        """Every number of the before / after table. Whole episodes and fixed inputs are played side by side.
 
         Raises:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
-        self.num_decoded = 0
         held_out = self.task.held_out(self.config.num_problems, EVALUATION_SET)
         episodes = self._draws({f"eval{i:05d}": problem for i, problem in enumerate(held_out)}, self.config.repeat)
-        player = self._play(episodes, lambda number: f"call {number}", versions, progress)
+        player = self._player(versions, progress)
+        player.play(episodes, self._seed("call"))
+        asked = {agent: self._ask(player, agent, fixed) for agent, fixed in self.probe.inputs.items()}
+        player.finish()
         agents = {}
         for spec in self.team.orchestration.agents:
             calls = [
@@ -119,12 +120,9 @@ class Evaluator:
                 for s in e.samples(ask)
             ]
             loop = _confusion(calls) if spec.gives_verdicts else None
-            if spec.name in self.probe.inputs:
-                fixed = self.probe.inputs[spec.name]
-                measure = self._balanced if spec.gives_verdicts else self._repairs
-                agents[spec.name] = measure(spec.name, fixed, versions, progress).model_copy(
-                    update={"loop_confusion": loop}
-                )
+            if spec.name in asked:
+                measure = _balanced if spec.gives_verdicts else _repairs
+                agents[spec.name] = measure(asked[spec.name]).model_copy(update={"loop_confusion": loop})
             elif calls:
                 found = _accuracy([sample for _, _, sample in calls])
                 agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
@@ -150,7 +148,7 @@ class Evaluator:
         problems: Mapping[str, Problem],
         repeat: int,
         versions: Mapping[str, int],
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> dict[str, list[float]]:
         """How right each of `repeat` answers of the whole team is, by the problem's name; NaN where that is not known:
         the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
@@ -158,7 +156,7 @@ class Evaluator:
         A problem's draws follow from its name, whatever is asked beside it.
         """
         episodes = self._draws(problems, repeat)
-        self._play(episodes, lambda number: f"call {number}", versions, progress)
+        self._play(episodes, "call", versions, progress)
         found: dict[str, list[float]] = {name: [] for name in problems}
         for episode in episodes:
             found[episode.id.rpartition(".")[0]].append(self._correct(episode))
@@ -179,58 +177,57 @@ class Evaluator:
         ]
 
     def _play(
-        self,
-        episodes: Sequence[Episode],
-        name: Callable[[int], str],
-        versions: Mapping[str, int],
-        progress: Progress | None,
-    ) -> AtOnce:
+        self, episodes: Sequence[Episode], name: str, versions: Mapping[str, int], progress: OnProgress | None
+    ) -> None:
         player = self._player(versions, progress)
-        player.play(episodes, lambda number: self._seed(name(number)))
-        self.num_decoded = player.num_decoded
-        return player
+        player.play(episodes, self._seed(name))
+        player.finish()
 
-    def _player(self, versions: Mapping[str, int], progress: Progress | None) -> AtOnce:
+    def _player(self, versions: Mapping[str, int], progress: OnProgress | None) -> AtOnce:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
-        return AtOnce(self.team, versions, self.max_tokens, sampling, progress, self.num_decoded)
+        return AtOnce(self.team, versions, self.max_tokens, sampling, progress)
 
     def _seed(self, name: str) -> int:
         """Asking the same thing under another name draws anew."""
         return derive_seed(self.seed, "evaluate", name)
 
-    def _asked(
-        self, fixed: Sequence[tuple[str, Ask]], versions: Mapping[str, int], name: str, progress: Progress | None
-    ) -> list[tuple[Episode, Ask, Sample]]:
-        asks = [(self.probe.episodes[episode].before(ask), ask) for episode, ask in fixed]
-        player = self._player(versions, progress)
-        samples = player.answer(asks, self._seed(name))
-        self.num_decoded = player.num_decoded
-        return [(*asked, sample) for asked, sample in zip(asks, samples, strict=True)]
-
-    def _balanced(
-        self, agent: str, fixed: FixedInputs, versions: Mapping[str, int], progress: Progress | None
-    ) -> AgentEstimate:
-        """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
-
-        The probe has equally many of both classes unless the team could not provide them; n is their sum.
-        """
-        confusion = _confusion(self._asked([*fixed.right, *fixed.wrong], versions, f"{agent} probe", progress))
-        right, wrong = len(fixed.right), len(fixed.wrong)
-        n = right + wrong
-        if not right or not wrong:
-            return AgentEstimate(**estimate(0, 0).model_dump(), confusion=confusion)
-        balanced = (confusion.right_correct / right + confusion.wrong_wrong / wrong) / 2
-        return AgentEstimate(**estimate(balanced * n, n).model_dump(), confusion=confusion)
-
-    def _repairs(
-        self, agent: str, fixed: FixedInputs, versions: Mapping[str, int], progress: Progress | None
-    ) -> AgentEstimate:
-        repaired, kept = (
-            _accuracy([sample for _, _, sample in self._asked(asks, versions, f"{agent} {name}", progress)])
-            for name, asks in (("repair", fixed.wrong), ("keep", fixed.right))
+    def _ask(self, player: AtOnce, agent: str, fixed: FixedInputs) -> _Asked:
+        """Begin a completion to each fixed input."""
+        right, wrong = (
+            player.ask(
+                [(self.probe.episodes[name].before(ask), ask) for name, ask in asks], self._seed(f"{agent} probe")
+            )
+            for asks in (fixed.right, fixed.wrong)
         )
-        broken = estimate(kept.n - (kept.mean or 0.0) * kept.n, kept.n)
-        return AgentEstimate(**repaired.model_dump(), breaks=broken)
+        return _Asked(right, wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The completions to an agent's fixed inputs."""
+
+    right: Sequence[Completion]
+    wrong: Sequence[Completion]
+
+
+def _balanced(asked: _Asked) -> AgentEstimate:
+    """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
+
+    The probe has equally many of both classes unless the team could not provide them; n is their sum.
+    """
+    confusion = _confusion([(each.episode, each.ask, each.sample) for each in (*asked.right, *asked.wrong)])
+    right, wrong = len(asked.right), len(asked.wrong)
+    n = right + wrong
+    if not right or not wrong:
+        return AgentEstimate(**estimate(0, 0).model_dump(), confusion=confusion)
+    balanced = (confusion.right_correct / right + confusion.wrong_wrong / wrong) / 2
+    return AgentEstimate(**estimate(balanced * n, n).model_dump(), confusion=confusion)
+
+
+def _repairs(asked: _Asked) -> AgentEstimate:
+    repaired, kept = (_accuracy([each.sample for each in group]) for group in (asked.wrong, asked.right))
+    broken = estimate(kept.n - (kept.mean or 0.0) * kept.n, kept.n)
+    return AgentEstimate(**repaired.model_dump(), breaks=broken)
 
 
 def _accuracy(samples: Sequence[Sample | None]) -> Estimate:

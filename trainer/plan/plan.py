@@ -276,8 +276,8 @@ def _notes_on_its_engines(planned: PolicyPlan, setup: EngineSetup, gpu: hw.Gpu) 
         return []
     return [
         f"an engine of policy {planned.name} does not fit: its weights take {planned.engine.weights / 2**30:.1f} GiB a GPU of "
-        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization, "
-        "or take larger GPUs"
+        f"{gpu.memory_bytes * setup.memory_share / 2**30:.1f} GiB that it may use; raise rollout.vllm.tensor_parallel or "
+        "rollout.vllm.gpu_memory_utilization, or take larger GPUs"
     ]
 
 

@@ -19,7 +19,7 @@ PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minu
 
 
 class Bar:
-    """Progress of one thing. Counts, and says its rate and a note (a loss); how it is shown is the subclass's."""
+    """Progress of one thing. Counts, and says its rate, the time left and a note (a loss); how it is shown is the subclass's."""
 
     def __init__(self, description: str, total: int | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
@@ -36,9 +36,21 @@ class Bar:
         self.note = self.note if note is None else note
         self._show()
 
+    def played(self, num_over: int, total: int, num_tokens: int) -> None:
+        """Of an evaluation: what is over of all that is played (AtOnce.progress)."""
+        self.total = total
+        self.update(num_over, f"{num_tokens:,} tokens")
+
     def rate(self) -> str:
         elapsed_s = time.monotonic() - self._start
         return f"{self.completed / elapsed_s:,.0f} {self.unit}/s" if elapsed_s > 0 and self.unit else ""
+
+    def left(self) -> str:
+        """How long what is left would take at this rate; nothing where that is not known."""
+        if self.total is None or not 0 < self.completed < self.total:
+            return ""
+        left_s = (time.monotonic() - self._start) * (self.total - self.completed) / self.completed
+        return f"{left_s / 60:.0f} min left" if left_s >= 100 else f"{left_s:.0f} s left"
 
     def _show(self) -> None:
         """Quiet."""
@@ -48,10 +60,11 @@ class _RichBar(Bar):
     def __init__(self, description: str, total: int | None, unit: str, progress: Progress) -> None:
         super().__init__(description, total, unit)
         self._progress = progress
-        self._task: TaskID = progress.add_task(description, total=total, rate="", note="")
+        self._task: TaskID = progress.add_task(description, total=total, rate="", left="", note="")
 
     def _show(self) -> None:
-        self._progress.update(self._task, completed=self.completed, rate=self.rate(), note=self.note)
+        shown = {"rate": self.rate(), "left": self.left(), "note": self.note}
+        self._progress.update(self._task, completed=self.completed, total=self.total, **shown)
 
 
 class _PlainBar(Bar):
@@ -67,7 +80,12 @@ class _PlainBar(Bar):
 
     def print_line(self) -> None:
         of = f"/{self.total:,}" if self.total is not None else ""
-        parts = [f"{self.description}: {self.completed:,}{of} {self.unit}".rstrip(), self.rate(), self.note]
+        parts = [
+            f"{self.description}: {self.completed:,}{of} {self.unit}".rstrip(),
+            self.rate(),
+            self.left(),
+            self.note,
+        ]
         self._out.print(Text("  ".join(part for part in parts if part)), soft_wrap=True)
 
 
@@ -104,6 +122,7 @@ class RunConsole:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}", markup=False),
+                TextColumn("{task.fields[left]}", markup=False),
                 TextColumn("{task.fields[note]}", markup=False),
                 TimeElapsedColumn(),
             )

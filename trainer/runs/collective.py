@@ -1,9 +1,27 @@
-"""Small talk between ranks: who am I, wait for all, bytes from rank 0 or from everybody, failing together."""
+"""Small talk between ranks: who am I, wait for all, bytes from rank 0 or from everybody, failing together.
+
+All of it begins with a meeting at the store (`barrier`), where ranks that have nothing to do sleep: rank 0 plays, evaluates
+and starts engines alone, for hours at times, and a kernel of NCCL that waits for it would take the GPU from an engine beside
+it. The collective behind a meeting is short, and so may its limit be (COLLECTIVE_S). Nothing limits a meeting: whether a rank
+that is not there yet still lives is heartbeat.py's to say.
+"""
 
 from __future__ import annotations
 
+import datetime
+import queue
+import threading
+import weakref
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
+
+COLLECTIVE_S = 1800.0
+"""After so long in a collective, which all ranks have come to, something hangs that still beats. More than ranks that read a
+model from one slow disk end apart."""
+
+_LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 
 
 def rank() -> int:
@@ -15,8 +33,58 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    if world_size() > 1:
-        dist.barrier()
+    """All ranks are here. Those that came first have slept meanwhile, without a limit (the module says why). Collective."""
+    if world_size() == 1:
+        return
+    meeting = _meeting()
+    meeting.number += 1
+    here, all_here, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
+    if store.add(here, 1) == world_size():
+        for key in (f"{meeting.number - 1}/here", f"{meeting.number - 1}/all"):  # everybody has left the one before
+            store.delete_key(key)
+        store.set(all_here, "")
+    else:
+        _sleep_until(store, all_here)
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Where ranks meet, on a connection of their own (one is blocked by whoever waits in it). number: of meetings so far."""
+
+    store: dist.Store
+    number: int = 0
+
+
+_MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = weakref.WeakKeyDictionary()  # by the process group's store
+
+
+def _meeting() -> _Meeting:
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if store not in _MEETINGS:
+        _MEETINGS[store] = _Meeting(dist.PrefixStore("marsrl/meeting", store.clone()))
+    return _MEETINGS[store]
+
+
+def _sleep_until(store: dist.Store, key: str) -> None:
+    """Returns when the key is there. The store is asked in a thread: its client hears no signal, and this rank's main thread must
+    hear that another rank is lost."""
+    told: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+
+    def wait() -> None:
+        while True:
+            try:
+                store.wait([key], _LONG)
+            except dist.DistStoreError:  # _LONG is over
+                continue
+            except RuntimeError as error:  # the store is gone
+                told.put(error)
+                return
+            told.put(None)
+            return
+
+    threading.Thread(target=wait, name="marsrl-meeting", daemon=True).start()
+    if (error := told.get()) is not None:
+        raise error
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
@@ -24,6 +92,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     if world_size() == 1:
         assert data is not None
         return data
+    barrier()
     device = _device()
     size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
@@ -38,6 +107,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     """Every rank's bytes, by rank, on every rank. Collective."""
     if world_size() == 1:
         return [data]
+    barrier()
     device = _device()
     sizes = torch.zeros(world_size(), dtype=torch.int64, device=device)
     sizes[rank()] = len(data)
@@ -54,6 +124,7 @@ def all_true(claim: bool) -> bool:
     """Whether the claim holds on every rank. Collective."""
     if world_size() == 1:
         return claim
+    barrier()
     flag = torch.tensor([int(claim)], dtype=torch.int32, device=_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())

@@ -1,7 +1,7 @@
 """Every rank says that it lives; when one falls silent, the others say which and stop, wherever they wait.
 
-A collective does not tell a dead rank from a slow one: its timeout is longer than the longest rollout, which all ranks
-but the first spend waiting in one. torchrun stops the ranks of a machine when one of them dies, not those of others.
+Ranks wait for each other without a limit (collective.py), and a collective does not tell a dead rank from a slow one. torchrun
+stops the ranks of a machine when one of them dies, not those of others.
 
     rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 looks at all beats, the others at rank 0's
     who finds a silent one: lost = "rank 17 ..."         everybody looks at lost, and stops

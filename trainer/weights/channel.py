@@ -33,6 +33,7 @@ import torch
 from marsrl.rollout.pool.recovery import Lost
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.runs.collective import barrier
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
 from marsrl.trainer.weights.comparison import ComparisonReport, trainer_scores
 
@@ -107,6 +108,7 @@ class WeightChannel(ABC):
         clock = Clock()
         self._prepare(learner, version, clock)
         with engines_at_rest:
+            barrier()  # they are, which may have taken rank 0 a while
             delivered = self._deliver(learner, version, clock)
             if self._engines is None or delivered is None:
                 return None

@@ -93,6 +93,7 @@ class DirectChannel(WeightChannel):
         self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
+        self._plans: list[ReceivePlan] = []
         self._buffer: Tensor | None = None
 
     def _deliver(self, learner: Learner, version: int, clock: Clock) -> Delivered | None:
@@ -172,7 +173,8 @@ class DirectChannel(WeightChannel):
         if rank() != 0:
             self.close(is_broken=True)
         self._agreement = agreement
-        self._layouts = [shard_layout(held.hf_shapes, shard) for shard in self._agreement.shards]
+        layouts = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(self._agreement.shards)}
+        self._layouts, self._plans = [layouts[shard] for shard in self._agreement.shards], []
         self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
         self._buckets = plan_buckets(self._pieces, self._rendezvous.num_ranks, self._rendezvous.max_elements)
 
@@ -185,10 +187,13 @@ class DirectChannel(WeightChannel):
         )  # fmt: skip
 
     def _receive_plans(self) -> list[ReceivePlan]:
-        """What each engine shard has to know."""
-        return [
-            receive_plan(self._rendezvous, shard, layout, self._buckets) for shard, layout in enumerate(self._layouts)
-        ]
+        """What each engine shard has to know: the same at every publish, and made at the first."""
+        if not self._plans:
+            self._plans = [
+                receive_plan(self._rendezvous, shard, layout, self._buckets)
+                for shard, layout in enumerate(self._layouts)
+            ]
+        return self._plans
 
     @torch.no_grad()
     def _send(self, held: Converter) -> list[dict[str, int]]:

@@ -174,6 +174,7 @@ class VllmEngine:
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """See Engine; a request that cannot be served comes back with Finish.ERROR and the reason."""
+        self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
             results = self._admit()
@@ -261,6 +262,12 @@ class VllmEngine:
         if self._rendezvous is not None:
             self._rendezvous.unlink(missing_ok=True)
 
+    def _check_workers(self, cause: BaseException | None = None) -> None:
+        if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
+            raise RuntimeError(
+                "VllmEngine: a process of one of its GPUs has ended; its log has its last words"
+            ) from cause
+
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
@@ -327,7 +334,12 @@ class VllmEngine:
 
     def _step(self) -> list[Any]:
         """One step of vLLM; the RequestOutputs that it finished."""
-        finished = [output for output in self._core.step() if output.finished]
+        try:
+            outputs = self._core.step()
+        except RuntimeError as error:
+            self._check_workers(error)
+            raise
+        finished = [output for output in outputs if output.finished]
         self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
         if time.monotonic() >= self._next_look:
             self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.runs.collective import COLLECTIVE_S
 
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
 _own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
@@ -25,14 +26,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
+def start(layout: Layout, seed: int) -> None:
     """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
-
-    Args:
-        wait_s: after so long in a collective, a rank takes the others for lost.
 
     Raises:
         ValueError: groups stand for another layout.
@@ -43,7 +41,7 @@ def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        timeout = datetime.timedelta(seconds=wait_s)
+        timeout = datetime.timedelta(seconds=COLLECTIVE_S)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
@@ -61,7 +59,7 @@ def start(layout: Layout, seed: int, wait_s: float = 3 * 3600) -> None:
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
-            distributed_timeout_minutes=math.ceil(wait_s / 60),
+            distributed_timeout_minutes=math.ceil(COLLECTIVE_S / 60),
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _current.append(layout)
