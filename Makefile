@@ -12,7 +12,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
 
-.PHONY: help install train test parity mutations check bench clean
+.PHONY: help install train test cluster parity mutations check bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,10 +26,15 @@ $(STAMP): constraints/install.sh constraints/cpu.txt constraints/gpu.txt constra
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
-test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium and bubblewrap, for some of them)
+test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
 	tests/tools/bubblewrap.sh
+	tests/cluster/iproute2.sh
 	tests/all.sh
+
+cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
+	tests/cluster/iproute2.sh
+	python tests/cluster/all_cases.py
 
 parity: install  ## every parallel layout against one rank and against transformers
 	python benchmarks/parity.py

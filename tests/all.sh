@@ -20,6 +20,7 @@ parts=(
   tests/benchmarks
   tests/kernels
   tests/docs
+  tests/cluster
   tests/plan
   tests/kernels/interpreter
   tests/integration/test_chaos.py

@@ -34,6 +34,7 @@ _SAY_S = 30.0  # between two words of one who waits
 _REFUSALS = 3  # in a row: nobody listens on the head's port any more
 _SHORT_LIFE_S = 30.0  # of a node; after _SHORT_LIVES of these in a row there is no sense in another
 _SHORT_LIVES = 3
+_SLOW_STARTS = 3
 _LEAVE_S = 10.0  # that engines get to end by themselves
 
 Head = Literal["there", "refuses", "silent"]
@@ -78,6 +79,10 @@ class JoinError(RuntimeError):
     """This host could not become part of the cluster, or is not any more."""
 
 
+class _SlowStart(JoinError):
+    """Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine."""
+
+
 def join(
     host: str, port: int, offer: Offer, *, token_file: str | None, wait_s: float, say: Callable[[str], None]
 ) -> None:
@@ -95,15 +100,22 @@ def join(
     os.environ.setdefault("RAY_worker_niceness", "0")  # as for engines beside the trainer
     logging.getLogger("ray").setLevel(logging.ERROR)
     token = _token(token_file)
-    where, short_lives = f"{host}:{port}", 0
+    where, short_lives, slow_starts = f"{host}:{port}", 0, 0
     signal.signal(signal.SIGTERM, _interrupt)
     while True:
         _await_head(host, port, wait_s, say)
         own = address_towards(host) or "127.0.0.1"
         began = time.monotonic()
-        with _node(where, own, offer, token) as node:
-            say(f"{socket.gethostname()} ({own}) is part of the cluster at {where} with {offer}; Ctrl-C leaves it")
-            ended = _watch(node, host, port, wait_s, say)
+        try:
+            with _node(where, own, offer, token) as node:
+                say(f"{socket.gethostname()} ({own}) is part of the cluster at {where} with {offer}; Ctrl-C leaves it")
+                ended = _watch(node, host, port, wait_s, say)
+        except _SlowStart as error:
+            slow_starts += 1
+            if slow_starts == _SLOW_STARTS:
+                raise
+            say(f"{error}; tried once more")
+            continue
         if ended is None:
             say(f"the cluster at {where} has ended; {socket.gethostname()} leaves it")
             return
@@ -176,7 +188,8 @@ def _node(where: str, own: str, offer: Offer, token: str) -> Iterator[Node]:
             if "Version mismatch" in str(error):
                 reason = " ".join(str(error).split())
                 raise JoinError(f"{reason}: install the trainer's Ray and Python here") from error
-            raise JoinError(
+            kind = _SlowStart if "timed out during startup" in str(error) else JoinError
+            raise kind(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at {where} "
                 f"({_first_line(error)}); its token: {token}"
             ) from error

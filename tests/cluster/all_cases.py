@@ -3,8 +3,8 @@
 Three hosts (box.py): two train, the others' engines and their own come by `marsrl join`, files lie on one shared disk. Prints a
 line a case, with what was checked; the exit status is 1 when something was not as docs/clusters.md has it.
 
-    the same        three steps on 2 x 2 ranks (TP2 x DP2) with engines on the first and the third host are those of one rank on one
-                    host: by files, started by docs/slurm.sh; and by wire, started by hand
+    the same        three steps on 2 x 2 ranks (TP2 x DP2) with engines on the first and the third host are those of one rank on
+                    one host: by files, started by docs/slurm.sh; and by wire, started by hand
     the faults      on one run of 2 ranks, by wire, each followed by what the run is to do, and by the proof that no problem
                     is lost or trained twice (tests/integration/books.py)
 """
@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / room) for room in ("docs", "integration")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
 from books import Loss
 from box import Box
@@ -73,7 +74,8 @@ class Cases:
         run = self._start("run.steps=1000")
         say("network cut", self._cut(run))
         say("engine host killed", self._engine_host(run))
-        say("trainer host killed", self._trainer_host(run, 2, r"silent for run\.silence_s = 25 s: rank 1 \(host2, process \d+\)"))
+        gone = r"silent for run\.silence_s = 25 s: rank 1 \(host2, process \d+\)"
+        say("trainer host killed", self._trainer_host(run, 2, gone))
         self.box.replace(2)
         self.box.replace(3)
         for number in (1, 3):

@@ -65,8 +65,8 @@ class Box:
         if reason := why_not():
             raise RuntimeError(reason)
         self.hosts: list[Host] = []
-        kept = sorted({str(ROOT), sys.prefix, sys.base_prefix})  # they may lie under /tmp, which hosts have of their own
-        self._kept = kept
+        # A host has a /tmp of its own, under which these may lie.
+        self._kept = kept = sorted({str(ROOT), sys.prefix, sys.base_prefix})
         names = "127.0.0.1 localhost\\n" + "".join(f"{_NET}.{n} host{n}\\n" for n in range(1, num_hosts + 1))
         keep = [f"mkdir /mnt/.kept/{i}; mount --bind {path} /mnt/.kept/{i}" for i, path in enumerate(kept)]
         room = _ROOM.format(mib=shared_mib, shared=SHARED, names=names, keep="\n".join(keep))

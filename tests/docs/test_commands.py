@@ -253,7 +253,8 @@ def test_a_benchmark_takes_its_words() -> None:
 
 MAKES = {
     "make train": ["torchrun --nproc-per-node 1 trainer/main.py"],  # torchrun's default is one process, too
-    "make test": ["tests/report/chromium.sh install", "tests/tools/bubblewrap.sh", "tests/all.sh"],
+    "make test": ["tests/report/chromium.sh install", "tests/tools/bubblewrap.sh", "tests/cluster/iproute2.sh", "tests/all.sh"],
+    "make cluster": ["tests/cluster/iproute2.sh", "python tests/cluster/all_cases.py"],
     "make parity": ["python benchmarks/parity.py"],
     "make bench": [
         "python benchmarks/train_step.py", "python benchmarks/rollout.py", "python benchmarks/learning.py --seeds 0 1 2",
