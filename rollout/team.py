@@ -47,6 +47,18 @@ class Prompt(NamedTuple):
     is_cut: bool = False
 
 
+class Ending(NamedTuple):
+    """A completion that has ended or paused: the index-th of an ask. error: why, where it failed."""
+
+    episode: Episode
+    ask: Ask
+    index: int
+    prompt: Prompt
+    partial: Partial
+    finish: Finish
+    error: str = ""
+
+
 class WatchedJudge:
     """The judge of answers: the task's, or a model in its place where it serves the episode's purpose.
 
@@ -205,20 +217,22 @@ class Team:
         top_k = config.top_k if most is None or 0 < config.top_k <= most else most
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
-    def sample(
-        self,
-        episode: Episode,
-        ask: Ask,
-        index: int,
-        prompt: Prompt,
-        partial: Partial,
-        finish: Finish,
-        error: str = "",
-    ) -> Sample:
-        """A completion that has ended or paused as a parsed Sample, not judged yet; an error where the orchestration's
-        parser raises."""
+    def samples(self, endings: Sequence[Ending]) -> list[Sample]:
+        """Completions that have ended or paused as parsed Samples, not judged yet; errors where the orchestration's parser
+        raises."""
+        places: dict[str, list[int]] = {}
+        for place, each in enumerate(endings):
+            places.setdefault(self.agents[each.ask.agent].policy, []).append(place)
+        texts = [""] * len(endings)
+        for policy, own in places.items():
+            decoded = self.renderers[policy].decode_all([endings[place].partial.token_ids for place in own])
+            for place, text in zip(own, decoded, strict=True):
+                texts[place] = text
+        return [self._sample(each, text) for each, text in zip(endings, texts, strict=True)]
+
+    def _sample(self, ending: Ending, text: str) -> Sample:
+        episode, ask, index, prompt, partial, finish, error = ending
         renderer = self.renderer(ask.agent)
-        text = renderer.decode(partial.token_ids)
         turn_start, in_thought = _turn(renderer, prompt.text, partial, text)
         sample = Sample(
             uid=f"{ask.id}:{index}",

@@ -24,6 +24,7 @@ from marsrl.rollout.types import IntArray, Message
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+_TOKENS_TOGETHER = 1 << 20  # are decoded: as Python's numbers they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
 
@@ -135,15 +136,32 @@ class ChatRenderer:
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
-        numbers = ids.tolist()
-        if numbers and numbers[-1] in self.stop_ids:
-            numbers.pop()
-        return self._text(numbers)
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, completions: Sequence[IntArray]) -> list[str]:
+        """`decode` of each, on all cores where the tokenizer is not written in Python; a thread beside this one goes on."""
+        texts: list[str] = []
+        numbers: list[list[int]] = []
+        num_tokens = 0
+        for ids in completions:
+            numbers.append(ids[: len(ids) - 1].tolist() if len(ids) and int(ids[-1]) in self.stop_ids else ids.tolist())
+            num_tokens += len(ids)
+            if num_tokens > _TOKENS_TOGETHER:
+                texts += self._texts(numbers)
+                numbers, num_tokens = [], 0
+        return texts + self._texts(numbers)
 
     def _text(self, numbers: list[int]) -> str:
-        if self._fast is not None:  # the wrapper looks at every id again, in Python: as long as the decoding itself
-            return str(self._fast.decode(numbers, skip_special_tokens=False))
-        return str(self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._texts([numbers])[0]
+
+    def _texts(self, numbers: list[list[int]]) -> list[str]:
+        if (
+            self._fast is not None
+        ):  # the wrapper looks at every id again, in Python; a single decode() keeps Python's lock
+            texts: list[str] = self._fast.decode_batch(numbers, skip_special_tokens=False)
+            return texts
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return [str(self._tokenizer.decode(each, **options)) for each in numbers]
 
     def prompt_text(self, ids: IntArray) -> str:
         """A prompt for a reader that takes text: its control words are exactly the control ids.

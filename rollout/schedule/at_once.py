@@ -20,7 +20,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Samplin
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.team import Prompt, Team
+from marsrl.rollout.team import Ending, Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
 _COLLECT_S, _BESIDE_S = 0.2, 0.01  # how long results are waited for; with judges or tools at work
@@ -118,8 +118,7 @@ class AtOnce:
         """Returns when all that was begun is over."""
         while self._due or self._in_flight or self._judging or self._calling:
             self._submit()
-            for result in self._collect():
-                self._take(result)
+            self._take(self._collect())
             self._take_outputs()
             self._take_judged()
             self._report()
@@ -129,7 +128,7 @@ class AtOnce:
         each = Completion(ask, self.team.prompt(play.episode, ask), play)
         play.open[each.uid] = each
         if each.prompt is None:
-            self._end(each, Finish.LENGTH)
+            self._end((each, Finish.LENGTH, ""))
         else:
             self._due.append(each)
         return each
@@ -157,9 +156,9 @@ class AtOnce:
                 continue
             del waiting[uid]
             if tokens is None:
-                self._end(each, Finish.ERROR, play.episode.error or NOTHING_OPEN)
+                self._end((each, Finish.ERROR, play.episode.error or NOTHING_OPEN))
             elif len(each.partial.token_ids) + len(tokens) >= self._most_tokens(each.ask.agent):
-                self._end(each, Finish.LENGTH)
+                self._end((each, Finish.LENGTH, ""))
             else:
                 each.partial.go_on_with(tokens)
                 self._due.append(each)
@@ -197,23 +196,31 @@ class AtOnce:
     def _most_tokens(self, agent: str) -> int:
         return min(self.max_tokens, self.team.agents[agent].max_response_tokens or self.max_tokens)
 
-    def _take(self, result: DecodeResult) -> None:
-        each = self._in_flight.pop(result.uid)
-        self.num_decoded += len(result.token_ids)
-        each.partial.extend(result.token_ids, result.logprobs, result.version)
-        self._end(each, result.finish, result.error)
+    def _take(self, results: Sequence[DecodeResult]) -> None:
+        ended = []
+        for result in results:
+            each = self._in_flight.pop(result.uid)
+            self.num_decoded += len(result.token_ids)
+            each.partial.extend(result.token_ids, result.logprobs, result.version)
+            ended.append((each, result.finish, result.error))
+        self._end(*ended)
 
-    def _end(self, each: Completion, finish: Finish, error: str = "") -> None:
-        """A completion has ended, and is judged; or it waits."""
-        episode = each.episode
-        prompt = each.prompt or Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
-        sample = self.team.sample(episode, each.ask, 0, prompt, each.partial, finish, error)
-        if sample.finish is Finish.WAITING:
-            episode.wait(sample)
-            self._go_on(each.play)
-        else:
-            (judgement,) = self.team.begin_judging([(episode, each.ask, sample)])
-            self._judging[each] = sample, judgement
+    def _end(self, *ended: tuple[Completion, Finish, str]) -> None:
+        """Completions have ended, and are judged; or they wait."""
+        none = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
+        samples = self.team.samples(
+            [
+                Ending(each.episode, each.ask, 0, each.prompt or none, each.partial, finish, error)
+                for each, finish, error in ended
+            ]
+        )
+        for (each, _, _), sample in zip(ended, samples, strict=True):
+            if sample.finish is Finish.WAITING:
+                each.episode.wait(sample)
+                self._go_on(each.play)
+            else:
+                (judgement,) = self.team.begin_judging([(each.episode, each.ask, sample)])
+                self._judging[each] = sample, judgement
 
     def _take_judged(self) -> None:
         done = {each: found for each, found in self._judging.items() if found[1] is None or found[1].done()}

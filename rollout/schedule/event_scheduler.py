@@ -30,7 +30,7 @@ from typing import NamedTuple
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
+from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, RolloutState
 from marsrl.rollout.schedule.partial_rollouts import OpenAsk
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
@@ -177,7 +177,7 @@ class EventScheduler(Ledger):
     def absorb(self, results: Sequence[DecodeResult]) -> None:
         """Enter results into the books, with all that follows from them."""
         self.note_faults()
-        unjudged: list[tuple[_Key, Episode, Ask, Sample]] = []
+        ended: dict[_Key, Ended] = {}
         for result in results:
             key = self._in_flight.pop(result.uid)
             opened = self.state.open[key.ask_id]  # asks lose their stragglers at rest, when no engine has any
@@ -192,11 +192,13 @@ class EventScheduler(Ledger):
                     self._awaited.discard(key)
             else:
                 self._decoded.pop(key, None)
-                sample = self.sample(opened, key.place, partial, finish, result.error)
-                if sample.finish is Finish.WAITING:
-                    self._open(self.suspend(opened, key.place, partial, sample))
-                else:
-                    unjudged.append((key, self.episode(opened.ask), opened.ask, sample))
+                ended[key] = Ended(opened, key.place, partial, finish, result.error)
+        unjudged: list[tuple[_Key, Episode, Ask, Sample]] = []
+        for (key, each), sample in zip(ended.items(), self.samples([*ended.values()]), strict=True):
+            if sample.finish is Finish.WAITING:
+                self._open(self.suspend(each.opened, key.place, each.partial, sample))
+            else:
+                unjudged.append((key, self.episode(each.opened.ask), each.opened.ask, sample))
         self._judge([*unjudged, *self._go_on()])
         self._take_judged()
         self._end_stage_if_due()

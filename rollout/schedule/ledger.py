@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,18 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
-from marsrl.rollout.team import Prompt, Team
+from marsrl.rollout.team import Ending, Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample, ToolCall, ToolOutput
+
+
+class Ended(NamedTuple):
+    """A partial sample with its last segment behind it, which has finished or waits. error: why, where it failed."""
+
+    opened: OpenAsk
+    index: int
+    partial: Partial
+    finish: Finish
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +252,22 @@ class Ledger:
         is_full = len(partial.token_ids) >= self.most_tokens(opened.ask.agent)
         return partial, Finish.LENGTH if is_full else Finish.UNFINISHED
 
-    def sample(self, opened: OpenAsk, index: int, partial: Partial, finish: Finish, error: str) -> Sample:
-        """A sample that has finished or waits, not judged yet."""
-        prompt = Prompt(opened.prompt_ids, opened.prompt_text)
-        return self.team.sample(self.episode(opened.ask), opened.ask, index, prompt, partial, finish, error)
+    def samples(self, ended: Sequence[Ended]) -> list[Sample]:
+        """Samples that have finished or wait, not judged yet."""
+        return self.team.samples(
+            [
+                Ending(
+                    self.episode(opened.ask),
+                    opened.ask,
+                    index,
+                    Prompt(opened.prompt_ids, opened.prompt_text),
+                    partial,
+                    finish,
+                    error,
+                )
+                for opened, index, partial, finish, error in ended
+            ]
+        )
 
     def suspend(self, opened: OpenAsk, index: int, partial: Partial, sample: Sample) -> list[Ask]:
         """The sample waits (take_resumed); the asks that follow."""
@@ -284,7 +307,7 @@ class Ledger:
 
     def take_resumed(self) -> tuple[list[tuple[OpenAsk, int]], list[tuple[OpenAsk, int, Sample]]]:
         """(waiting samples that go on, what they waited for behind them; those that end here, not judged yet)."""
-        resumed, ended = [], []
+        resumed, ended = [], list[Ended]()
         stirred, self._stirred = self._stirred, {}
         for episode in stirred.values():
             said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
@@ -298,14 +321,15 @@ class Ledger:
                 del episode.waiting[uid]
                 if tokens is None:
                     error = episode.error or NOTHING_OPEN
-                    ended.append((opened, index, self.sample(opened, index, partial, Finish.ERROR, error)))
+                    ended.append(Ended(opened, index, partial, Finish.ERROR, error))
                 elif len(partial.token_ids) + len(tokens) >= self.most_tokens(opened.ask.agent):
-                    ended.append((opened, index, self.sample(opened, index, partial, Finish.LENGTH, "")))
+                    ended.append(Ended(opened, index, partial, Finish.LENGTH))
                 else:
                     self.counts["rollout/foreign_tokens"] += len(tokens)
                     partial.go_on_with(tokens)
                     resumed.append((opened, index))
-        return resumed, ended
+        samples = self.samples(ended)
+        return resumed, [(each.opened, each.index, sample) for each, sample in zip(ended, samples, strict=True)]
 
     def _is_stuck(self, episode: Episode) -> bool:
         """Is nothing open in it but samples that wait?"""

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.schedule.ledger import Batch, Ledger, RolloutState
+from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, RolloutState
 from marsrl.rollout.schedule.partial_rollouts import OpenAsk, tokens_behind
 from marsrl.rollout.types import Finish, Sample
 
@@ -116,16 +116,18 @@ class Scheduler(Ledger):
             requests = [self.request(opened, index) for opened, index in own]
             behind = tokens_behind(self.counts["rollout/tokens"], progress)
             results = self._play(pool, requests, versions[policy], behind) if requests else []
+            ended = []
             for (opened, index), result in zip(own, results, strict=True):
                 partial, finish = self.extended(opened, index, result)
                 if finish is Finish.UNFINISHED:
                     opened.partial[index] = partial
-                    continue
-                sample = self.sample(opened, index, partial, finish, result.error)
-                if sample.finish is Finish.WAITING:
-                    self.state.pending += self.suspend(opened, index, partial, sample)
                 else:
-                    finished.append((opened, index, sample))
+                    ended.append(Ended(opened, index, partial, finish, result.error))
+            for each, sample in zip(ended, self.samples(ended), strict=True):
+                if sample.finish is Finish.WAITING:
+                    self.state.pending += self.suspend(each.opened, each.index, each.partial, sample)
+                else:
+                    finished.append((each.opened, each.index, sample))
         return finished
 
     def _play(

@@ -246,6 +246,9 @@ WAYS = {
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),
+    "python benchmarks/scale.py": bench(
+        "4 problems: tests/simulation/test_scale.py::test_twice_the_samples_take_twice_the_work_and_bytes"
+    ),
     "python benchmarks/tool_overlap.py": bench(
         "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
     ),

@@ -35,6 +35,9 @@ class LetterRenderer:
     def decode(self, token_ids: np.ndarray) -> str:
         return "".join(chr(t) for t in token_ids.tolist() if t != END)
 
+    def decode_all(self, completions: Sequence[np.ndarray]) -> list[str]:
+        return [self.decode(token_ids) for token_ids in completions]
+
 
 def completion(uid: str) -> list[int]:
     """What the sample of this uid says, always: lengths with a long tail, answers and verdicts by a coin."""

@@ -18,7 +18,7 @@ from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.schedule.ledger import Batch, Ledger, SchedulerState
+from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, SchedulerState
 from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import decode as decode_state
@@ -47,7 +47,7 @@ def decode(books: Ledger, group: OpenAsk, index: int, text: str) -> Sample:
     """The sample has said this and is judged."""
     partial = Partial()
     partial.extend(np.array([ord(c) for c in text], np.int32), np.zeros(len(text), np.float32), 3)
-    sample = books.sample(group, index, partial, Finish.STOP, "")
+    (sample,) = books.samples([Ended(group, index, partial, Finish.STOP)])
     (judged,) = books.team.judged([(books.episode(group.ask), group.ask, sample)])
     group.finished[index] = judged
     del group.partial[index]
@@ -212,7 +212,7 @@ def test_a_segment_is_counted_and_put_behind_what_was_there() -> None:
 def test_a_sample_is_of_its_group_and_keeps_the_reason_of_its_error() -> None:
     books = ledger()
     group = opened(books)[0]
-    sample = books.sample(group, 2, group.partial[2], Finish.ERROR, "burnt")
+    (sample,) = books.samples([Ended(group, 2, group.partial[2], Finish.ERROR, "burnt")])
     assert (sample.uid, sample.group_id, sample.finish) == ("000001/solver:2", "000001/solver", Finish.ERROR)
     assert sample.prompt_ids is group.prompt_ids and sample.prompt_text == group.prompt_text
     assert sample.reward.note == "burnt"

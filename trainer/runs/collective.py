@@ -100,7 +100,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
-    return bytes(buffer.cpu().numpy().tobytes())
+    return data if data is not None else bytes(buffer.cpu().numpy().tobytes())
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

@@ -1,0 +1,457 @@
+"""What rank 0 does alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
+
+    python benchmarks/scale.py [--json FILE] [--problems 128] [--shorten 1] [--growth 16 32 64 128 256 512]
+
+The scheduler (stage by stage, and event by event), pool, team, credit, mini-batches, packing plan and encoding are the project's
+own, on the settings of configs/qwen3_30b_a3b.yaml; 40 engines cost nothing: random tokens of a vocabulary of Qwen's size
+(tokenizers' byte-level BPE, pieces of 2 to 8 letters), log-normal lengths of the simulation (mean 13k), an answer or a verdict at
+the end. Short stages fill the pipeline first, then the samples of one step are played from their first token to their last, in
+4 segments, and go through all that makes a step of them. Each measurement has a process of its own.
+
+    --shorten N     completions are 1/N as long
+    --growth ...    problems a step, each 72 samples at most, 1/16 as long: how the seconds grow with the number of samples
+
+`ratio:` is 5 % of the planner's step over rank 0's seconds for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import json
+import math
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from namespace import map_marsrl
+
+if __name__ == "__main__":
+    map_marsrl()
+
+import numpy as np
+
+from marsrl.benchmarks.simulation.lengths import Lengths, Outcomes
+from marsrl.benchmarks.simulation.simulated_team import Problems, last_token
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.rewards.judge import known
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.types import Finish, Group, Problem, Reward
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.mini_batches import Average, mini_batches
+from marsrl.trainer.data.packing import plan_micro_batches
+from marsrl.trainer.data.scatter import MiniBatch
+from marsrl.trainer.plan.plan import make_plan
+from marsrl.trainer.read_config import read_config
+from marsrl.trainer.report.group_metrics import summarise
+from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.runs.directory import RunDirectory
+
+CONFIG, GPUS, GPU = "configs/qwen3_30b_a3b.yaml", 64, "h100-80g"
+SHARE = 0.05  # of the planner's step that rank 0 may take alone
+VOCABULARY, SIGMA, SHORTEST = (
+    151_643,
+    1.369,
+    320,
+)  # SIGMA: the simulation's fit; SHORTEST: what the words at the end take
+TOKENS_PER_S, POLL_S = 30.0, 0.1  # of a sample; as rollout.background does
+FILLING = 4  # stages until every agent of the first problems has been asked
+GROWTH_SHORTEN = 16
+
+
+def write_tokenizer(folder: str) -> None:
+    """A byte-level BPE tokenizer of Qwen's size; it knows no merges, so that what is encoded has a token a byte."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from marsrl.trainer.models.byte_tokenizer import CHAT_TEMPLATE
+
+    rng, pieces = random.Random(0), {piece: i for i, piece in enumerate(sorted(ByteLevel.alphabet()))}
+    while len(pieces) < VOCABULARY:
+        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))
+        pieces.setdefault(rng.choice(("", "\u0120")) + word, len(pieces))
+    tokenizer = Tokenizer(BPE(vocab=pieces, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    control = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in control])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in ("<think>", "</think>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+
+
+class Costless(Irreplaceable):
+    """Engines on a virtual clock. own_cpu_s: what they take of this process themselves.
+
+    num_long: so many completions, the next that begin, get a length as drawn; the others the shortest. now_s: virtual.
+    received, returned: bytes of arrays that went to them and came back, by which one can count.
+    """
+
+    def __init__(self, num_engines: int, lengths: Lengths, shorten: int, longest: int, renderer: ChatRenderer) -> None:
+        self.own_cpu_s, self.now_s, self.num_long = 0.0, 0.0, 0
+        self.long: set[str] = set()
+        self.received = self.returned = self.num_results = 0
+        self._num_engines, self._lengths, self._shorten, self._longest = num_engines, lengths, shorten, longest
+        self._words = np.random.default_rng(0).integers(256, VOCABULARY, 1 << 20).astype(np.int32)
+        filler = "this follows from the line before, and so on; " * 5
+        texts = (
+            "",
+            f"{filler}\\boxed{{7}}",
+            f"{filler}\\boxed{{8}}",
+            f"{filler}\nVerdict: correct",
+            f"{filler}\nVerdict: wrong",
+        )
+        self._ends = [renderer.encode_trusted(f"</think>\n{text}<|im_end|>") for text in texts]
+        assert max(map(len, self._ends)) < SHORTEST
+        self._outcomes = Outcomes(0.5, 0.7)
+        self._left: dict[str, int] = {}  # tokens of a completion that has begun
+        self._due: list[tuple[float, int, int, DecodeResult]] = []
+        self._ticket = 0
+
+    def __len__(self) -> int:
+        return self._num_engines
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        begin = time.thread_time()
+        for request in requests:
+            self.received += request.token_ids.nbytes
+            self._ticket += 1
+            result = self._result(request, version)
+            due = self.now_s + len(result.token_ids) / TOKENS_PER_S
+            heapq.heappush(self._due, (due, self._ticket, replica, result))
+        self.own_cpu_s += time.thread_time() - begin
+
+    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+        begin = time.thread_time()
+        if self._due:
+            self.now_s = max(self.now_s, self._due[0][0] + POLL_S)
+        answers: dict[int, list[DecodeResult]] = {}
+        while self._due and self._due[0][0] <= self.now_s:
+            _, _, replica, result = heapq.heappop(self._due)
+            answers.setdefault(replica, []).append(result)
+            self.returned += result.token_ids.nbytes + result.logprobs.nbytes
+            self.num_results += 1
+        self.own_cpu_s += time.thread_time() - begin
+        return [(replica, Timed(results, 0.0, 0.0)) for replica, results in answers.items()]
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[Timed]:
+        if method != "generate":
+            raise ValueError(f"engines of a benchmark serve generate, not {method}")
+        for replica, (requests, version) in enumerate(arguments):
+            self.submit(replica, requests, version)
+        found: dict[str, DecodeResult] = {}
+        while self._due:
+            for _, answer in self.collect((), math.inf):
+                found.update((result.uid, result) for result in answer.value)
+        return [Timed([found[request.uid] for request in requests], 0.0, 0.0) for requests, _ in arguments]
+
+    def abort(self, busy: Sequence[int]) -> None:
+        raise NotImplementedError("nothing is interrupted here")
+
+    def num_decoded(self) -> list[int]:
+        return [0] * self._num_engines
+
+    def close(self) -> None:
+        self._due.clear()
+
+    def _result(self, request: DecodeRequest, version: int) -> DecodeResult:
+        uid = request.uid
+        if uid not in self._left:
+            self._left[uid] = SHORTEST
+            if len(self.long) < self.num_long:
+                self.long.add(uid)
+                self._left[uid] = min(self._longest, max(SHORTEST, self._lengths.tokens(uid) // self._shorten))
+        num_new = min(self._left[uid], request.max_new_tokens)
+        self._left[uid] -= num_new
+        start = request.seed % (len(self._words) - num_new)
+        tokens = self._words[start : start + num_new].copy()
+        if self._left[uid] == 0:
+            del self._left[uid]
+            end = self._ends[last_token(self._outcomes, uid)]
+            tokens[-len(end) :] = end[-num_new:]
+        is_over = uid not in self._left
+        logprobs = np.full(num_new, -0.5, np.float32)
+        return DecodeResult(uid, tokens, logprobs, Finish.STOP if is_over else Finish.LENGTH, version)
+
+
+@dataclass
+class Parts:
+    """Seconds of CPU by part, all threads of the process; a part inside of another interrupts it."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    _inside: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        self._book()
+        self.calls[name] += 1
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._inside.pop()
+
+    def _book(self) -> None:
+        now = time.process_time()
+        if self._inside:
+            self.seconds[self._inside[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*words: Any, **options: Any) -> Any:
+            with self.of(name):
+                return function(*words, **options)
+
+        return inside
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One measurement. seconds: of CPU, by part; calls: how often each was begun; bytes: by part; peak_gib: of the process, at
+    most."""
+
+    scheduler: str
+    problems: int
+    shorten: int
+    samples: int
+    tokens: int
+    segments: int
+    seconds: dict[str, float]
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    peak_gib: float
+
+    @property
+    def total_s(self) -> float:
+        """What rank 0 does alone in a step; a checkpoint's state is not in it, nor what other ranks do."""
+        return sum(seconds for part, seconds in self.seconds.items() if part not in BESIDE)
+
+
+BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding the batch")
+JUDGED = {True: Reward(1.0, 1.0), False: Reward(0.0, 0.0)}
+
+
+def judge(problem: Problem, answer: str) -> Future[Reward]:
+    return known(JUDGED[answer == problem.answer])
+
+
+def measure(problems: int, shorten: int, overlap: int) -> Scale:
+    """One step of so many problems, from its first token to its share on every rank."""
+    config = read_config(CONFIG, [f"rollout.prompts_per_step={problems}", f"rollout.overlap={overlap}"])[0]
+    parts, sent = Parts(), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(folder)
+        renderer = ChatRenderer(folder)
+        engines = Costless(
+            config.rollout.engines, Lengths(SIGMA), shorten, config.rollout.max_response_tokens, renderer
+        )
+        for name, part in PARTS_OF_RENDERER.items():
+            setattr(renderer, name, parts.timed(part, getattr(renderer, name)))
+        groups = played(config, problems, renderer, engines, parts, sent)
+        tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+        trained(config, groups, parts, sent, RunDirectory(Path(folder) / "run"))
+    name = "event by event" if overlap else "stage by stage"
+    samples = sum(len(group.samples) for group in groups)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return Scale(
+        name,
+        problems,
+        shorten,
+        samples,
+        tokens,
+        engines.num_results,
+        dict(parts.seconds),
+        dict(parts.calls),
+        dict(sent),
+        peak,
+    )
+
+
+PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
+
+
+def played(
+    config: RunConfig, problems: int, renderer: ChatRenderer, engines: Costless, parts: Parts, sent: Counter[str]
+) -> list[Group]:
+    """The groups of one step's samples."""
+    rollout = config.rollout.model_copy(update={"max_unfinished": 1})  # nothing new until these have ended
+    team = Team(
+        config.agents,
+        build_orchestration(config.orchestration, config.agents, "math", None, rollout),
+        {"main": renderer},
+        {"main": EnginePool(engines, slots=rollout.vllm.max_num_seqs)},
+        WatchedJudge(judge),
+    )
+    source = Problems(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
+    kind = EventScheduler if rollout.overlap else Scheduler
+    scheduler = kind(rollout, team, source, seed=0)
+    groups: list[Group] = []
+    if isinstance(scheduler, EventScheduler):
+        scheduler.resume({"main": 0})
+
+    def next_batch() -> Batch:
+        if isinstance(scheduler, Scheduler):
+            return scheduler.next_batch({"main": 0})
+        scheduler.ask()
+        while (batch := scheduler.take()) is None:
+            scheduler.advance(POLL_S)
+        return batch
+
+    for _ in range(FILLING):
+        next_batch()
+    parts.seconds.clear()
+    parts.calls.clear()
+    engines.own_cpu_s, engines.received, engines.returned, engines.num_results = 0.0, 0, 0, 0
+    engines.num_long = num_left = _samples_of_a_step(config, problems)
+    gc.collect()
+    while num_left > 0:
+        with parts.of("books and pool"):
+            batch = next_batch()
+        own = [group for group in batch.groups if any(sample.uid in engines.long for sample in group.samples)]
+        num_left -= sum(sample.uid in engines.long for group in own for sample in group.samples)
+        if not groups:
+            with parts.of(BESIDE[0]):
+                sent["checkpoint state"] = len(encode(scheduler.snapshot()))
+        groups += own
+    parts.seconds["books and pool"] -= engines.own_cpu_s
+    sent["to engines"], sent["from engines"] = engines.received, engines.returned
+    return groups
+
+
+def _samples_of_a_step(config: RunConfig, problems: int) -> int:
+    """Of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
+    return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
+
+
+def trained(
+    config: RunConfig, groups: Sequence[Group], parts: Parts, sent: Counter[str], directory: RunDirectory
+) -> None:
+    """All that rank 0 does with a step's groups, but for its own part of the update."""
+    with parts.of("credit"):
+        credited = credit(groups, config.credit, config.agents, success=config.mpt.success)
+    average = Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
+    with parts.of("mini-batches"):
+        batches = mini_batches(
+            credited.of(config.agents), config.trainer.updates_per_step, average, seed=config.run.seed, step=1
+        )
+    with parts.of("encoding the batch"):
+        data = encode(batches)
+    sent["to the ranks (broadcast)"] = len(data)
+    with parts.of(BESIDE[1]):
+        received = decode(tuple[MiniBatch, ...], data)
+    del data
+    layout = config.policies["main"].layout
+    with parts.of("micro-batches planned"):
+        for each in received:
+            lengths, clips = [s.num_tokens for s in each.sequences], [s.clip for s in each.sequences]
+            plan_micro_batches(lengths, RANKS // layout.tensor, config.trainer.max_tokens_per_micro_batch, clips)
+    del received
+    directory.samples.mkdir(parents=True)
+    with parts.of("samples log"):
+        path = write_samples(directory, 1, groups, credited.advantages)
+    sent["samples log"] = path.stat().st_size
+    with parts.of("metrics"):
+        summarise(credited.groups, version=1, advantages=credited.advantages)
+
+
+RANKS = 24  # that train, of CONFIG's 64 GPUs
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The slope of seconds over sizes, both as logarithms: 1 is linear."""
+    return float(np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-9)), 1)[0])
+
+
+def in_its_own_process(problems: int, shorten: int, overlap: int) -> Scale:
+    words = ["--measure", json.dumps([problems, shorten, overlap])]
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
+    return Scale(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def show(scale: Scale, step_s: float) -> None:
+    print(
+        f"{scale.scheduler}: {scale.problems} problems, {scale.samples:,} samples, {scale.tokens / 1e6:,.1f}M tokens, "
+        f"{scale.segments:,} segments, peak {scale.peak_gib:.2f} GiB"
+    )
+    for part, seconds in sorted(scale.seconds.items(), key=lambda item: -item[1]):
+        print(f"  {part:36} {seconds:8.2f} s of CPU")
+    for part, number in scale.bytes.items():
+        print(f"  {part:36} {number / 2**20:8.1f} MiB")
+    print(
+        f"  rank 0 alone: {scale.total_s:.1f} s, {100 * scale.total_s / step_s:.2f} % of a step of {step_s:,.0f} s",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write every number to this file")
+    parser.add_argument("--problems", type=int, default=128, help="a step; 72 samples each at most")
+    parser.add_argument("--shorten", type=int, default=1, help="completions are 1/N as long")
+    parser.add_argument("--growth", type=int, nargs="*", default=[16, 32, 64, 128, 256, 512], help="problems a step")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.measure:
+        print(json.dumps(asdict(measure(*json.loads(words.measure)))))
+        return 0
+    step_s = make_plan(read_config(CONFIG, [])[0], GPUS, GPU).step_s
+    assert step_s is not None, f"{CONFIG} does not fit: marsrl plan says why"
+    full = [in_its_own_process(words.problems, words.shorten, overlap) for overlap in (0, 1)]
+    for scale in full:
+        show(scale, step_s)
+    exponents: dict[str, dict[str, float]] = {}
+    grown: list[Scale] = []
+    for overlap in (0, 1) if words.growth else ():
+        own = [in_its_own_process(problems, GROWTH_SHORTEN, overlap) for problems in words.growth]
+        sizes = [scale.samples for scale in own]
+        found = {part: exponent(sizes, [scale.seconds[part] for scale in own]) for part in own[-1].seconds}
+        found["rank 0 alone"] = exponent(sizes, [scale.total_s for scale in own])
+        print(f"{own[0].scheduler}, {sizes[0]:,} to {sizes[-1]:,} samples, 1/{GROWTH_SHORTEN} as long:")
+        for part, value in found.items():
+            seconds = ", ".join(f"{scale.seconds.get(part, scale.total_s):.2f}" for scale in own)
+            print(f"  {part:36} {seconds} s; exponent {value:.2f}", flush=True)
+        exponents[own[0].scheduler] = found
+        grown += own
+    if words.json:
+        record = {
+            "step_s": step_s,
+            "full": [asdict(s) for s in full],
+            "growth": [asdict(s) for s in grown],
+            "exponents": exponents,
+        }
+        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+    print(f"ratio: {SHARE * step_s / max(scale.total_s for scale in full):.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What rank 0 does alone for a step grows no faster than its samples: counted in calls and bytes, not in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COUNTED = """
+import json, sys
+from dataclasses import asdict
+folder = sys.path[0] = "benchmarks"
+import namespace
+namespace.map_marsrl()
+sys.path.insert(0, folder)
+import scale
+scale.VOCABULARY = 1000
+found = []
+for problems, overlap in ((1, 0), (2, 0), (4, 0), (2, 1), (4, 1)):  # the first: imports, and what is made once
+    num_calls = 0
+    def count(frame, event, argument):
+        global num_calls
+        num_calls += event in ("call", "c_call")
+    sys.setprofile(count)
+    measured = scale.measure(problems, 64, overlap)
+    sys.setprofile(None)
+    found.append({**asdict(measured), "num_calls": num_calls})
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found[1:]
+
+
+def test_twice_the_samples_take_twice_the_work_and_bytes(measured: list[dict[str, Any]]) -> None:
+    for small, large in (measured[:2], measured[2:]):
+        assert (small["samples"], large["samples"]) == (144, 288)
+        for count in ("num_calls", "segments"):
+            assert large[count] <= 2.2 * small[count], (count, small[count], large[count])
+        for part in ("to engines", "from engines", "to the ranks (broadcast)", "samples log"):
+            assert large["bytes"][part] <= 2.2 * small["bytes"][part], part
+
+
+def test_a_batch_has_nine_bytes_a_token_and_some_hundreds_a_sample(measured: list[dict[str, Any]]) -> None:
+    for each in measured:
+        num_prompts = each["bytes"]["to the ranks (broadcast)"] - 9 * each["tokens"]
+        assert 0 < num_prompts < each["samples"] * 9000  # ids of a byte each, four bytes an id, and the fields' names
+
+
+def test_a_stage_decodes_its_texts_together(measured: list[dict[str, Any]]) -> None:
+    by_stage, by_event = measured[:2], measured[2:]
+    assert all(each["calls"]["texts"] == each["calls"]["books and pool"] for each in by_stage)  # of next_batch
+    assert all(
+        each["calls"]["texts"] <= each["segments"] / 4 for each in by_event
+    )  # what came within 0.1 s of each other
