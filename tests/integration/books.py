@@ -18,8 +18,17 @@ class Loss(Exception):
     """Something was lost, left behind, or said wrongly."""
 
 
-def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
-    """Metrics, checkpoints, samples and instances of a run. damaged: checkpoints, or `latest`, that need not be whole.
+def check_books(
+    run: RunDirectory,
+    group_size: int,
+    damaged: Set[str] = frozenset(),
+    leads: str = "solver",
+    has_any_size: Set[str] = frozenset(),
+) -> None:
+    """Metrics, checkpoints, samples and instances of a run.
+
+    damaged: checkpoints, or `latest`, that need not be whole. leads: the agent that every instance asks first.
+    has_any_size: agents whose groups are not of group_size.
 
     Raises:
         Loss: something is missing, or there twice.
@@ -38,30 +47,37 @@ def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozense
         return
     if len(rows) < latest.step:
         raise Loss(f"metrics.jsonl ends at {len(rows)}, the checkpoint is of step {latest.step}")
-    _check_samples(run, latest.path, latest.step, group_size)
+    _check_samples(run, latest.path, latest.step, group_size, leads, has_any_size)
 
 
-def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
-    """Of the steps up to the last one: each sample once, each Solver group of a problem trained or in the checkpoint's books."""
+def _check_samples(
+    run: RunDirectory, checkpoint: Path, last: int, group_size: int, leads: str, has_any_size: Set[str]
+) -> None:
+    """Of the steps up to the last one: each sample once, each first group of a problem trained or in the checkpoint's books."""
     files = sample_files(run)
     uids: Counter[str] = Counter()
     groups: Counter[str] = Counter()
     for step in range(1, last + 1):
         if step not in files:
             raise Loss(f"the samples of step {step} are missing")
-        of_step = Counter(sample.group_id for sample in read_samples(files[step]))
-        uids.update(sample.uid for sample in read_samples(files[step]))
-        groups.update(of_step.keys())
+        samples = list(read_samples(files[step]))
+        of_step = Counter(sample.group_id for sample in samples if sample.agent not in has_any_size)
+        uids.update(sample.uid for sample in samples)
+        groups.update({sample.group_id for sample in samples})
         if broken := [group for group, count in of_step.items() if count != group_size]:
             raise Loss(f"step {step}: groups that are not of {group_size} samples: {broken}")
     books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).scheduler
-    in_flight = [*books.open, *(ask.id for ask in books.pending), *(group.group_id for group in books.closed)]
-    groups.update([*in_flight, *(group.group_id for batch in books.ready for group in batch.groups)])
+    asks = [*(opened.ask for opened in books.open.values()), *books.pending]
+    if twice := [ask for ask, count in Counter(ask.id for ask in asks).items() if count > 1]:
+        raise Loss(f"asks that are there twice: {twice[:5]} ({len(twice)})")
+    held = {sample.group_id for instance in books.instances.values() for sample in instance.held}
+    groups.update(held | {ask.group for ask in asks})
+    groups.update([*(g.group_id for g in books.closed), *(g.group_id for batch in books.ready for g in batch.groups)])
     if twice := [uid for uid, count in uids.items() if count > 1]:
         raise Loss(f"samples that were trained twice: {twice[:5]} ({len(twice)})")
     if twice := [group for group, count in groups.items() if count > 1]:
         raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
-    there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
+    there = {group.partition("/")[0] for group in groups if group.endswith(f"/{leads}")}
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
