@@ -111,8 +111,6 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
 class Whole:
     """A learner, and its Converter, whose model one rank holds whole."""
 
-    num_kv_heads = 4
-
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 

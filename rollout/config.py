@@ -117,8 +117,25 @@ class VllmOptions(Settings):
         None, gt=0, le=MOST_MIB, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
-    tensor_parallel: int = Field(1, gt=0, le=MOST_RANKS, description="GPUs of one engine")
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)",
+    )
+    expert_parallel: bool = Field(
+        False, description="each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"
+    )
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
+
+    @model_validator(mode="after")
+    def _experts_have_where_to_go(self) -> VllmOptions:
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "rollout.vllm.expert_parallel spreads experts over the GPUs of an engine, and rollout.vllm.tensor_parallel is 1: "
+                "raise it, or set expert_parallel=false"
+            )
+        return self
 
 
 class OpenAIOptions(Settings):

@@ -14,7 +14,7 @@ import yaml
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -29,7 +29,7 @@ from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
-from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_cut
+from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.plan.hardware import gpu_here
 from marsrl.trainer.plan.needs import needs_of, shortages
@@ -117,9 +117,11 @@ def preflight(
         if policy.model is not None:
             shape = read_shape(policy.model)
             _check_files(policy.model, shape)
+            if found := why_not_cut(shape, config.rollout_of(name).vllm):
+                raise ConfigError(f"policies.{name}.model: {found}")
             if not policy.frozen and trains:
                 check(resolve(policy.layout), shape, world_size)
-                if reason := why_not_cut(resolve(policy.layout), config.loss.ratio, config.loss.correction):
+                if reason := why_not_context(resolve(policy.layout), config.loss.ratio, config.loss.correction):
                     raise ConfigError(f"policies.{name}.{reason}")
                 if config.trainer.router_replay != "none" and not shape.num_experts:
                     raise ConfigError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
+from marsrl.rollout.weights.engine_shard import EngineShard
 
 if TYPE_CHECKING:
     from marsrl.rollout.weights.receiver import ReceivePlan
@@ -92,6 +93,7 @@ class EngineInfo:
 
     settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
     among them.
+    shards: what each of its workers holds of the model.
     """
 
     kind: str
@@ -101,27 +103,28 @@ class EngineInfo:
     device: str
     dtype: str
     settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shards: tuple[EngineShard, ...] = (EngineShard(),)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
-    `receive_plan` (then path is empty), what comes to this one engine straight from the trainer's ranks."""
+    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks."""
 
     path: str
     version: int
-    receive_plan: ReceivePlan | None = None
+    receive_plans: tuple[ReceivePlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """What the engine holds after an update. checksums: {tensor name in the engine's own fused layout: checksum}.
+    """What the engine holds after an update. checksums: of each shard {tensor name in its own fused layout: checksum}.
 
     seconds: of the whole update; checksum_seconds: of the checksums in it.
     """
 
     version: int
-    checksums: Mapping[str, int]
+    checksums: Sequence[Mapping[str, int]]
     seconds: float
     checksum_seconds: float = 0.0
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.engine_shard import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +80,76 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
     if not rollouts:  # servers answer
         return ()
     found = (
-        *(sharded_engine(each.vllm.tensor_parallel, each.engines) for each in rollouts),
+        *(_not_on_several_gpus(each, len(rollouts), host) for each in rollouts),
         _lack_of_gpus(rollouts, host),
         _files_out_of_reach(rollouts[0], host, weight_files),
     )
     return tuple(dict.fromkeys(sentence for sentence in found if sentence is not None))
 
 
-def sharded_engine(tensor_parallel: int, engines: int) -> str | None:
-    """Why an engine over several GPUs is refused; None for one GPU."""
-    if tensor_parallel == 1:
+def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
+    """Why an engine cannot hold a model of this shape on its GPUs, with the next number of GPUs that can; None: it can."""
+    if vllm.expert_parallel and not shape.num_experts:
+        return f"rollout.vllm.expert_parallel spreads experts, and a {shape.architecture} has none: set it to false"
+    if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
+        return None
+    fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)
+    return (
+        f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, over which the model's {uneven} cannot be cut: set "
+        f"rollout.vllm.tensor_parallel={fitting}"
+    )
+
+
+def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
+    """The first of its sizes that vLLM cannot cut into so many parts."""
+    vocabulary = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    heads = shape.num_kv_heads
+    sizes = {
+        f"{shape.num_heads} attention heads": shape.num_heads % parts,
+        f"{heads} key and value heads": heads % parts if parts <= heads else parts % heads,
+        f"vocabulary of {vocabulary} rows": vocabulary % parts,
+        f"{shape.num_experts} experts": spreads_experts and parts > shape.num_experts,
+        f"MLP width of {shape.ffn_size}": not spreads_experts and shape.ffn_size % parts,
+    }
+    return next((size for size, rest in sizes.items() if rest), None)
+
+
+def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
+    """Why an engine over so many GPUs cannot stand on a host that has gpus_of_host of them; None: it can."""
+    if tensor_parallel <= gpus_of_host:
         return None
     return (
-        f"rollout.vllm.tensor_parallel is {tensor_parallel}; after a weight sync the checksums of whole tensors are compared, "
-        f"and such an engine holds shards: set rollout.vllm.tensor_parallel=1, and rollout.engines={engines * tensor_parallel} "
-        "for the same GPUs"
+        f"rollout.vllm.tensor_parallel is {tensor_parallel}, the GPUs of an engine are on one host, and a host has "
+        f"{gpus_of_host}: set rollout.vllm.tensor_parallel={gpus_of_host} or less"
     )
+
+
+def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: TrainerHost) -> str | None:
+    """Why the engines of a policy cannot be made over rollout.vllm.tensor_parallel GPUs each, whatever is free."""
+    wide = rollout.vllm.tensor_parallel
+    if wide == 1:
+        return None
+    asked = f"rollout.vllm.tensor_parallel is {wide}, and"
+    if rollout.engine != "vllm":
+        return (
+            f"{asked} rollout.engine={rollout.engine} computes in one process: set rollout.vllm.tensor_parallel=1, or "
+            "rollout.engine=vllm"
+        )
+    if not host.num_gpus:
+        return None
+    if rollout.placement == "colocated" and num_policies > 1:
+        return (
+            f"{asked} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU: set "
+            "rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
+        )
+    if rollout.placement == "local" and host.num_ranks > 1:
+        return (
+            f"{asked} rollout.placement=local takes the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
+            "hold: set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
+        )
+    if rollout.ray_address is not None and host.has_others:
+        return None  # engines stand on hosts that Ray knows, and the pool asks it
+    return wider_than_a_host(wide, host.num_gpus)
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
@@ -101,27 +157,34 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
     rollout, num_policies = rollouts[0], len(rollouts)
     if rollout.engine == "scripted" or rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
-    gpus = len(host.gpus_for(rollouts))
+    gpus, wide = len(host.gpus_for(rollouts)), rollout.vllm.tensor_parallel
     if rollout.placement == "colocated":
         # engines of several policies share a GPU
-        if rollout.engines <= gpus:
+        if rollout.engines * wide <= gpus:
             return None
+        of_each = f" x rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
+        fitting = f"rollout.engines={gpus // wide}" if gpus >= wide else f"rollout.vllm.tensor_parallel={gpus}"
         return (
             f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU: rollout.engines is "
-            f"{rollout.engines}, and this host has {gpus} such GPU(s); set rollout.engines={gpus}"
+            f"{rollout.engines}{of_each}, and this host has {gpus} such GPU(s); set {fitting}"
         )
     needed = num_engine_gpus(rollouts)
     if needed <= gpus:
         return None
     near = f"start {host.num_gpus - needed} rank(s) here (torchrun --nproc-per-node {host.num_gpus - needed})"
-    if gpus >= num_policies:
-        near = f"set rollout.engines={gpus // num_policies}"
+    if gpus >= num_policies * wide:
+        near = f"set rollout.engines={gpus // (num_policies * wide)}"
+    elif wide > 1 and gpus >= num_policies:
+        near = f"set rollout.engines=1 and rollout.vllm.tensor_parallel={gpus // num_policies}"
     elif needed >= host.num_gpus:
         near = f"set rollout.placement={'local' if host.num_ranks == 1 and rollout.engines == 1 else 'colocated'}"
-    counts = {each.engines for each in rollouts}
+    counts = {(each.engines, each.vllm.tensor_parallel) for each in rollouts}
     asked = f"rollout.engines={rollout.engines} with {num_policies} policy(s)"
+    asked += f" and rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
     if len(counts) > 1:
-        asked = f"policies.<name>.engines ({' + '.join(str(each.engines) for each in rollouts)})"
+        numbers = [(each.engines, each.vllm.tensor_parallel) for each in rollouts]
+        words = [f"{engines} x {gpus_of_one}" if gpus_of_one > 1 else f"{engines}" for engines, gpus_of_one in numbers]
+        asked = f"policies.<name>.engines ({' + '.join(words)})"
         near = "lower them"
     return (
         f"{asked} needs {needed} GPU(s) without a trainer rank; this "

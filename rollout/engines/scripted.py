@@ -158,7 +158,7 @@ class ScriptedEngine:
         start = time.perf_counter()
         checksums = fused_checksums(WeightFiles(update.path), torch.float32)
         self._version = update.version
-        return WeightReceipt(update.version, checksums, time.perf_counter() - start)
+        return WeightReceipt(update.version, (checksums,), time.perf_counter() - start)
 
     def sleep(self) -> None:
         if self._under_way:

@@ -57,7 +57,7 @@ class Recovery:
     def __init__(self, replicas: Replaceable, name: str, most: int, on_restart: Callable[[int, float, float], None]):
         self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
         self._updates: Sequence[WeightUpdate] = ()  # of now, by replica; () before the first
-        self._checksums: Mapping[str, int] = {}
+        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
         self._num_restarts = 0
 
     def note_weights(self, updates: Sequence[WeightUpdate], receipts: Sequence[WeightReceipt]) -> None:
@@ -110,12 +110,12 @@ class Recovery:
         answer = self._replicas.call_one(replica, "update_weights", (update,))
         if isinstance(answer, Lost):
             return answer
-        held = answer.value.checksums
-        wrong = [name for name in {**self._checksums, **held} if held.get(name) != self._checksums.get(name)]
+        shards = list(zip(self._checksums, answer.value.checksums, strict=True))
+        wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
         if wrong or answer.value.version != update.version:
             raise RuntimeError(
                 f"engines of policy {self._name}: engine {replica} was restarted with the weights of version "
                 f"{update.version}, reports version {answer.value.version} and does not hold what the others hold: "
-                f"{len(wrong)} of {len(self._checksums)} tensors differ, first {', '.join(wrong[:3])}"
+                f"{len(wrong)} of {sum(map(len, self._checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )
         return None

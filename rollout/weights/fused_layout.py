@@ -34,6 +34,25 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertName:
+    """The name of a tensor of one expert, in parts."""
+
+    base: str
+    number: int
+    part: str
+
+    def renamed(self, number: int) -> str:
+        """The same tensor's name in another expert."""
+        return f"{self.base}.{number}.{self.part}_proj.weight"
+
+
+def expert_of(name: str) -> ExpertName | None:
+    """None: the tensor is of no expert."""
+    found = _EXPERT.match(name)
+    return ExpertName(found[1], int(found[2]), found[3]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
 class Fusion:
     """What a fused tensor is made of. parts[e]: the tensors whose rows follow each other; is_stacked: one per "
     "expert."""
@@ -57,9 +76,9 @@ def fusion_plan(names: Iterable[str]) -> dict[str, Fusion]:
 def _untied_plan(names: Iterable[str]) -> dict[str, Fusion]:
     groups: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name in names:
-        if expert := _EXPERT.match(name):
-            base, index, part = expert.groups()
-            groups[f"{base}.{'w2' if part == 'down' else 'w13'}_weight"][int(index), part] = name
+        if expert := expert_of(name):
+            stacked = "w2" if expert.part == "down" else "w13"
+            groups[f"{expert.base}.{stacked}_weight"][expert.number, expert.part] = name
         elif part_of := _PART.match(name):
             base, part, kind = part_of.groups()
             fused = "qkv" if part in "qkv" else "gate_up"

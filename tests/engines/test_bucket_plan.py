@@ -16,9 +16,10 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.bucket_plan import Box, plan_buckets, plan_pieces, whole_box
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import fuse
 from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
-from marsrl.rollout.weights.shard_layout import shard_layout
+from marsrl.rollout.weights.shard_layout import ShardTensors, shard_layout
 from marsrl.trainer.learner.megatron.held import held_boxes
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 
@@ -61,7 +62,14 @@ LAYOUTS = [
     (2, 4, 1, 2, 8),
     (1, 1, 1, 2, 4),
 ]
-SHARDS = [[(0, 1)], [(0, 1)] * 3, [(0, 2), (1, 2)], [(i, 8) for i in range(8)]]  # 8 shards: more than 4 key heads
+WHOLE = EngineShard()
+SHARDS = [  # of 4 key heads, 4 experts
+    [WHOLE],
+    [WHOLE] * 3,
+    [EngineShard.of(i, 2, 4) for i in range(2)],
+    [EngineShard.of(i, 2, 4, spreads_experts=True) for i in range(2)],
+    [EngineShard.of(i, 8, 4) for i in range(8)],
+]
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,7 +85,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         tensors[name] = torch.arange(start, start + torch.Size(size).numel(), dtype=torch.float64).view(size)
         start += tensors[name].numel()
     held = ranks_of(shape, *layout)
-    layouts = [shard_layout(sizes, num_kv_heads=shape.num_kv_heads, part=i, parts=n) for i, n in shards]
+    layouts = [shard_layout(sizes, shard) for shard in shards]
     pieces = plan_pieces(held, [each.needs for each in layouts])
     buckets = plan_buckets(pieces, len(held), bucket)
 
@@ -91,8 +99,8 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
     for number, one in enumerate(layouts):
         taken = taken_by(number, one, buckets, tensors)
         assert all(not t.isnan().any() for t in taken.values())
-        if shards[number] == (0, 1):
-            assert all(torch.equal(taken[name], fused) for name, fused in fuse(tensors))
+        right = dict(fuse(ShardTensors(tensors, shards[number])))
+        assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
@@ -187,14 +195,14 @@ def test_what_nobody_holds_is_named():
 
 
 def test_an_engine_that_holds_other_shapes_is_left_alone():
-    layout = shard_layout({"model.norm.weight": (4,)}, num_kv_heads=1)
+    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
     plan = receive_plan(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
         WeightReceiver(CPU).receive(plan, {"model.norm.weight": torch.zeros(3)})
 
 
 def test_a_feed_travels_as_bytes():
-    layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, num_kv_heads=1)
+    layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, WHOLE)
     buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
     rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
     plan = receive_plan(rendezvous, 0, layout, buckets)

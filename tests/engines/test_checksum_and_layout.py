@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from marsrl.kernels import library
 from marsrl.rollout.weights.checksum import checksum, checksum_of_parts
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import by_layer, fuse, fused_checksums, fusion_plan
+from marsrl.rollout.weights.shard_layout import ShardTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
@@ -157,6 +159,53 @@ def test_a_missing_part_is_named(checkpoint):
 def test_checksums_without_fusing_are_those_of_the_fused_tensors(checkpoint, kind, dtype):
     tensors = tensors_of(checkpoint(kind))
     assert fused_checksums(tensors, dtype) == {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
+
+
+def test_a_shard_holds_what_vllm_gives_it():
+    """Two key heads of 4 on four parts, a vocabulary of 70 in parts of 32 (128 with its padding), and 5 experts on 4."""
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    rows = {f"{attention}q_proj.weight": 16, f"{attention}k_proj.weight": 8, f"{attention}v_proj.weight": 8}
+    tensors = {name: torch.arange(8.0 * size).view(size, 8) for name, size in rows.items()}
+    tensors |= {f"{attention}o_proj.weight": torch.arange(128.0).view(8, 16), "model.norm.weight": torch.arange(8.0)}
+    tensors |= {
+        f"{mlp}experts.{e}.{p}_proj.weight": e + torch.rand(8, 8) for e in range(5) for p in ("gate", "up", "down")
+    }
+    tensors |= {"lm_head.weight": torch.arange(560.0).view(70, 8)}
+    q, k, v, head = (tensors[name] for name in (*rows, "lm_head.weight"))
+    tensors |= {f"{attention}{part}_proj.bias": torch.arange(16.0 if part == "q" else 8.0) for part in "qkv"}
+    for part in range(4):
+        cut = dict(fuse(ShardTensors(tensors, EngineShard.of(part, 4, 2))))
+        spread = dict(fuse(ShardTensors(tensors, EngineShard.of(part, 4, 2, spreads_experts=True))))
+        kv = slice(4 * (part // 2), 4 * (part // 2) + 4)
+        qkv = torch.cat([q[4 * part : 4 * part + 4], k[kv], v[kv]])
+        for held in (cut, spread):
+            assert torch.equal(held[f"{attention}qkv_proj.weight"], qkv)
+            assert len(held[f"{attention}qkv_proj.bias"]) == 12
+            assert torch.equal(
+                held[f"{attention}o_proj.weight"], tensors[f"{attention}o_proj.weight"][:, 4 * part :][:, :4]
+            )
+            assert torch.equal(held["lm_head.weight"], head[32 * part : 32 * part + 32])  # 32, 32, 6 and none
+            assert torch.equal(held["model.norm.weight"], tensors["model.norm.weight"])
+        gate, up, down = (
+            [tensors[f"{mlp}experts.{e}.{p}_proj.weight"] for e in range(5)] for p in ("gate", "up", "down")
+        )
+        own = slice(2 * part, 2 * part + 2)
+        assert torch.equal(
+            cut[f"{mlp}experts.w13_weight"],
+            torch.stack([torch.cat([g[own], u[own]]) for g, u in zip(gate, up, strict=True)]),
+        )
+        assert torch.equal(cut[f"{mlp}experts.w2_weight"], torch.stack([d[:, own] for d in down]))
+        mine = [[0, 1], [2], [3], [4]][part]
+        assert torch.equal(spread[f"{mlp}experts.w2_weight"], torch.stack([down[e] for e in mine]))
+        assert fused_checksums(ShardTensors(tensors, EngineShard.of(part, 4, 2)), torch.float32) == {
+            name: checksum(tensor) for name, tensor in cut.items()
+        }
+
+
+def test_what_does_not_come_out_even_is_no_shard():
+    tensors = {"model.layers.0.self_attn.o_proj.weight": torch.zeros(4, 6)}
+    with pytest.raises(ValueError, match=r"o_proj\.weight has 6 to cut, which 4 shards do not divide"):
+        dict(ShardTensors(tensors, EngineShard.of(0, 4, 4)))
 
 
 def test_a_part_of_another_shape_is_named(checkpoint):

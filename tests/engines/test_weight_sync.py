@@ -159,7 +159,7 @@ def test_a_tensor_that_an_engine_alters_is_named(channel, given, engine, tensors
 
     def altered(update_info):
         receipt = update(update_info)
-        return type(receipt)(receipt.version, {**receipt.checksums, "model.norm.weight": 7}, receipt.seconds)
+        return type(receipt)(receipt.version, [{**receipt.checksums[0], "model.norm.weight": 7}], receipt.seconds)
 
     monkeypatch.setattr(engine, "update_weights", altered)
     with pytest.raises(RuntimeError, match=r"engine 0 .* 1 of 19 tensors differ, first model\.norm\.weight"):
@@ -171,7 +171,7 @@ def test_a_tensor_that_nobody_sent_is_named(channel, given, engine, tensors, mon
 
     def more(update_info):
         receipt = update(update_info)
-        return type(receipt)(receipt.version, {**receipt.checksums, "model.norm.bias": 0}, receipt.seconds)
+        return type(receipt)(receipt.version, [{**receipt.checksums[0], "model.norm.bias": 0}], receipt.seconds)
 
     monkeypatch.setattr(engine, "update_weights", more)
     with pytest.raises(RuntimeError, match=r"1 of 19 tensors differ, first model\.norm\.bias \(not sent\)"):
@@ -192,15 +192,23 @@ def test_a_tensor_that_nobody_sent_is_named(channel, given, engine, tensors, mon
 )
 def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(held, said):
     expected = {"a": 1, "b": 2}
-    _compare(expected, WeightReceipt(5, expected, 0.0), version=5, engine=1)
+    _compare([expected], WeightReceipt(5, [expected], 0.0), version=5, engine=1)
     with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {said}"):
-        _compare(expected, WeightReceipt(5, held, 0.0), version=5, engine=1)
+        _compare([expected], WeightReceipt(5, [held], 0.0), version=5, engine=1)
 
 
 def test_an_engine_that_reports_another_version_is_named():
     for version in (4, 6):
         with pytest.raises(RuntimeError, match=f"engine 1 reports version {version} after version 5 was sent"):
-            _compare({"a": 1}, WeightReceipt(version, {"a": 1}, 0.0), version=5, engine=1)
+            _compare([{"a": 1}], WeightReceipt(version, [{"a": 1}], 0.0), version=5, engine=1)
+
+
+def test_a_shard_that_holds_something_else_is_named():
+    first, second = {"a": 1, "b": 2}, {"a": 3}
+    _compare([first, second], WeightReceipt(5, [first, second], 0.0), version=5, engine=1)
+    said = r"engine 1 does not hold what was sent: 1 of 3 tensors differ, first shard 1 of 2: a \(checksum 0x1, expected 0x3\)"
+    with pytest.raises(RuntimeError, match=said):
+        _compare([first, second], WeightReceipt(5, [first, {"a": 1}], 0.0), version=5, engine=1)
 
 
 def test_a_tensor_that_was_not_sent_is_named(channel, given, tensors, engine, checkpoint):

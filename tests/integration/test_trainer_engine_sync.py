@@ -1,29 +1,45 @@
-"""The trainer's log-probs are the engine's, for the same weights: before a sync, after one, for every kind of parameter."""
+"""The trainer's log-probs are the engine's, for the same weights: before a sync, after one, for every kind of parameter.
+
+Engines of one process and of two: these hold halves, and must end with the process that started them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from engine_cases import actors, after, prompt, request
+from random_model import write_model
+
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_cluster import RayCluster
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.comparison import comparison_sequences, trainer_scores
 from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.files import write_shards
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5  # nats
+VOCAB_SIZE = 100  # padded to 128: of two halves the second is shorter
 
 GROUPS = {
     "qwen3moe": ("embedding", "linear_qkv", "linear_proj", "q_layernorm", "k_layernorm", "input_layernorm",
@@ -31,29 +47,6 @@ GROUPS = {
     "qwen2": ("embedding", "linear_qkv.weight", "linear_qkv.bias", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
               "final_layernorm", "output_layer"),
 }  # fmt: skip
-
-
-def write_model(kind: str, folder: Path) -> Path:
-    """A random model of the kind, hidden 64, made by transformers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.08,
-    }  # fmt: skip
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(intermediate_size=96, **common))
-    else:
-        model = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **common)
-        )
-    with torch.no_grad():
-        for _, parameter in model.named_parameters():  # norms of exactly 1 and biases of 0 would hide a lost tensor
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,28 +57,64 @@ def cluster() -> Iterator[RayCluster]:
     ray.close()
 
 
-@pytest.fixture(params=["qwen3moe", "qwen2"])
-def parts(
-    request: pytest.FixtureRequest, tmp_path: Path, cluster: RayCluster
-) -> Iterator[tuple[str, Learner, FileChannel, EnginePool]]:
-    model_dir = write_model(request.param, tmp_path / request.param)
-    learner = Learner(
-        PolicyConfig(dtype="float32"),
-        model_dir,
-        objective=PolicyObjective(),
-        mpt=MptConfig(scope="off"),
-        num_agents=1,
-        total_steps=1,
-        seed=0,
-    )
+@dataclass(frozen=True)
+class Parts:
+    """A learner, and engines that it publishes to. kind: of the model; vllm: how they hold it."""
+
+    kind: str
+    model_dir: Path
+    vllm: VllmOptions
+    learner: Learner
+    channel: FileChannel
+    pool: EnginePool
+
+
+CASES = {
+    "qwen3moe": {},
+    "qwen2": {},
+    "qwen2 in halves": {"tensor_parallel": 2},  # both have its one key head
+    "qwen3moe spread": {"tensor_parallel": 2, "expert_parallel": True},
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Iterator[Callable[[str], Parts]]:
+    """started(case): one at a time, made when it is asked for."""
+    now: dict[str, Parts] = {}
+
+    def start(case: str) -> Parts:
+        if case not in now:
+            for name in list(now):
+                _close(now.pop(name))
+            now[case] = _parts(case, tmp_path_factory.mktemp("model"))
+        return now[case]
+
+    yield start
+    for parts in now.values():
+        _close(parts)
+
+
+def _parts(case: str, folder: Path) -> Parts:
+    kind = case.split()[0]
+    model_dir = write_model(kind, folder, vocab_size=VOCAB_SIZE)
+    mpt = MptConfig(scope="off")
+    policy = PolicyConfig(dtype="float32")
+    learner = Learner(policy, model_dir, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
     # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
-    config = RolloutConfig(threads=1, object_store_mib=80, vllm=VllmOptions(max_num_seqs=8, kv_cache_mib=32))
+    vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
+    config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
     pool = make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256)
-    channel = FileChannel(CheckedEngines(pool, vocab_size=128), torch.float32)
-    yield request.param, learner, channel, pool
-    channel.close()
-    pool.close()
-    learner.close()
+    channel = FileChannel(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32)
+    return Parts(kind, model_dir, vllm, learner, channel, pool)
+
+
+def _close(parts: Parts) -> None:
+    parts.channel.close()
+    parts.pool.close()
+    parts.learner.close()
+
+
+IN_HALVES = [case for case, options in CASES.items() if options]
 
 
 def median_difference(learner: Learner, pool: EnginePool) -> float:
@@ -94,10 +123,12 @@ def median_difference(learner: Learner, pool: EnginePool) -> float:
     return float(np.median(np.abs(np.concatenate(trainer) - np.concatenate(engine))))
 
 
-def test_log_probs_agree_before_and_after_every_sync(parts: tuple[str, Learner, FileChannel, EnginePool]) -> None:
-    kind, learner, channel, pool = parts
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_agree_before_and_after_every_sync(case: str, started: Callable[[str], Parts]) -> None:
+    parts = started(case)
+    learner, pool = parts.learner, parts.pool
     assert median_difference(learner, pool) < TOLERANCE
-    for version, group in enumerate(GROUPS[kind], start=1):
+    for version, group in enumerate(GROUPS[parts.kind], start=1):
         changed = 0
         torch.manual_seed(version)
         with torch.no_grad():
@@ -105,9 +136,85 @@ def test_log_probs_agree_before_and_after_every_sync(parts: tuple[str, Learner, 
                 if group in name:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
                     changed += 1
-        assert changed, f"{kind} has no parameter called {group}"
+        assert changed, f"{parts.kind} has no parameter called {group}"
         assert median_difference(learner, pool) > 1e-3, f"{group}: the probe does not see it"
-        report = channel.publish(learner, version)
+        report = parts.channel.publish(learner, version)
         assert report is not None and report.comparison is not None
         assert report.comparison.median < TOLERANCE, group
         assert report.comparison.num_tokens == 640
+    if case in IN_HALVES:
+        _draws_as_one_process_does(parts, version)
+        _names_a_bit_of_the_second_half(parts, version)
+        _leaves_no_worker(parts, version, kills_worker=parts.kind == "qwen2")
+
+
+def _draws_as_one_process_does(parts: Parts, version: int) -> None:
+    """The same tokens as an engine without halves, of the weights that were published last, and their log-probs."""
+    info = parts.pool.infos()[0]
+    spread = parts.vllm.expert_parallel
+    assert info.shards == tuple(EngineShard.of(i, 2, 1, spreads_experts=spread) for i in range(2))
+    folder = parts.channel._path
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes((parts.model_dir / name).read_bytes())
+    one = LocalEngine(folder, dtype="float32", max_model_len=256, version=version)
+    asks = [
+        request(f"a.{i}", prompt(20 + 7 * i, i, VOCAB_SIZE), 24, seed=i, temperature=0.3 * i, records_kept=i > 2)
+        for i in range(6)
+    ]
+    found, right = parts.pool.generate(asks, version=version), one.generate(asks, version=version)
+    for mine, other in zip(found, right, strict=True):
+        np.testing.assert_array_equal(mine.token_ids, other.token_ids)
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
+        assert (mine.kept_tokens is None) == (other.kept_tokens is None)
+
+
+def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
+    """One that changes between the checksum and the file."""
+    moe = parts.kind == "qwen3moe"
+    last = "model.layers.1.mlp.experts.3.down_proj.weight" if moe else "model.layers.1.mlp.down_proj.weight"
+    fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
+    for name, named in ((last, fused), ("lm_head.weight", "lm_head.weight")):
+
+        def spoiled(folder: Path, tensors: Any, shard_bytes: int, name: str = name) -> int:
+            return write_shards(folder, (_with_another_last_bit(*each, name) for each in tensors), shard_bytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("marsrl.trainer.weights.file_channel.write_shards", spoiled)
+            said = rf"engine 0 does not hold what was sent: 1 of \d+ tensors differ, first shard 1 of 2: {named} \("
+            with pytest.raises(RuntimeError, match=said):
+                parts.channel.publish(parts.learner, version)
+    parts.channel.publish(parts.learner, version)
+
+
+def _with_another_last_bit(name: str, tensor: torch.Tensor, spoiled: str) -> tuple[str, torch.Tensor]:
+    if name == spoiled:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1
+    return name, tensor
+
+
+def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None:
+    """One of its processes is killed in the middle of decoding: the engine is lost, and no other one stays."""
+    actor = actors()[-1]
+    workers = [child for child in actor.children() if child.name().startswith("VLLM::Worker")]
+    assert len(workers) == 2
+    asks = [request(f"k.{i}", prompt(10, i, VOCAB_SIZE), 200, seed=i) for i in range(64)]
+    before = parts.pool.num_decoded()
+    victim = workers[1] if kills_worker else actor
+    killer: threading.Thread = after(lambda: parts.pool.num_decoded() > before, victim.kill)
+    reason = "a process of one of its GPUs has ended" if kills_worker else "its process has died"
+    with pytest.raises(RuntimeError, match=rf"engine 0 is lost \(.*{reason}"):
+        parts.pool.generate(asks, version=version)
+    killer.join()
+    end = time.monotonic() + 120
+    while not all(_has_ended(worker) for worker in workers):
+        assert time.monotonic() < end, workers
+        time.sleep(0.1)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """vLLM does not ask after a worker that it has killed itself, which then stays a zombie as long as the engine."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

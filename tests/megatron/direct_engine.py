@@ -5,33 +5,49 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from foreign_bytes import counted, peak
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.receiver import WeightReceiver
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 
 
-class Shard:
-    """A tensor-parallel engine shard without an engine around it: zeros of the shapes that its plan names."""
+class Halves:
+    """Two tensor-parallel shards without an engine around them: zeros of the shapes that their plans name."""
 
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self._receiver = WeightReceiver(torch.device("cpu"))
+    def __init__(self, num_kv_heads: int, spreads_experts: bool) -> None:
+        shards = [EngineShard.of(part, 2, num_kv_heads, spreads_experts=spreads_experts) for part in range(2)]
+        self._info = EngineInfo("halves", "Halves", "marsrl", "0", "cpu", "float32", shards=tuple(shards))
+        self._receivers = [WeightReceiver(torch.device("cpu")) for _ in shards]
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def score(self, sequences: list[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+        return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        assert update.receive_plan is not None
-        self.weights = {name: torch.zeros(shape) for name, shape in update.receive_plan.shapes.items()}
-        self._receiver.receive(update.receive_plan, self.weights)
-        return WeightReceipt(update.version, {name: checksum(t) for name, t in self.weights.items()}, 0.0)
+        """Both receive at once, as two processes would."""
+        plans = update.receive_plans
+        self.weights = [{name: torch.zeros(shape) for name, shape in plan.shapes.items()} for plan in plans]
+        with ThreadPoolExecutor(len(plans)) as threads:
+            list(threads.map(WeightReceiver.receive, self._receivers, plans, self.weights))
+        while _SPOILED:
+            self.weights[1][_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+        checksums = [{name: checksum(tensor) for name, tensor in held.items()} for held in self.weights]
+        return WeightReceipt(update.version, checksums, 0.0)
 
 
 class SpoilingEngine(LocalEngine):
@@ -64,15 +80,15 @@ def serve(connection: Connection) -> None:
         try:
             if method == "local":
                 engine = SpoilingEngine(args[0], dtype=args[1], max_model_len=128)
-            elif method == "shard":
-                engine = Shard()
+            elif method == "halves":
+                engine = Halves(*args)
             elif method == "held":
-                weights = engine.weights if isinstance(engine, Shard) else engine._model.weights
+                weights = engine._model.weights
                 value = {
                     n: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in weights.items()
                 }
             elif method == "save":
-                torch.save({n: t.clone() for n, t in engine.weights.items()}, args[0])
+                torch.save(engine.weights, args[0])
             elif method == "forget":
                 for tensor in engine._model.weights.values():
                     tensor.fill_(7)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from foreign_bytes import counted, peak
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.trainer.config import MptConfig, PolicyConfig
@@ -134,30 +132,34 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
     return found
 
 
-def publish_to_shards(learner: Learner, engines: Processes | None, folder: Path) -> None:
-    """Halves of every tensor, as two tensor-parallel engine shards hold them, into folder/shard_*.pt."""
-    channel = NcclChannel(None, torch.float32, bucket_bytes=BUCKET, timeout_s=60.0)
-    held = learner.held()
-    channel._agree(held, [(0, 2), (1, 2)])
-    receipts: list[WeightReceipt] = []
-    thread = None
-    if engines:
-        engines.ask("shard")
-        updates = [WeightUpdate("", 1, plan) for plan in channel._receive_plans()]
-        thread = threading.Thread(
-            target=lambda: receipts.extend(a.value for a in engines.call("update_weights", [(u,) for u in updates]))
-        )
-        thread.start()
-    expected = channel._send(held)
-    if engines and thread:
-        thread.join()
-        assert [receipt.checksums for receipt in receipts] == expected
-        engines.call("save", [(str(folder / f"shard_{i}.pt"),) for i in range(2)])
-    channel.close()
+def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
+    """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a channel and
+    experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
+    said = {}
+    for experts in ("cut", "spread"):
+        checked = None
+        for kind in (NcclChannel, IpcChannel):
+            if engines:
+                engines.ask("halves", 2, experts == "spread")
+                checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
+            # they score nothing: no version is compared
+            channel = kind(checked, torch.float32, verify_every=100, bucket_bytes=BUCKET, timeout_s=60.0)
+            channel.publish(learner, 1)
+            name = f"{kind.__name__}_{experts}"
+            if engines:
+                engines.call("save", [(str(folder / "first.pt"),), (str(folder / f"{name}.pt"),)])
+                engines.connections[1].send(("spoil", ("lm_head.weight",)))
+                engines.connections[1].recv()
+            try:
+                channel.publish(learner, 2)
+            except RuntimeError as error:  # on rank 0
+                said[name] = str(error)
+            channel.close()
+    return said
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """What publishes() found in each case, on rank 0; shard_*.pt in the folder, of the case that says so."""
+    """What publishes() found in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
     with counted():
@@ -166,8 +168,8 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
             if engines is None and dist.get_rank() == 0:
                 engines = Processes.start(2)
             found[name] = publishes(learner, model, engine_dtype, engines)
-            if name.endswith("shards"):
-                publish_to_shards(learner, engines, Path(folder))
+            if name.endswith("halves"):
+                found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
             parallel.stop(keep_world=True)
     if engines:
         engines.end()

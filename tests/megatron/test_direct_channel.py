@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from marsrl.rollout.weights.fused_layout import fuse
 
 CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
-    "tp2_ep2_shards": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
+    "tp2_ep2_halves": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
     "ep2_bfloat16": ("qwen3_moe", {"expert": 2}, "float32", "bfloat16"),
     "pp2_tied": ("qwen3", {"pipeline": 2}, "float32", "float32"),
     "tp2_with_biases": ("qwen2", {"tensor": 2}, "bfloat16", "bfloat16"),
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
-    """Everything that direct_worker did: the folder of its shard_*.pt, and what it found in each case."""
+    """Everything that direct_worker did: the folder of what halves held, and what it found in each case."""
     folder = tmp_path_factory.mktemp("direct")
     # 160: a rank's half of such a matrix is more than a bucket in bfloat16 too
     changes = {"qwen2": {"intermediate_size": 160}}
@@ -63,16 +63,22 @@ def test_no_process_holds_more_than_a_bucket_of_what_others_sent(found: dict[str
     assert max(found["rank_peaks"]) <= BUCKET <= found["shm"]["rank_peak"]
 
 
-def test_tensor_parallel_engine_shards_get_their_halves(done: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = done
+@pytest.mark.parametrize("experts", ["cut", "spread"])
+@pytest.mark.parametrize("channel", ["NcclChannel", "IpcChannel"])
+def test_tensor_parallel_engine_shards_get_their_halves(
+    done: tuple[Path, dict[str, Any]], channel: str, experts: str
+) -> None:
+    folder, found = done
     whole = dict(fuse(load_file(folder / "qwen3_moe" / "model.safetensors")))
-    halves = [torch.load(folder / f"shard_{i}.pt", weights_only=True) for i in range(2)]
+    halves = torch.load(folder / f"{channel}_{experts}.pt", weights_only=True)
     assert set(halves[0]) == set(halves[1]) == set(whole)
     for name, tensor in whole.items():
         left, right = (half[name] for half in halves)
         if name.endswith("qkv_proj.weight"):  # 4 query heads, 2 key and 2 value heads of 16
             q, k, v = tensor.split([64, 32, 32])
             expected = [torch.cat([t.chunk(2)[i] for t in (q, k, v)]) for i in range(2)]
+        elif ".experts." in name and experts == "spread":
+            expected = list(tensor.chunk(2))
         elif name.endswith("w13_weight"):
             gate, up = tensor.chunk(2, 1)
             expected = [torch.cat([gate.chunk(2, 1)[i], up.chunk(2, 1)[i]], 1) for i in range(2)]
@@ -83,3 +89,6 @@ def test_tensor_parallel_engine_shards_get_their_halves(done: tuple[Path, dict[s
         else:
             expected = [tensor, tensor]
         assert torch.equal(left, expected[0]) and torch.equal(right, expected[1]), name
+    said = found["tp2_ep2_halves"]["halves"][f"{channel}_{experts}"]
+    assert "version 2: engine 1 does not hold what was sent: 1 of" in said
+    assert "first shard 1 of 2: lm_head.weight (checksum" in said

@@ -93,8 +93,8 @@ def test_no_preset_is_left_out() -> None:
     ("words", "says"),
     [
         (
-            ["rollout.vllm.tensor_parallel=2"],
-            "set rollout.vllm.tensor_parallel=1, and rollout.engines=8 for the same GPUs",
+            ["rollout.vllm.tensor_parallel=3", "rollout.engine=local"],
+            "rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1",
         ),
         (
             ["rollout.ray_address=192.0.2.200:6379"],
@@ -344,7 +344,8 @@ def test_what_does_not_fit_says_why() -> None:
     plan = make_plan(config, 8, "h100-80g")
     assert not plan.fits and plan.step_s is None
     assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["policies.main.layout.tensor=8"])
+    words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
+    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)
     notes = " ".join(make_plan(config, 64, "a100-40g").notes)
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
     assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
@@ -390,10 +391,10 @@ def test_a_command_replaces_no_file_of_a_run(
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
-        (["--gpus", "8"], "40 engines x 1 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
+        (["--gpus", "8"], "10 engines x 4 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
         (
-            ["--gpus", "43", "agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engines: 3}"],
-            "40 engines x 1 GPUs + 3 engines x 1 GPUs = 43 GPUs, and --gpus is 43",
+            ["--gpus", "52", "agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engines: 3}"],
+            "10 engines x 4 GPUs + 3 engines x 4 GPUs = 52 GPUs, and --gpus is 52",
         ),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (

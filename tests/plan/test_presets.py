@@ -7,17 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
-from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, num_engine_gpus, refusals
+from marsrl.rollout.engines.refusals import TrainerHost, is_this_host, num_engine_gpus, refusals, why_not_cut
+from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
+ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100"}  # engines of rollout.vllm.tensor_parallel
 WITHOUT_A_PLAN = {
     "cpu_default",
     "cpu_solver_verifier",
@@ -52,7 +55,10 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["runner"] == "V1" and engine["processors"] == ["DrawTokens"]
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
     assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
-    assert engine["executor"] == "uni" and engine["gpus"] == 1 and not engine["async"]
+    wide = engine["gpus"] > 1
+    assert (
+        wide == (preset in ON_SEVERAL_GPUS) and engine["executor"] == ("mp" if wide else "uni") and not engine["async"]
+    )
     assert engine["moe"] == "triton"  # whose layout the checksums know
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
 
@@ -78,9 +84,30 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
     ("settings", "host", "says"),
     [
         (
-            {"vllm": {"tensor_parallel": 2}, "engines": 2},
+            {"vllm": {"tensor_parallel": 2}, "engines": 3},
             NODE,
-            "set rollout.vllm.tensor_parallel=1, and rollout.engines=4",
+            r"tensor_parallel=2 needs 6 GPU.* set rollout.engines=2, or",
+        ),
+        ({"vllm": {"tensor_parallel": 8}}, NODE, "set rollout.engines=1 and rollout.vllm.tensor_parallel=4, or"),
+        (
+            {"vllm": {"tensor_parallel": 2}, "engines": 3, "placement": "colocated"},
+            NODE,
+            r"is 3 x rollout.vllm.tensor_parallel=2, and this host has 4 such GPU.s.; set rollout.engines=2",
+        ),
+        (
+            {"vllm": {"tensor_parallel": 2}, "placement": "local"},
+            NODE,
+            "placement=local takes the first 2 GPUs of this host, which 4 trainer ranks hold: set rollout.vllm.tensor_parallel=1",
+        ),
+        (
+            {"vllm": {"tensor_parallel": 16}, "placement": "local"},
+            TrainerHost(8, 1, False),
+            "is 16, the GPUs of an engine are on one host, and a host has 8: set rollout.vllm.tensor_parallel=8 or less",
+        ),
+        (
+            {"vllm": {"tensor_parallel": 2}, "engine": "local"},
+            TrainerHost(0, 1, False),
+            "is 2, and rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1, or",
         ),
         (
             {"engines": 5},
@@ -114,10 +141,46 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
         ({"ray_address": HEAD}, TrainerHost(8, 8, True), "/shared"),
         ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # nccl, ipc
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm"),
+        ({"vllm": {"tensor_parallel": 2}, "engines": 2}, NODE, "/dev/shm"),
+        ({"vllm": {"tensor_parallel": 4}, "placement": "colocated"}, NODE, "/dev/shm"),
+        ({"vllm": {"tensor_parallel": 2}, "placement": "local"}, TrainerHost(2, 1, False), "/dev/shm"),
+        ({"vllm": {"tensor_parallel": 2}, "placement": "local"}, TrainerHost(0, 1, False), "/dev/shm"),  # on a CPU
+        ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None),  # its hosts may have 8
     ],
 )
 def test_what_works_is_not_refused(settings: dict[str, Any], host: TrainerHost, files: str | None) -> None:
     assert refusals((RolloutConfig.model_validate(settings),), host, weight_files=files) == ()
+
+
+def test_policies_share_no_engine_over_several_gpus() -> None:
+    both = (RolloutConfig(placement="colocated", vllm=VllmOptions(tensor_parallel=2)),) * 2
+    (sentence,) = refusals(both, NODE, weight_files=None)
+    assert "colocated gives each of 2 policies a share of one GPU: set rollout.vllm.tensor_parallel=1" in sentence
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "expert_parallel", "says"),
+    [
+        (1, False, None),
+        (2, False, None),
+        (8, False, None),  # two GPUs hold the same key head
+        (8, True, None),
+        (3, False, "the model's 32 attention heads cannot be cut: set rollout.vllm.tensor_parallel=2"),
+        (32, False, "the model's MLP width of 784 cannot be cut: set rollout.vllm.tensor_parallel=16"),
+        (32, True, None),
+    ],
+)
+def test_a_model_is_cut_where_it_comes_out_even(tensor_parallel: int, expert_parallel: bool, says: str | None) -> None:
+    shape = replace(KNOWN["Qwen3-30B-A3B"], ffn_size=784)
+    found = why_not_cut(shape, VllmOptions(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel))
+    assert (found is None) == (says is None) and (says is None or found.endswith(says)), found
+
+
+def test_only_a_model_with_experts_spreads_them() -> None:
+    found = why_not_cut(KNOWN["Qwen3-8B"], VllmOptions(tensor_parallel=2, expert_parallel=True))
+    assert found is not None and "a Qwen3ForCausalLM has none: set it to false" in found
+    with pytest.raises(ValueError, match="rollout.vllm.tensor_parallel is 1: raise it, or set expert_parallel=false"):
+        VllmOptions(expert_parallel=True)
 
 
 def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:

@@ -19,7 +19,7 @@ class WeighedEngine(ScriptedEngine):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         self._version = update.version
-        return WeightReceipt(update.version, {"name": sum(update.path.encode())}, 0.0)
+        return WeightReceipt(update.version, [{"name": sum(update.path.encode())}], 0.0)
 
 
 class MortalReplicas(LocalReplicas):

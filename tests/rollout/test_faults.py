@@ -177,7 +177,7 @@ def test_other_weights_in_a_restarted_engine_end_the_run(monkeypatch: pytest.Mon
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     pool.update_weights(WeightUpdate("version_1", 1))
-    monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, {"name": 7}, 0.0))
+    monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, [{"name": 7}], 0.0))
     replicas.dead.add(1)
     with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
         served(pool, asks(4), "submit", version=1)

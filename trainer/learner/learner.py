@@ -29,7 +29,7 @@ from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import Clip, PackedBatch
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
-from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_cut
+from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
 from marsrl.trainer.machine import training_device
@@ -90,7 +90,7 @@ class Learner:
         check(layout, shape, parallel.world_size())
         if router_replay != "none" and not shape.num_experts:
             raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
-        if (reason := why_not_cut(layout, objective.ratio, objective.correction)) is not None:
+        if (reason := why_not_context(layout, objective.ratio, objective.correction)) is not None:
             raise ValueError(reason)
         if policy.optimizer.offload and not torch.cuda.is_available():
             raise ValueError(NO_OFFLOAD_ON_CPU)

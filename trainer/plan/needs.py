@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_cut
+from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
 from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, engine_memory
@@ -70,7 +70,7 @@ def needs_of(
     if problem is not None:
         problem += f"; on {trainers} trainer rank(s) this would be valid: {nearest(layout, shape, trainers).words}"
     else:
-        problem = why_not_cut(layout, config.loss.ratio, config.loss.correction)
+        problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
     in_memory = config.sync.backend == "shm" and config.sync.directory is None
     return Needs(
         name=name,
@@ -172,7 +172,7 @@ def _job(
         reference=reference,
         deterministic=policy.deterministic,
         scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
-        cuts_sequences=why_not_cut(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
+        cuts_sequences=why_not_context(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
     )
 
 

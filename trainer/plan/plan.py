@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from marsrl.rollout.config import MOST_RANKS
-from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus
+from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus, why_not_cut, wider_than_a_host
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.plan import hardware as hw
@@ -146,10 +146,22 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
         )
-    refused = refusals_of(config, host)
+    refused = tuple(dict.fromkeys([*refusals_of(config, host), *_refused_engines(config, loads)]))
     constants = tuple(hw.constants(gpu))
     overlap = config.rollout.overlap
     return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
+
+
+def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
+    """Engines that no host can hold, or over whose GPUs the model cannot be cut."""
+    found = []
+    for name, load in loads.items():
+        vllm = config.rollout_of(name).vllm
+        found += [
+            wider_than_a_host(vllm.tensor_parallel, int(hw.GPUS_PER_NODE.value)),
+            why_not_cut(load.setup.shape, vllm),
+        ]
+    return [sentence for sentence in found if sentence is not None]
 
 
 def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:

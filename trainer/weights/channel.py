@@ -110,7 +110,7 @@ class WeightChannel(ABC):
                 with clock.of("probe"):
                     found = self._engines.compare(scores, version)
         self._settle()
-        num_tensors = len(delivered.expected[0])
+        num_tensors = len(delivered.expected[0][0])
         return SyncReport(version, clock.total, delivered.num_bytes, num_tensors, found, clock.seconds_of)
 
     def _prepare(self, learner: Learner, version: int, clock: Clock) -> None:  # noqa: B027  (most have nothing to do)

@@ -17,15 +17,19 @@ from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """expected: {fused tensor: checksum} of each engine; receipts: what each reports; num_bytes: of the model."""
+    """expected: of each engine, of each of its shards {fused tensor: checksum}; receipts: what each engine reports;
+    num_bytes: of the model."""
 
-    expected: Sequence[Mapping[str, int]]
+    expected: Sequence[Sequence[Mapping[str, int]]]
     receipts: Sequence[WeightReceipt]
     num_bytes: int
 
 
 class CheckedEngines:
-    """A pool whose engines must prove what they hold and what they compute with it."""
+    """A pool whose engines must prove what they hold and what they compute with it.
+
+    shards: of each engine, what each of its workers holds of the model.
+    """
 
     def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
         """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with; None: not.
@@ -36,9 +40,10 @@ class CheckedEngines:
         Raises:
             ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
         """
-        for engine, info in enumerate(pool.infos() if settings else ()):
+        infos = pool.infos()
+        for engine, info in enumerate(infos if settings else ()):
             _compare_settings(settings or {}, info, engine)
-        self.pool = pool
+        self.pool, self.shards = pool, [info.shards for info in infos]
         self._comparison = EngineComparison()
         self._sequences = comparison_sequences(vocab_size)
         pool.score(self._sequences)
@@ -64,19 +69,20 @@ def _compare_settings(expected: Mapping[str, float], info: EngineInfo, engine: i
             )
 
 
-def _compare(expected: Mapping[str, int], receipt: WeightReceipt, version: int, engine: int) -> None:
+def _compare(expected: Sequence[Mapping[str, int]], receipt: WeightReceipt, version: int, engine: int) -> None:
     if receipt.version != version:
         raise RuntimeError(
             f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
         )
-    held = receipt.checksums
-    wrong = [name for name in expected if held.get(name) != expected[name]] + [n for n in held if n not in expected]
+    wrong: list[str] = []
+    for shard, (sent, held) in enumerate(zip(expected, receipt.checksums, strict=True)):
+        of = f"shard {shard} of {len(expected)}: " if len(expected) > 1 else ""
+        names = [name for name in sent if held.get(name) != sent[name]] + [name for name in held if name not in sent]
+        wrong += [f"{of}{name} ({_what(name, sent, held)})" for name in names]
     if wrong:
-        first = "; ".join(f"{name} ({_what(name, expected, held)})" for name in wrong[:3])
         raise RuntimeError(
             f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
-            f"{len(expected)} tensors "
-            f"differ, first {first}"
+            f"{sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
         )
 
 

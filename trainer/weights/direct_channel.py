@@ -11,6 +11,7 @@ hold in the end is known without putting it together: each rank adds up its part
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 from abc import abstractmethod
@@ -37,6 +38,7 @@ from marsrl.rollout.weights.connections import (
     relay_ranks,
     site_of,
 )
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.receiver import ReceivePlan, placed, receive_plan
 from marsrl.rollout.weights.shard_layout import ShardLayout, shard_layout
 from marsrl.trainer.learner.learner import Learner
@@ -53,10 +55,10 @@ _S = TypeVar("_S")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What rank 0 tells the others once. shards: (part, parts) of each engine shard."""
+    """What rank 0 tells the others once. shards: of all engines, one engine after the other."""
 
     rendezvous: Rendezvous
-    shards: tuple[tuple[int, int], ...]
+    shards: tuple[EngineShard, ...]
 
 
 class DirectChannel(WeightChannel):
@@ -101,12 +103,12 @@ class DirectChannel(WeightChannel):
                 self._agree(held)
                 self._send(held)
                 return None
-            pool = self._engines.pool
-            self._agree(held, [(0, 1)] * pool.num_engines)
-            updates = [WeightUpdate("", version, plan) for plan in self._receive_plans()]
+            pool, shards = self._engines.pool, self._engines.shards
+            self._agree(held, [shard for of_engine in shards for shard in of_engine])
+            updates = [WeightUpdate("", version, plans) for plans in _by_engine(self._receive_plans(), shards)]
             receipts, expected = _side_by_side(lambda: pool.update_weights(updates), lambda: self._send(held))
         num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
-        return Delivered(expected, receipts, num_elements * self._dtype.itemsize)
+        return Delivered(_by_engine(expected, shards), receipts, num_elements * self._dtype.itemsize)
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave the connections; may be called twice. is_broken: end what is under way first."""
@@ -128,16 +130,13 @@ class DirectChannel(WeightChannel):
         assert self._agreement is not None, "_agree comes first"
         return self._agreement.rendezvous
 
-    def _agree(self, held: Converter, shards: Sequence[tuple[int, int]] = ()) -> None:
+    def _agree(self, held: Converter, shards: Sequence[EngineShard] = ()) -> None:
         """Make the same plan on all ranks, the first time. Collective; rank 0 knows the engines' shards."""
         if self._agreement is not None:
             return
         told = encode(Agreement(self._new_rendezvous(len(shards)), tuple(shards))) if rank() == 0 else None
         self._agreement = decode(Agreement, broadcast_bytes(told))
-        shapes, heads = held.hf_shapes, held.num_kv_heads
-        self._layouts = [
-            shard_layout(shapes, num_kv_heads=heads, part=part, parts=parts) for part, parts in self._agreement.shards
-        ]
+        self._layouts = [shard_layout(held.hf_shapes, shard) for shard in self._agreement.shards]
         self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
         self._buckets = plan_buckets(self._pieces, self._rendezvous.num_ranks, self._rendezvous.max_elements)
 
@@ -270,6 +269,12 @@ def _part(piece: Piece, held: Converter) -> Tensor:
     """The piece's numbers [rows, columns], in the trainer's memory."""
     own, box = held.boxes_of_ranks()[rank()][piece.name], piece.box
     return held.matrix(piece.name)[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
+
+
+def _by_engine(items: Sequence[_T], shards: Sequence[Sequence[EngineShard]]) -> list[tuple[_T, ...]]:
+    """Something for each shard of all engines, together for each engine."""
+    rest = iter(items)
+    return [tuple(itertools.islice(rest, len(of_engine))) for of_engine in shards]
 
 
 @dataclass(frozen=True, slots=True)

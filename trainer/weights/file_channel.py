@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import by_layer, untied_checksums, with_tied_head
+from marsrl.rollout.weights.shard_layout import ShardTensors
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.channel import Clock, WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
@@ -44,7 +46,7 @@ class FileChannel(WeightChannel):
         self._num_bytes = num_elements * dtype.itemsize
         self._shard_bytes = shard_bytes
         self._path = Path()
-        self._expected: dict[str, int] = {}
+        self._expected: dict[EngineShard, dict[str, int]] = {}
 
     def _prepare(self, learner: Learner, version: int, clock: Clock) -> None:
         """Rank 0 writes the tensors, which all ranks gather. The last version stays until this one is proven.
@@ -55,19 +57,20 @@ class FileChannel(WeightChannel):
         """
         with clock.of("export"):
             tensors = learner.export()
-        if self._folder is None:
+        if self._folder is None or self._engines is None:
             for _ in tensors:
                 raise AssertionError("only rank 0 exports")
             return
         self._path = self._folder.path / f"version_{version}"
-        expected: dict[str, int] = {}
+        expected: dict[EngineShard, dict[str, int]] = {each: {} for of in self._engines.shards for each in of}
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             """The same tensors, a layer at a time, as the engines get them; their checksums are noted on the way."""
             as_sent = ((name, each.detach().to("cpu", self._dtype).contiguous()) for name, each in tensors)
             for layer in clock.timed("export", by_layer(as_sent)):
                 with clock.of("checksum"):
-                    expected.update(untied_checksums(layer, self._dtype))
+                    for shard, found in expected.items():
+                        found.update(untied_checksums(ShardTensors(layer, shard), self._dtype))
                 yield from layer.items()
 
         try:
@@ -80,14 +83,15 @@ class FileChannel(WeightChannel):
                 "there (the version before stays until this one is proven, so it takes the model twice): a larger shared "
                 "memory (docker run --shm-size), or another folder (sync.directory)"
             ) from error
-        self._expected = with_tied_head(expected)
+        self._expected = {shard: with_tied_head(found) for shard, found in expected.items()}
 
     def _deliver(self, learner: Learner, version: int, clock: Clock) -> Delivered | None:
         if self._engines is None:
             return None
         with clock.of("load"):
             receipts = self._engines.pool.update_weights(WeightUpdate(str(self._path), version))
-        return Delivered([self._expected] * len(receipts), receipts, self._num_bytes)
+        expected = [[self._expected[shard] for shard in of_engine] for of_engine in self._engines.shards]
+        return Delivered(expected, receipts, self._num_bytes)
 
     def _settle(self) -> None:
         for other in self._path.parent.iterdir():

@@ -128,16 +128,16 @@ class LocalEngine:
         if self._batch is not None or self._inbox:
             raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
-        if update.receive_plan is not None:
+        if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-            self._receiver.receive(update.receive_plan, self._model.weights)
+            self._receiver.receive(update.receive_plans[0], self._model.weights)
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop
         loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
         end = time.perf_counter()
-        return WeightReceipt(update.version, checksums, end - start, end - loaded)
+        return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
 
     def sleep(self) -> None:
         """Weights to the host; caches live as long as their requests. On a CPU nothing moves."""

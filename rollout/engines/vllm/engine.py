@@ -1,4 +1,4 @@
-"""The real vLLM as an Engine, with its core in this process.
+"""The real vLLM as an Engine, with its core in this process; over several GPUs, with a process for each of them.
 
     os.environ.update(vllm_environment(threads=1))            # by whoever starts the process: before vLLM is imported
     engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     WrongVersion,
 )
-from marsrl.rollout.engines.refusals import sharded_engine
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.whole_call import generate_all
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -56,6 +55,7 @@ def vllm_environment(threads: int | None = None, device: str = "cpu") -> dict[st
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's locks and process groups
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -95,10 +95,8 @@ class VllmEngine:
             sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
 
         Raises:
-            ValueError: tensor_parallel > 1 (its shards cannot be checked after a weight sync yet), or sleeps on a CPU.
+            ValueError: it sleeps on a CPU.
         """
-        if refusal := sharded_engine(options.tensor_parallel, engines=1):
-            raise ValueError(refusal)
         import torch
         import vllm
         from vllm import LLM
@@ -134,7 +132,10 @@ class VllmEngine:
                 device="cpu" if current_platform.is_cpu() else "cuda",
             )
         )
-        self._llm.collective_rpc("marsrl_forget_rendezvous")
+        rendezvous = self._llm.collective_rpc("marsrl_started")[0]
+        self._rendezvous = Path(rendezvous) if rendezvous else None
+        if options.tensor_parallel == 1:
+            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
         self._core: Any = self._llm.llm_engine
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -148,7 +149,8 @@ class VllmEngine:
             library_version=self._library_version,
             device=self._device,
             dtype=self._dtype,
-            settings=self._llm.collective_rpc("marsrl_settings")[0],
+            settings=_together(self._llm.collective_rpc("marsrl_settings")),
+            shards=tuple(self._llm.collective_rpc("marsrl_shard")),
         )
 
     def num_decoded(self) -> int:
@@ -172,6 +174,7 @@ class VllmEngine:
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """See Engine; a request that cannot be served comes back with Finish.ERROR and the reason."""
+        self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
             results = self._admit()
@@ -229,17 +232,15 @@ class VllmEngine:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load the file, or receive the buckets, drop every cached prefix, and report checksums of what the kernels hold."""
         start = time.perf_counter()
-        what: str | bytes = update.path
-        if update.receive_plan is not None:
-            self._version, what = (
-                TORN,
-                encode(update.receive_plan),
-            )  # of weights that arrived in part nothing is decoded
-        self._llm.collective_rpc("marsrl_receive" if update.receive_plan else "marsrl_load", args=(what,))
+        what: str | list[bytes] = update.path
+        if update.receive_plans:
+            self._version = TORN  # of weights that arrived in part nothing is decoded
+            what = [encode(plan) for plan in update.receive_plans]
+        self._llm.collective_rpc("marsrl_receive" if update.receive_plans else "marsrl_load", args=(what,))
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        method = "marsrl_received_checksums" if update.receive_plan else "marsrl_checksums"
-        checksums = self._llm.collective_rpc(method, args=(what,))[0]
+        method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"
+        checksums = self._llm.collective_rpc(method, args=(what,))
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
@@ -253,8 +254,17 @@ class VllmEngine:
         self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Shut vLLM's core down; the engine is not used afterwards."""
+        """Shut vLLM's core and its workers down; the engine is not used afterwards."""
         self._core.engine_core.shutdown()
+        self._forget_rendezvous()
+
+    def _forget_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.unlink(missing_ok=True)
+
+    def _check_workers(self, cause: BaseException | None = None) -> None:
+        if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
+            raise RuntimeError("VllmEngine: a process of one of its GPUs has ended; its log has its last words") from cause
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -322,7 +332,12 @@ class VllmEngine:
 
     def _step(self) -> list[Any]:
         """One step of vLLM; the RequestOutputs that it finished."""
-        finished = [output for output in self._core.step() if output.finished]
+        try:
+            outputs = self._core.step()
+        except RuntimeError as error:
+            self._check_workers(error)
+            raise
+        finished = [output for output in outputs if output.finished]
         self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
         if time.monotonic() >= self._next_look:
             self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))
@@ -400,6 +415,7 @@ class VllmEngine:
         return results
 
     def _take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
+        """Every worker has drawn the same tokens, from all logits, and forgets them here; vLLM's output is the first one's."""
         return self._llm.collective_rpc("marsrl_take_draws", args=(keys, lengths))[0] if keys else []
 
     def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
@@ -416,6 +432,12 @@ class VllmEngine:
         """Tokens decoded so far of every request in vLLM, by its key."""
         states = self._core.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.output_token_ids for state in states if state.detokenizer}
+
+
+def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """The different values of all workers."""
+    names = {name: None for of_worker in settings for name in of_worker}
+    return {name: tuple(sorted({v for of_worker in settings for v in of_worker.get(name, ())})) for name in names}
 
 
 def engine_arguments(
@@ -438,6 +460,10 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
         "disable_log_stats": True,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enable_expert_parallel": options.expert_parallel,
+        # not Ray, which vLLM would take where it finds itself in an actor with a placement group
+        "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": sleeps,
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",

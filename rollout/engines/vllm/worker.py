@@ -10,8 +10,7 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,10 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.fused_layout import WeightFiles, fuse
+from marsrl.rollout.weights.engine_shard import EngineShard
+from marsrl.rollout.weights.fused_layout import WeightFiles, expert_of, fuse
 from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.shard_layout import ShardTensors
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -33,21 +34,34 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    rank: int  # among the engine's workers
     distributed_init_method: str
 
-    def marsrl_forget_rendezvous(self) -> None:
-        """Remove the file through which the worker's process group, which is complete, has found itself."""
-        if self.distributed_init_method.startswith("file://"):  # one worker; several meet over TCP
-            Path(self.distributed_init_method.removeprefix("file://")).unlink(missing_ok=True)
+    def marsrl_started(self) -> str:
+        """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or nothing."""
+        _heed_expert_maps(self.model_runner.get_model())
+        method = self.distributed_init_method
+        return method.removeprefix("file://") if method.startswith("file://") else ""
+
+    def marsrl_shard(self) -> EngineShard:
+        """What this worker holds of the model."""
+        parallel, num_kv_heads = (
+            self.vllm_config.parallel_config,
+            self.vllm_config.model_config.get_total_num_kv_heads(),
+        )
+        parts = parallel.tensor_parallel_size
+        return EngineShard.of(
+            self.rank, parts, num_kv_heads, spreads_experts=parts > 1 and parallel.enable_expert_parallel
+        )
 
     def marsrl_load(self, path: str) -> None:
-        """Load the safetensors file layer by layer into the tensors that are in use."""
+        """Load this worker's part of the safetensors files layer by layer into the tensors that are in use."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
-        _pack_experts(model, WeightFiles(path), self.vllm_config.model_config.dtype)
+        _pack_experts(model, self._sent(path), self.vllm_config.model_config.dtype)
         _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
@@ -55,7 +69,7 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         found = {}
         with torch.no_grad():
-            for name, received in fuse(WeightFiles(path), self.vllm_config.model_config.dtype):
+            for name, received in fuse(self._sent(path), self.vllm_config.model_config.dtype):
                 found[name] = _held_checksum(model, name, received)
             covered = set(found)
             for name, parameter in model.named_parameters():
@@ -63,13 +77,13 @@ class WorkerExtension:
                     found[_our_name(name)] = checksum(parameter)
         return found
 
-    def marsrl_receive(self, plan: bytes) -> None:
-        """Take the weights of an encoded ReceivePlan straight into the parameters. Not run on a GPU.
+    def marsrl_receive(self, plans: list[bytes]) -> None:
+        """Take the weights of this worker's encoded ReceivePlan straight into the parameters. Not run on a GPU.
 
         Raises:
             RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
-        told = decode(ReceivePlan, plan)
+        told = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
         targets = {name: _held(model, name).data for name in told.shapes}
         device = next(iter(targets.values())).device
@@ -79,9 +93,9 @@ class WorkerExtension:
             self._marsrl_receiver = WeightReceiver(device)
         self._marsrl_receiver.receive(told, targets)
 
-    def marsrl_received_checksums(self, plan: bytes) -> dict[str, int]:
+    def marsrl_received_checksums(self, plans: list[bytes]) -> dict[str, int]:
         """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
-        told = decode(ReceivePlan, plan)
+        told = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
         dtype = told.rendezvous.torch_dtype
         found = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in told.shapes.items()}
@@ -113,6 +127,10 @@ class WorkerExtension:
     def marsrl_forget_draws(self) -> None:
         """Drop what aborted requests left in DrawTokens."""
         self._drawer().forget()
+
+    def _sent(self, path: str) -> ShardTensors:
+        """This worker's part of what the files hold."""
+        return ShardTensors(WeightFiles(path), self.marsrl_shard())
 
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -166,6 +184,32 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     return checksum(held)
 
 
+def _heed_expert_maps(model: nn.Module) -> None:
+    """Repair vLLM's experts on a CPU where a worker has whole ones of its own.
+
+    vLLM 0.32's kernel there takes the numbers of experts in the model for those in the worker and reads beyond its weights.
+    Here the others' tokens go to expert 0 of the worker, with weight 0; their own worker adds what is right.
+    """
+    from vllm.platforms import current_platform
+
+    layers = [module for module in model.modules() if getattr(module, "expert_map", None) is not None]
+    for kind in {type(_experts_of(module)) for module in layers if hasattr(module, "w13_weight")}:
+        if current_platform.is_cpu():
+            kind.apply = _with_own_experts(kind.apply)
+
+
+def _with_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
+    def apply_own(
+        experts: Any, *, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, **others: Any
+    ) -> None:
+        if expert_map is not None:
+            own = expert_map[topk_ids]
+            topk_weights, topk_ids = topk_weights.masked_fill(own < 0, 0), own.clamp(min=0)
+        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    return apply_own
+
+
 def _packed(module: nn.Module, weight: Tensor) -> Tensor:
     """The experts' weight as vLLM's CPU kernel wants it."""
     from vllm._custom_ops import cpu_prepack_moe_weight
@@ -189,7 +233,7 @@ def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch
     if not current_platform.is_cpu():
         return
     with torch.no_grad():
-        for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype):
+        for name, weight in fuse({n: received[n] for n in received if expert_of(n)}, dtype):
             module, attribute = _module_of(model, name)
             held = getattr(module, attribute)
             if held.shape == weight.shape and torch.equal(held, weight):

@@ -102,10 +102,6 @@ class Converter:
         return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
 
     @property
-    def num_kv_heads(self) -> int:
-        return self._shape.num_kv_heads
-
-    @property
     def device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 

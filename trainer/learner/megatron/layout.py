@@ -95,7 +95,7 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
     return None
 
 
-def why_not_cut(layout: Layout, ratio: str, correction: str) -> str | None:
+def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
     """None where sequences may be cut over context ranks with this loss.ratio and loss.correction, else the reason."""
     if layout.context == 1 or (ratio != "sequence" and correction != "sequence_mask"):
         return None
