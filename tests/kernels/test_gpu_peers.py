@@ -164,7 +164,9 @@ def test_a_late_count_is_copied_to_the_host_whatever_the_default_device(monkeypa
     class OnCuda(torch.Tensor):
         is_cuda = True
 
-    make = torch.empty
+    with torch.device("meta"):
+        make = torch.empty
+        assert make(1).is_meta  # which functions it changes torch notes at the first use, before they are replaced here
     event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: make(*sizes, **options))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from published_model import save_published
 
@@ -76,13 +76,16 @@ def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
     return False, {each.removesuffix(mark) for each in found.warnings if each.endswith(mark)}
 
 
-@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
+@settings(max_examples=30, deadline=None, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
 @given(
     preset=st.sampled_from(sorted(MODELS)),
     words=WORDS,
     num_gpus=st.sampled_from([8, 8, 8, 5, 16]),
     gpu_name=st.sampled_from(["h100-80g", "a100-40g"]),
 )
+@example("qwen3_8b", [("policies.main.layout.context", 2), ("loss.ratio", "sequence")], 8, "h100-80g")
+@example("qwen3_30b_a3b_8xh100", [("policies.main.optimizer.offload", "false")], 8, "h100-80g")
+@example("qwen3_8b", [], 16, "a100-40g")
 def test_the_planner_and_the_dry_run_accept_the_same(
     folder: Path, preset: str, words: list[tuple[str, object]], num_gpus: int, gpu_name: str
 ) -> None:

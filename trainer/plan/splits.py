@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import why_not_cut
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time
 from marsrl.trainer.plan.ranking import Job, Option, options
@@ -63,10 +65,10 @@ def splits(job: Job, load: Load, sync_s: float, overlap: int, num_gpus: int, gpu
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Those that the model's heads allow; a cache in FP8 of a model in bfloat16."""
+    """Those that the model can be cut for; a cache in FP8 of a model in bfloat16."""
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
-        if now.shape.num_heads % tensor == 0:
+        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor)) is None:
             most = max(now.max_num_seqs, _MAX_NUM_SEQS)
             yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache)
 
