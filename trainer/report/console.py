@@ -63,8 +63,9 @@ class _RichBar(Bar):
         self._task: TaskID = progress.add_task(description, total=total, rate="", left="", note="")
 
     def _show(self) -> None:
-        shown = {"rate": self.rate(), "left": self.left(), "note": self.note}
-        self._progress.update(self._task, completed=self.completed, total=self.total, **shown)
+        self._progress.update(
+            self._task, completed=self.completed, total=self.total, rate=self.rate(), left=self.left(), note=self.note
+        )
 
 
 class _PlainBar(Bar):

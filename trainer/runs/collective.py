@@ -13,6 +13,7 @@ import queue
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ _MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = weakref.WeakKeyDict
 
 
 def _meeting() -> _Meeting:
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
     if store not in _MEETINGS:
         _MEETINGS[store] = _Meeting(dist.PrefixStore("marsrl/meeting", store.clone()))
     return _MEETINGS[store]
