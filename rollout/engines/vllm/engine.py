@@ -264,7 +264,9 @@ class VllmEngine:
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
-            raise RuntimeError("VllmEngine: a process of one of its GPUs has ended; its log has its last words") from cause
+            raise RuntimeError(
+                "VllmEngine: a process of one of its GPUs has ended; its log has its last words"
+            ) from cause
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
