@@ -214,10 +214,8 @@ def _files_out_of_reach(rollout: RolloutConfig, host: TrainerHost, weight_files:
         return None
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
-    other = "leave sync.backend=auto"
-    if not host.num_gpus:
-        other = "with rollout.engine=local sync.cpu_twin=true, which sends them over the network"
     return (
         f"sync.backend=shm writes weights to {weight_files} of trainer rank 0's host, which engines on the other hosts of "
-        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or {other}"
+        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or send "
+        "them over the network (sync.backend=auto on GPUs; on CPUs rollout.engine=local with sync.cpu_twin=true)"
     )

@@ -68,7 +68,7 @@ class EngineActor:
         """Answered whatever else is under way."""
 
     def num_decoded(self) -> int:
-        return self._engine.num_decoded()
+        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
 
     def generate(self, requests: RequestBatch, version: int) -> Timed:
         with self._decoding:

@@ -218,8 +218,8 @@ def test_a_plan_goes_to_its_engine_with_every_version_and_is_pickled_once(monkey
     plan = receive_plan(rendezvous, 0, layout, buckets)
     times, place = [], Place.__getstate__
     monkeypatch.setattr(Place, "__getstate__", lambda self: times.append(self) or place(self))
-    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, plan))) for version in (1, 2))
-    assert first.receive_plan == again.receive_plan == plan and (first.version, again.version) == (1, 2)
+    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, (plan,)))) for version in (1, 2))
+    assert first.receive_plans == again.receive_plans == (plan,) and (first.version, again.version) == (1, 2)
     assert len(times) == 1
 
 

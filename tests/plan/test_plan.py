@@ -96,8 +96,8 @@ def test_no_preset_is_left_out() -> None:
             "rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1",
         ),
         (
-            ["rollout.ray_address=192.0.2.200:6379"],
-            "set sync.directory to a folder that all hosts share, or sync.backend=nccl",
+            ["rollout.ray_address=192.0.2.200:6379", "sync.backend=shm"],
+            "set sync.directory to a folder that all hosts share, or send them over the network (sync.backend=auto on GPUs",
         ),
     ],
 )
