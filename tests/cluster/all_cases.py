@@ -74,14 +74,14 @@ class Cases:
         run = self._start("run.steps=1000")
         say("network cut", self._cut(run))
         say("engine host killed", self._engine_host(run))
-        gone = r"silent for run\.silence_s = 25 s: rank 1 \(host2, process \d+\)"
+        gone = r"silent for run\.silence_s = 40 s: rank 1 \(host2, process \d+\)"
         say("trainer host killed", self._trainer_host(run, 2, gone))
         self.box.replace(2)
         self.box.replace(3)
         for number in (1, 3):
             lend(self.box.hosts[number - 1], JOIN, self.logs)
         run = self._start("run.steps=1000", "run.resume=auto")
-        gone = r"rank 0 \(host1, process \d+\) or its machine is gone: its store has not answered for run\.silence_s = 25 s"
+        gone = r"rank 0 \(host1, process \d+\) or its machine is gone: its store has not answered for run\.silence_s = 40 s"
         say("host of rank 0 killed", self._trainer_host(run, 1, gone))
         self.box.replace(1)
         self.box.replace(3)

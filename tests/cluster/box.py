@@ -90,7 +90,8 @@ class Box:
         return self._room.root / SHARED.relative_to("/")
 
     def replace(self, number: int) -> Host:
-        """A new machine in the place of one that is off: its name and address, and nothing of what it had."""
+        """A new machine in the place of one: its name and address, and nothing of what it had."""
+        self.hosts[number - 1].power_off()
         self.hosts[number - 1] = Host(number, self._room, self._kept)
         return self.hosts[number - 1]
 
@@ -152,9 +153,10 @@ class Host:
         self._room.call(f"ip link set {self._port} up")
 
     def power_off(self) -> None:
-        """Gone without a word: the cable first, or the kernel would close its connections as it dies."""
-        self.cut_off()
-        self.holder.close()
+        """Gone without a word: the cable first, or the kernel would close its connections as it dies. May be called twice."""
+        if self.holder.is_there:
+            self._room.call(f"ip link del {self._port}")
+            self.holder.close()
 
     @property
     def enter(self) -> list[str]:
@@ -193,12 +195,16 @@ class _Holder:
         """Its file systems as this process reaches them."""
         return Path(f"/proc/{self.pid}/root")
 
+    @property
+    def is_there(self) -> bool:
+        return self._process.poll() is None
+
     def call(self, command: str) -> None:
         _call(f"nsenter --target={self.pid} --net {command}")
 
     def close(self) -> None:
         """Returns when all of its processes are gone; may be called twice."""
-        if self._process.poll() is None:
+        if self.is_there:
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()
 

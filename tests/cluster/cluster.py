@@ -33,7 +33,7 @@ SETTINGS = {
         "vllm": {"max_num_seqs": 2}, "deadline_s": 200.0, "ray_address": "here",
     },
     "trainer": {"threads": 1},
-    "run": {"evaluate": False, "checkpoint_every": 1, "silence_s": 25.0, "dir": f"{SHARED}/runs"},
+    "run": {"evaluate": False, "checkpoint_every": 1, "dir": f"{SHARED}/runs"},
 }  # fmt: skip
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)

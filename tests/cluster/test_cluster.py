@@ -45,6 +45,8 @@ def test_a_host_has_its_own_of_all_but_the_shared_folder(box: Box) -> None:
     with pytest.raises(RuntimeError, match="No route to host|timed out"):
         first.run(f"python -c '{script}' host2")
     second.reconnect()
+    second.power_off()
+    assert box.replace(2).run("hostname; ls /tmp") == "host2\nhome\n"
     first.run("rm /mnt/cluster/*")
 
 
