@@ -186,7 +186,8 @@ class Costless(Irreplaceable):
             self._left[uid] = SHORTEST
             if len(self.long) < self.num_long:
                 self.long.add(uid)
-                self._left[uid] = min(self._longest, max(SHORTEST, self._lengths.tokens(uid) // self._shorten))
+                drawn = min(self._longest, self._lengths.tokens(uid))
+                self._left[uid] = max(SHORTEST, drawn // self._shorten)
         num_new = min(self._left[uid], request.max_new_tokens)
         self._left[uid] -= num_new
         start = request.seed % (len(self._words) - num_new)

@@ -65,6 +65,6 @@ def _build(kind: Any, value: Any) -> Any:
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
     if is_dataclass(kind):
-        hints = _hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]
         return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind)})  # type: ignore[operator]
     return kind(value) if isinstance(kind, type) and issubclass(kind, str) else value
