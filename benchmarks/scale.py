@@ -10,6 +10,7 @@ the end. Short stages fill the pipeline first, then the samples of one step are 
 
     --shorten N     completions are 1/N as long
     --growth ...    problems a step, each 72 samples at most, 1/16 as long: how the seconds grow with the number of samples
+                    (of parts that are played: of segments)
 
 `ratio:` is 5 % of the planner's step over rank 0's seconds for it.
 """
@@ -186,7 +187,8 @@ class Costless(Irreplaceable):
             self._left[uid] = SHORTEST
             if len(self.long) < self.num_long:
                 self.long.add(uid)
-                self._left[uid] = min(self._longest, max(SHORTEST, self._lengths.tokens(uid) // self._shorten))
+                drawn = min(self._longest, self._lengths.tokens(uid))
+                self._left[uid] = max(SHORTEST, drawn // self._shorten)
         num_new = min(self._left[uid], request.max_new_tokens)
         self._left[uid] -= num_new
         start = request.seed % (len(self._words) - num_new)
@@ -296,6 +298,7 @@ def measure(problems: int, shorten: int, overlap: int) -> Scale:
     )
 
 
+PLAYED = ("books and pool", "prompts", "texts")  # they grow with what is played, the picks that follow among it
 PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
 
 
@@ -433,7 +436,13 @@ def main() -> int:
     for overlap in (0, 1) if words.growth else ():
         own = [in_its_own_process(problems, GROWTH_SHORTEN, overlap) for problems in words.growth]
         sizes = [scale.samples for scale in own]
-        found = {part: exponent(sizes, [scale.seconds[part] for scale in own]) for part in own[-1].seconds}
+        found = {
+            part: exponent(
+                [scale.segments if part in PLAYED else scale.samples for scale in own],
+                [scale.seconds[part] for scale in own],
+            )
+            for part in own[-1].seconds
+        }
         found["rank 0 alone"] = exponent(sizes, [scale.total_s for scale in own])
         print(f"{own[0].scheduler}, {sizes[0]:,} to {sizes[-1]:,} samples, 1/{GROWTH_SHORTEN} as long:")
         for part, value in found.items():
