@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.weights.files import left_behind, parent_of
 
@@ -129,6 +130,7 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
 def _megatron(installed: dict[str, str]) -> list[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
+    fusions = choose_fusions(chosen, has_experts=True)
     return [
         Finding(
             "training",
@@ -149,4 +151,5 @@ def _megatron(installed: dict[str, str]) -> list[Finding]:
             "packed attention and experts on marsrl.kernels"
             + ("" if has_te else ", RMSNorm; megatron's linear layers"),
         ),
+        Finding("training", "megatron's fused operations", fusions.are_any_on, fusions.words),
     ]
