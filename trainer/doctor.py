@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.weights.files import left_behind, parent_of
 
@@ -150,6 +151,7 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
 def _megatron(installed: dict[str, str]) -> list[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
+    fusions = choose_fusions(chosen, has_experts=True)
     return [
         Finding(
             "training",
@@ -170,4 +172,5 @@ def _megatron(installed: dict[str, str]) -> list[Finding]:
             "packed attention and experts on marsrl.kernels"
             + ("" if has_te else ", RMSNorm; megatron's linear layers"),
         ),
+        Finding("training", "megatron's fused operations", fusions.are_any_on, fusions.words),
     ]

@@ -12,6 +12,7 @@ from test_learner import gradients, largest_difference, learner
 from torch import Tensor
 
 from marsrl.trainer.data.packing import pack
+from marsrl.trainer.doctor import examine
 from marsrl.trainer.learner.megatron import fusions
 from marsrl.trainer.learner.megatron.fusions import APEX, Fusions, choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import LayerChoice
@@ -45,6 +46,8 @@ def test_without_a_gpu_none_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = choose_fusions(OURS, has_experts=True)
     assert found.gradient_accumulation == "PyTorch sees no CUDA device" and found.words.startswith("none; off: ")
+    (line,) = [finding for finding in examine() if finding.name == "megatron's fused operations"]
+    assert not line.is_used and line.detail == found.words
     fusions.why_not_on_gpu.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert f"no {APEX}.wgrad_gemm_accum_fp32" in str(choose_fusions(OURS, has_experts=True).gradient_accumulation)

@@ -30,6 +30,10 @@ class Fusions:
     permute: str | None
 
     @property
+    def are_any_on(self) -> bool:
+        return None in (self.gradient_accumulation, self.rope, self.permute)
+
+    @property
     def words(self) -> str:
         """`gradient accumulation; off: rope (reason)` for people."""
         reasons = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
