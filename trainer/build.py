@@ -52,6 +52,8 @@ from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
 from marsrl.trainer.weights.file_channel import FileChannel
 
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 
 @contextmanager
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
@@ -104,16 +106,25 @@ def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | 
     shape, sync = read_shape(model_dir), config.sync
     engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
+    cache_dtype = (
+        _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if config.rollout.engine == "vllm" else None
+    )
     if sync.backend == "shm":
         num_elements = elements(shape).total
         return FileChannel(
-            engines, dtype, verify_every=sync.verify_every, directory=sync.directory, num_elements=num_elements
+            engines,
+            dtype,
+            verify_every=sync.verify_every,
+            cache_dtype=cache_dtype,
+            directory=sync.directory,
+            num_elements=num_elements,
         )
     kind = NcclChannel if sync.backend == "nccl" else IpcChannel
     return kind(
         engines,
         dtype,
         verify_every=sync.verify_every,
+        cache_dtype=cache_dtype,
         bucket_bytes=sync.bucket_mib << 20,
         timeout_s=sync.timeout_s,
         host=pool.host if pool is not None else "",

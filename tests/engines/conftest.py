@@ -106,10 +106,15 @@ class Judge:
         model = self._model(directory, tensors)
         return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
 
-    def scores(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> TrainerScores:
+    def scores(
+        self,
+        directory: Path,
+        tensors: dict[str, torch.Tensor] | None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> TrainerScores:
         """What a trainer of these weights scores for the comparison of a sync."""
         model, sequences = self._model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
-        with other_roundings(model, torch.float32):
+        with other_roundings(model, torch.float32, cache_dtype=cache_dtype):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
         return TrainerScores([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
 
@@ -144,9 +149,16 @@ def judge() -> Judge:
     return Judge()
 
 
+_OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "engine": {"sampler": "engine"},
+    "fp8": {"kv_cache_dtype": "fp8", "extra": {"max_num_batched_tokens": 512}},
+}
+
+
 @pytest.fixture(scope="session")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+engine": with vLLM's own sampler."""
+    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
     pytest.importorskip("vllm")
     from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
 
@@ -158,8 +170,8 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
             for engine in open_engine.values():
                 engine.close()
             open_engine.clear()
-            model, _, draws = kind.partition("+")
-            options = VllmOptions(max_num_seqs=32, kv_cache_mib=32, sampler="engine" if draws else "auto")
+            model, _, other = kind.partition("+")
+            options = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **_OTHER_OPTIONS[other]})
             open_engine[kind] = VllmEngine(checkpoint(model), options, dtype="float32", max_model_len=256, threads=1)
         return open_engine[kind]
 
@@ -172,7 +184,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the real vLLM come last, by model, so that each is started once and no other test makes its own
     process groups meanwhile; MoE first (vLLM makes its expert group with the first model of a process only).
     """
-    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3_tied", "qwen2"]
+    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen3_tied", "qwen2"]
 
     def place(item: pytest.Item) -> int:
         params = item.callspec.params if hasattr(item, "callspec") else {}

@@ -47,7 +47,13 @@ class GivenLearner:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors)
 
-    def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[torch.Tensor]:
+    def score(
+        self,
+        batches: Sequence[PackedBatch],
+        *,
+        rounded_as: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> list[torch.Tensor]:
         """Of the one batch that is asked for: the comparison's."""
         found = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)

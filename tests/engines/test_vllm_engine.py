@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_cases import decoded, perturbed, prompt, request, tensors_of
+from engine_cases import GivenLearner, decoded, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import Sampling, WeightUpdate, WrongVersion
@@ -44,12 +44,13 @@ GROUPS = [
 ]
 
 
-def publish(engine, tensors, judge, directory, version):
+def publish(engine, tensors, judge, directory, version, cache_dtype=None):
     settings = read_shape(directory).settings()
     engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
-    channel = FileChannel(engines, torch.float32)
+    channel = FileChannel(engines, torch.float32, cache_dtype=cache_dtype)
+    learner = GivenLearner(tensors.items(), lambda: judge.scores(directory, tensors, cache_dtype))
     try:
-        return channel.publish(judge.learner(directory, tensors), version)
+        return channel.publish(learner, version)
     finally:
         channel.close()
 
@@ -396,3 +397,24 @@ def test_what_an_engine_was_not_started_for_is_refused(kind, vllm_engine):
     *refused, good = decoded(engine, asks)
     assert [result.finish for result in refused] == [Finish.ERROR] * 3 and len(good.token_ids) == 2
     assert "which tokens were kept" in refused[0].error and "asks for experts" in refused[1].error
+
+
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 cache on a CPU wants AVX512")
+@pytest.mark.parametrize("kind", ["qwen3+fp8"])
+def test_a_sync_knows_how_far_an_fp8_cache_rounds(kind, vllm_engine, checkpoint, judge):
+    engine, tensors, fp8 = vllm_engine(kind), tensors_of(checkpoint("qwen3")), torch.float8_e4m3fn
+    config = engine._llm.llm_engine.vllm_config
+    assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512  # extra
+    report = publish(engine, tensors, judge, checkpoint("qwen3"), 0, fp8)
+    assert report.comparison.median > 1e-3  # nats
+    with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
+        publish(engine, tensors, judge, checkpoint("qwen3"), 0)  # with a cache of the engine's dtype
+    learner = GivenLearner(
+        tensors.items(), lambda: judge.scores(checkpoint("qwen3"), perturbed(tensors, "self_attn"), fp8)
+    )
+    channel = FileChannel(
+        CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160), torch.float32, cache_dtype=fp8
+    )
+    with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
+        channel.publish(learner, 1)
+    channel.close()

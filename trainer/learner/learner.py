@@ -215,15 +215,22 @@ class Learner:
         return self._old([each.batch for each in self._cut(batches)], is_first=is_first)
 
     @torch.no_grad()
-    def score(self, batches: Sequence[PackedBatch], *, rounded_as: torch.dtype | None = None) -> list[Tensor]:
+    def score(
+        self,
+        batches: Sequence[PackedBatch],
+        *,
+        rounded_as: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask.
 
         The router chooses the experts, whatever trainer.router_replay says.
         rounded_as: every result on the way is rounded otherwise, as in another program of that dtype (other_roundings.py).
+        cache_dtype: of that program's KV cache, where it is another one.
         """
         self._agree(batches, trains=False)
         cuts = self._cut(batches)
-        with other_roundings(self._model, rounded_as) if rounded_as is not None else nullcontext():
+        with nullcontext() if rounded_as is None else other_roundings(self._model, rounded_as, cache_dtype=cache_dtype):
             return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -14,17 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_KEYS = ("linear_qkv", "k_proj", "v_proj")  # modules that make keys or values: Megatron's, transformers'
+
 
 @contextmanager
-def other_roundings(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
+def other_roundings(
+    model: nn.Module, dtype: torch.dtype, seed: int = 0, cache_dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """In the body, each number that a module with parameters returns is off by up to a unit roundoff of `dtype`.
 
     Half of it is each number's own, half its row's (as where a norm's or a router's scale was rounded). `dtype` is what the
     other program computes in; where a module returns a coarser one, it is that. The same seed gives the same numbers.
+    cache_dtype: in which it keeps keys and values, where that is another one.
     """
     hooks = [
-        module.register_forward_hook(_Rounding(dtype, seed * 1_000_003 + place))
-        for place, module in enumerate(model.modules())
+        module.register_forward_hook(
+            _Rounding(cache_dtype if cache_dtype and name.endswith(_KEYS) else dtype, seed * 1_000_003 + place)
+        )
+        for place, (name, module) in enumerate(model.named_modules())
         if any(True for _ in module.parameters())
     ]
     try:

@@ -84,9 +84,19 @@ class WeightChannel(ABC):
 
     is_direct: ClassVar[bool] = False
 
-    def __init__(self, engines: CheckedEngines | None, dtype: torch.dtype, *, verify_every: int = 1) -> None:
-        """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons."""
+    def __init__(
+        self,
+        engines: CheckedEngines | None,
+        dtype: torch.dtype,
+        *,
+        verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons.
+        cache_dtype: of their keys and values, where it is another one.
+        """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
+        self._cache_dtype = cache_dtype
 
     def publish(
         self,
@@ -104,7 +114,7 @@ class WeightChannel(ABC):
                 named), or trainer and engine disagree on the log-probs (comparison.py).
             ValueError: the tensors of a layer do not come one after the other, or some are missing.
         """
-        scores = trainer_scores(learner, self._dtype) if version % self._verify_every == 0 else None
+        scores = trainer_scores(learner, self._dtype, self._cache_dtype) if version % self._verify_every == 0 else None
         clock = Clock()
         self._prepare(learner, version, clock)
         with engines_at_rest:

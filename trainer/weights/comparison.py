@@ -69,12 +69,17 @@ def comparison_sequences(vocab_size: int) -> list[IntArray]:
     return [generator.integers(0, vocab_size, _NUM_TOKENS).astype(np.int32) for _ in range(_NUM_SEQUENCES)]
 
 
-def trainer_scores(learner: Learner, engine_dtype: torch.dtype) -> TrainerScores:
-    """The learner's scores of the probe; the noise is that of the coarser dtype, its own or the engines'. Collective."""
+def trainer_scores(
+    learner: Learner, engine_dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+) -> TrainerScores:
+    """The learner's scores of the probe; the noise is that of the coarser dtype, its own or the engines'. Collective.
+
+    cache_dtype: of the engines' keys and values, where it is another one (rollout.vllm.kv_cache_dtype).
+    """
     sequences = comparison_sequences(learner.vocab_size)
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
-    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype)[0]]
+    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype, cache_dtype=cache_dtype)[0]]
     return TrainerScores(*(np.split(each[batch.trained_rows.cpu()].numpy(), ends) for each in found))
 
 

@@ -79,12 +79,13 @@ class DirectChannel(WeightChannel):
         dtype: torch.dtype,
         *,
         verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
     ) -> None:
         """host: rank 0's address, as engines reach it; of rank 0. timeout_s: what nobody answers for so long is an error."""
-        super().__init__(engines, dtype, verify_every=verify_every)
+        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
         self._bucket_bytes, self._timeout_s, self._host = bucket_bytes, timeout_s, host
         self._server: dist.TCPStore | None = None
         self._connections: list[Connection] = []

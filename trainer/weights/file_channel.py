@@ -31,6 +31,7 @@ class FileChannel(WeightChannel):
         dtype: torch.dtype,
         *,
         verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
         directory: str | Path | None = None,
         num_elements: int = 0,
         shard_bytes: int = SHARD_BYTES,
@@ -41,7 +42,7 @@ class FileChannel(WeightChannel):
             num_elements: of the whole model, where it is known beforehand: room for it is checked before the first byte.
             shard_bytes: of one file, about.
         """
-        super().__init__(engines, dtype, verify_every=verify_every)
+        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
         self._folder = PrivateFolder(directory) if engines is not None else None
         self._num_bytes = num_elements * dtype.itemsize
         self._shard_bytes = shard_bytes
