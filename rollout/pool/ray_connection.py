@@ -17,9 +17,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -35,6 +35,7 @@ from marsrl.rollout.pool.ray_faults import check_head
 _LOG = logging.getLogger(__name__)
 # ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
+_T = TypeVar("_T")
 GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for an engine on a host without GPUs
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
 # Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
@@ -284,11 +285,15 @@ def _start(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
     os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    patiently(lambda: _init(object_store_mib, gpus, where))
+
+
+def patiently(start: Callable[[], _T]) -> _T:
+    """What `start` returns, which starts processes of Ray: up to three times where they are too slow for Ray's own limit."""
     for is_last in (False, False, True):
         before = set(psutil.Process().children(recursive=True))
         try:
-            _init(object_store_mib, gpus, where)
-            return
+            return start()
         except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
             if is_last or "timed out during startup" not in str(error):
                 raise
@@ -296,6 +301,7 @@ def _start(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             _LOG.warning("Ray did not start within its 30 s; it is started once more")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:

@@ -26,7 +26,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from marsrl.rollout.pool.addresses import address_towards
-from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, only_what_is_needed, use_token, visible
+from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, only_what_is_needed, patiently, use_token, visible
 
 _LOOK_S = 1.0
 _ANSWER_S = 3.0  # for which the head's machine has to answer
@@ -170,20 +170,24 @@ def _await_head(host: str, port: int, wait_s: float, say: Callable[[str], None])
 @contextlib.contextmanager
 def _node(where: str, own: str, offer: Offer, token: str) -> Iterator[Node]:
     """A node of the cluster in the body; afterwards no process of it is left."""
+
+    def parameters() -> RayParams:
+        """Anew for each attempt: a node writes into them."""
+        return RayParams(
+            gcs_address=where,
+            redis_address=where,
+            node_ip_address=own,
+            num_cpus=os.cpu_count(),
+            num_gpus=len(offer.gpus),
+            resources={ENGINE_SLOT: offer.engines} if offer.engines else {},
+        )
+
     node = None
     before = set(psutil.Process().children(recursive=True))
     try:
         try:
             with visible(offer.gpus), only_what_is_needed():
-                parameters = RayParams(
-                    gcs_address=where,
-                    redis_address=where,
-                    node_ip_address=own,
-                    num_cpus=os.cpu_count(),
-                    num_gpus=len(offer.gpus),
-                    resources={ENGINE_SLOT: offer.engines} if offer.engines else {},
-                )
-                node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
+                node = patiently(lambda: Node(parameters(), head=False, shutdown_at_exit=False, spawn_reaper=True))
         except Exception as error:
             if "Version mismatch" in str(error):
                 reason = " ".join(str(error).split())
