@@ -34,8 +34,7 @@ from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.placement import placement_lines, with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
-from marsrl.trainer.plan.hardware import gpu_here
-from marsrl.trainer.plan.needs import needs_of, shortages
+from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.schools.registry import school_of, who_is_taught
 
@@ -143,7 +142,7 @@ def preflight(
                 _check_reference(config, name, shape, world_size)
             config = within_positions(config, name, shape.max_positions)
             if trains and not policy.frozen and config.rollout.engine == "vllm":
-                warnings += _shortages(config, name, shape, world_size)
+                warnings += shortages_here(config, name, shape, world_size)
         elif school_of(config) is None:
             raise ConfigError(
                 f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
@@ -160,17 +159,6 @@ def preflight(
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     where = placement_lines(config, host, world_size)
     return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(where), tuple(warnings), curators)
-
-
-def _shortages(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> list[str]:
-    """What `marsrl plan` says does not fit, for the GPU that is here: its formulas are no refusal."""
-    gpu = gpu_here()
-    if gpu is None:
-        return []
-    return [
-        f"{each} (by the formulas of marsrl plan)"
-        for each in shortages(needs_of(config, name, shape, world_size, gpu), gpu)
-    ]
 
 
 def _check_something_trains(config: RunConfig) -> None:

@@ -106,7 +106,7 @@ def test_the_planner_and_the_dry_run_accept_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: min(num_gpus, 8))
-        patch.setattr("marsrl.trainer.preflight.gpu_here", lambda: gpu)
+        patch.setattr(hw, "gpu_here", lambda: gpu)
         patch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
         patch.setenv("WORLD_SIZE", str(ranks))
         here, there = checked(config, ranks), planned(config, num_gpus, gpu_name)

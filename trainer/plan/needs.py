@@ -124,6 +124,15 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
         )
 
 
+def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: int) -> list[str]:
+    """The same for the GPU that is here, for a dry run: warnings, because these are formulas; none where no GPU is."""
+    gpu = hw.gpu_here()
+    if gpu is None:
+        return []
+    found = shortages(needs_of(config, name, shape, trainers, gpu), gpu)
+    return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
+
+
 def _work(config: RunConfig, name: str, response: float) -> Work:
     """One step's training of a policy, by completions of so many tokens on average."""
     of_policy = [each for each in config.agents if config.agents[each].policy == name]
