@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -206,7 +206,7 @@ class Costless(Irreplaceable):
 class Parts:
     """Seconds of CPU by part, all threads of the process; a part inside of another interrupts it."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
     _inside: list[str] = field(default_factory=list)
     _since: float = 0.0

@@ -48,11 +48,11 @@ class Prompt(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """A completion that has ended or paused: the index-th of an ask. error: why, where it failed."""
+    """A completion that has ended or paused: of this place among the ask's samples. error: why, where it failed."""
 
     episode: Episode
     ask: Ask
-    index: int
+    place: int
     prompt: Prompt
     partial: Partial
     finish: Finish

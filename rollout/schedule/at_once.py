@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -174,7 +175,7 @@ class AtOnce:
     def _collect(self) -> list[DecodeResult]:
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
         if not pools:  # judges and tools are at work alone
-            judging = [judgement for _, judgement in self._judging.values() if judgement is not None]
+            judging: list[Future[Any]] = [judgement for _, judgement in self._judging.values() if judgement is not None]
             wait([*judging, *self._calling], 0.0 if len(judging) < len(self._judging) else None, FIRST_COMPLETED)
             return []
         timeout_s = _BESIDE_S if self._judging or self._calling else _COLLECT_S

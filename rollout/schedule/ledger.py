@@ -32,7 +32,7 @@ class Ended(NamedTuple):
     """A partial sample with its last segment behind it, which has finished or waits. error: why, where it failed."""
 
     opened: OpenAsk
-    index: int
+    place: int
     partial: Partial
     finish: Finish
     error: str = ""
@@ -329,7 +329,7 @@ class Ledger:
                     partial.go_on_with(tokens)
                     resumed.append((opened, index))
         samples = self.samples(ended)
-        return resumed, [(each.opened, each.index, sample) for each, sample in zip(ended, samples, strict=True)]
+        return resumed, [(each.opened, each.place, sample) for each, sample in zip(ended, samples, strict=True)]
 
     def _is_stuck(self, episode: Episode) -> bool:
         """Is nothing open in it but samples that wait?"""

@@ -125,9 +125,9 @@ class Scheduler(Ledger):
                     ended.append(Ended(opened, index, partial, finish, result.error))
             for each, sample in zip(ended, self.samples(ended), strict=True):
                 if sample.finish is Finish.WAITING:
-                    self.state.pending += self.suspend(each.opened, each.index, each.partial, sample)
+                    self.state.pending += self.suspend(each.opened, each.place, each.partial, sample)
                 else:
-                    finished.append((each.opened, each.index, sample))
+                    finished.append((each.opened, each.place, sample))
         return finished
 
     def _play(
