@@ -37,7 +37,8 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data]  # no copy
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data  # no copy
+        return [value.dtype.str, list(value.shape), data]
     if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]
     if isinstance(value, list | tuple):

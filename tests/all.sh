@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests that need no GPU, in parts, three at a time on two cores, each on one thread: a part waits now and then, for
+# All tests that need no GPU, in parts, four at a time on two cores, each on one thread: a part waits now and then, for
 # processes that start, that were killed or that are silent, and another has its core meanwhile. The next part starts when
 # one ends. Arguments go to every pytest. A part is printed when it has ended; the last lines are the closing lines of all.
 set -uo pipefail
@@ -12,9 +12,9 @@ trap 'kill 0' INT TERM
 
 # The longest first, so that the last ones are short. Files that share runs, engines or ranks are one part.
 parts=(
+  tests/integration  # all that no other part holds
   tests/integration/test_default_run.py
   tests/megatron
-  tests/integration  # all that no other part holds
   tests/engines
   tests  # the same
   tests/benchmarks
@@ -44,7 +44,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 3 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 4 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo

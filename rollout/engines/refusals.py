@@ -164,6 +164,8 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
     if rollout.ray_address is not None and host.has_others:
         return None  # engines stand on hosts that Ray knows, and the pool asks it
     return wider_than_a_host(wide, host.num_gpus)
+
+
 QUANTIZED = (
     "rollout.vllm.quantization is {}; vLLM rounds the weights of every sync as it loads them, and their checksums, which are "
     "those of what the trainer sent, cannot be compared: set it to null, or on a frozen policy alone "

@@ -42,7 +42,7 @@ _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
 # 4 s of a core to start.
 _NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
 _NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
-_SILENT_MS = 120_000  # until a connection is given up: with Ray's own, a network cut of 20 s costs every engine behind it
+_SILENT_MS = 120_000  # until a connection is given up: Ray's own loses every engine behind a network cut of 20 s
 _SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
 _SAY_S = 15.0  # between two words of one who waits
 _LOOK_S = 0.5
