@@ -48,7 +48,7 @@ class Lines(threading.Thread):
         environment = {**os.environ, "HOME": str(home), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *words], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear_ctrl_c,
         )  # fmt: skip
         self.lines: list[str] = []
         self.start()
@@ -74,6 +74,11 @@ class Lines(threading.Thread):
         self.process.stdin.flush()
 
 
+def _hear_ctrl_c() -> None:
+    """Also where the tests run in a shell's background, whose children are born deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def programs(home: Path) -> Iterator[Callable[..., Lines]]:
     """Starts programs; none is left in the end."""
@@ -83,14 +88,16 @@ def programs(home: Path) -> Iterator[Callable[..., Lines]]:
         started.append(Lines(*words, home=home))
         return started[-1]
 
-    yield start
-    for each in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes = psutil.Process(each.process.pid).children(recursive=True)
-            each.process.terminate()
-            psutil.wait_procs([*processes, each.process], timeout=20)
-            for process in processes:
-                process.kill()
+    try:
+        yield start
+    finally:
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes = psutil.Process(each.process.pid).children(recursive=True)
+                each.process.terminate()
+                _, left = psutil.wait_procs([*processes, psutil.Process(each.process.pid)], timeout=20)
+                for process in left:
+                    process.kill()
 
 
 def free_port() -> int:

@@ -177,7 +177,7 @@ def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytes
 def test_a_slow_start_is_waited_for_while_its_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Answers()
     monkeypatch.setattr(ray_pulse, "ray", engine)
-    replicas = RayReplicas(None, [], num_gpus=0, deadline_s=25.0, silence_s=40.0)  # type: ignore[arg-type]
+    replicas = RayReplicas(None, [], resources={}, deadline_s=25.0, silence_s=40.0, join_s=0.0)  # type: ignore[arg-type]
     replicas._pulse = EnginePulse(40.0, clock=lambda: engine.now)
     listened(replicas._pulse, engine, 60)
     assert replicas._overdue(0, "start", elapsed_s=60, within_s=50) is None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_cases import prompt, request
+from engine_cases import decoded, prompt, request
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import Records, WeightUpdate
@@ -60,15 +60,15 @@ def main(model: Path, changed: Path, out: Path) -> None:
     config = served._llm.llm_engine.vllm_config
     told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
     cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
-    told["cut"] = cut, served.generate(cut, version=0)
-    told["again"] = cut, served.generate(cut, version=0)  # behind cached prefixes
+    told["cut"] = cut, decoded(served, cut)
+    told["again"] = cut, decoded(served, cut)  # behind cached prefixes
     whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
-    told["whole"] = whole, served.generate(whole, version=0)
+    told["whole"] = whole, decoded(served, whole)
     on = [
         request(f"{ask.uid}.on", joined(ask, result), 4, seed=100, experts_from=len(joined(ask, result)) - 1, **CUT)
         for ask, result in zip(*told["cut"], strict=True)
     ]
-    told["on"] = on, served.generate(on, version=0)
+    told["on"] = on, decoded(served, on)
     long = [request(f"{i}.long", prompt(30, seed=i), 200, seed=i, experts_from=10, **CUT) for i in range(3)]
     served.submit(long, version=0)
     for _ in range(6):
@@ -76,9 +76,9 @@ def main(model: Path, changed: Path, out: Path) -> None:
     served.abort()
     told["aborted"] = long, sorted(served.collect(0.0), key=lambda result: result.uid)
     told["receipt"] = served.update_weights(WeightUpdate(str(changed), 1))
-    told["changed"] = cut, served.generate(cut, version=1)
+    told["changed"] = cut, decoded(served, cut, version=1)
     told["scores"] = served.score([joined(*pair) for pair in zip(*told["changed"], strict=True)])
-    told["cold"] = [served.generate([request("c", prompt(9), 3, temperature=t)], version=1)[0] for t in (0.0, 0.005)]
+    told["cold"] = [decoded(served, [request("c", prompt(9), 3, temperature=t)], version=1)[0] for t in (0.0, 0.005)]
     told["num_decoded"] = served.num_decoded()
     served.close()
     out.write_bytes(pickle.dumps(told))
