@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,7 @@ def test_a_run_on_gpus_passes_its_checks(
     # What vLLM and Megatron say: tests/plan/test_presets.py.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):
         words.append(f"sync.directory={desk.folder}")

@@ -30,7 +30,7 @@ from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
-ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100"}  # engines of rollout.vllm.tensor_parallel
+ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "ulorl"}  # engines of rollout.vllm.tensor_parallel
 WITHOUT_A_PLAN = {
     "cpu_default",
     "cpu_solver_verifier",
