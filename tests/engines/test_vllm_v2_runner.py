@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import ROUNDING, perturbed, tensors_of
+from engine_cases import ROUNDING, decoded, perturbed, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.sampler import RowSampling, truncated
@@ -80,7 +80,7 @@ def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkp
     for ask, result in zip(asks, results, strict=True):
         whole = np.concatenate([ask.token_ids, result.token_ids[:-1]])
         of_ours = type(ask)(ask.uid, whole, 1, ask.sampling, 0, "", experts_from=ask.experts_from)
-        right = local.generate([of_ours], version=0)[0].routed_experts
+        right = decoded(local, [of_ours])[0].routed_experts
         assert result.routed_experts.dtype == right.dtype and result.routed_experts.shape == right.shape
         np.testing.assert_array_equal(np.sort(result.routed_experts), np.sort(right))
 
@@ -92,8 +92,8 @@ def test_what_is_given_up_comes_back_as_far_as_it_got(told: dict[str, Any]) -> N
         assert result.finish is Finish.UNFINISHED and 3 < n < 12
         assert len(result.logprobs) == len(result.kept_tokens.counts) == n
         assert len(result.routed_experts) == len(ask.token_ids) + n - 1 - ask.experts_from
-    decoded = [r for name in ("cut", "again", "whole", "on", "aborted", "changed") for r in told[name][1]]
-    assert told["num_decoded"] == sum(len(result.token_ids) for result in decoded)
+    every = [r for name in ("cut", "again", "whole", "on", "aborted", "changed") for r in told[name][1]]
+    assert told["num_decoded"] == sum(len(result.token_ids) for result in every)
 
 
 def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], checkpoint: Any, judge: Any) -> None:
