@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from marsrl.trainer import cli
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.placement import with_backend
 from marsrl.trainer.read_config import read_config
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
@@ -277,7 +278,7 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert told == [f"run: a new one, {tmp_path}/cpu_default-<UTC time>", f"run: a new one, {tmp_path}/mine"]
     run = RunDirectory.create(tmp_path, "mine", "p")
-    run.write_config(read_config(None, [])[0].model_dump(mode="json"))
+    run.write_config(with_backend(read_config(None, [])[0], on_gpus=False).model_dump(mode="json"))
     words.append("run.name=mine")
     RunLock(run).release()
     assert main(words) == 0

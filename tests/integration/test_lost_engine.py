@@ -80,7 +80,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4
     assert [step for step, row in rows.items() if row["rollout/engine_restarts"]] == [3]
     assert all(row["sync/direct"] == 1 for row in rows.values())
-    assert rows[3]["rollout/resubmitted"] == 8 and rows[3]["rollout/failed_requests"] == 0
+    assert 0 < rows[3]["rollout/resubmitted"] <= 8 and rows[3]["rollout/failed_requests"] == 0
     samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
     assert (
         Counter(r.agent for r in samples)["solver"] == last * 2 * 4

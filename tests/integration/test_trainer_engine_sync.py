@@ -19,7 +19,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from engine_cases import actors, after, prompt, request
+from engine_cases import actors, after, decoded, prompt, request
 from random_model import write_model
 
 from marsrl.kernels import PolicyObjective
@@ -161,7 +161,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
         request(f"a.{i}", prompt(20 + 7 * i, i, VOCAB_SIZE), 24, seed=i, temperature=0.3 * i, records_kept=i > 2)
         for i in range(6)
     ]
-    found, right = parts.pool.generate(asks, version=version), one.generate(asks, version=version)
+    found, right = parts.pool.generate(asks, version=version), decoded(one, asks, version)
     for mine, other in zip(found, right, strict=True):
         np.testing.assert_array_equal(mine.token_ids, other.token_ids)
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
