@@ -28,12 +28,12 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 
 test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
-	tests/tools/bubblewrap.sh
-	tests/cluster/iproute2.sh
+	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
+	tests/apt.sh ip iproute2 "so no cluster in a box"
 	tests/all.sh
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
-	tests/cluster/iproute2.sh
+	tests/apt.sh ip iproute2 "so no cluster in a box"
 	python tests/cluster/all_cases.py
 
 parity: install  ## every parallel layout against one rank and against transformers

@@ -1,33 +1,12 @@
 """The benchmarks run, and refuse to time a wrong kernel."""
 
 import ctypes
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-
-def script(name: str) -> ModuleType:
-    """One of the scripts that import nothing but the standard library."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def call(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *(["-c", code] if code else []), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+from scripts import BENCHMARKS, ROOT, call, script
 
 
 def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
