@@ -30,7 +30,7 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import Faults, Lost, Recovery
 from marsrl.rollout.pool.replicas import Replicas, Timed
-from marsrl.rollout.pool.retries import Probation, Retries, Verdict
+from marsrl.rollout.pool.retries import AfterLoss, Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
@@ -321,15 +321,15 @@ class EnginePool:
         num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
         self._faults = replace(self._faults, engine_restarts=num_restarts)
 
-    def _replaced(self, replica: int, reason: str, requests: Sequence[DecodeRequest]) -> Verdict:
+    def _replaced(self, replica: int, reason: str, requests: Sequence[DecodeRequest]) -> AfterLoss:
         """Restart a lost replica; what becomes of the requests that it had."""
         self._restart(replica, reason)
-        verdict = self._retries.after_loss(requests)
-        num_failed, num_again = len(verdict.given_up), len(requests) - len(verdict.given_up)
+        after = self._retries.after_loss(requests)
+        num_failed, num_again = len(after.given_up), len(requests) - len(after.given_up)
         self._faults = replace(
             self._faults, resubmitted=self._faults.resubmitted + num_again, failed=self._faults.failed + num_failed
         )
-        return verdict
+        return after
 
     def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
         """Restart a lost replica and queue what it had; the results of those that are not queued."""
@@ -337,13 +337,13 @@ class EnginePool:
         for request in requests:
             del self._sent[request.uid]
             self._dispatch.end(request.uid)
-        verdict = self._replaced(replica, reason, requests)
-        results = [self._given_up(request, reason, self._version) for request in verdict.given_up]
+        after = self._replaced(replica, reason, requests)
+        results = [self._given_up(request, reason, self._version) for request in after.given_up]
         if self._is_draining:
-            again = [*verdict.free, *(request for company in verdict.companies for request in company)]
+            again = [*after.free, *(request for company in after.companies for request in company)]
             return results + [self._untouched(request) for request in again]
-        self._dispatch.add(verdict.free)
-        self._probation.add(replica, verdict.companies)
+        self._dispatch.add(after.free)
+        self._probation.add(replica, after.companies)
         return results
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:

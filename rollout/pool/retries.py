@@ -19,7 +19,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AfterLoss:
     """What becomes of the requests of a lost engine.
 
     free: go back into the queue. companies: each is decoded on an engine that has nothing else. given_up: are errors.
@@ -40,25 +40,25 @@ class Retries:
         self._attempts = attempts
         self._losses: Counter[str] = Counter()  # by uid
 
-    def after_loss(self, requests: Sequence[DecodeRequest]) -> Verdict:
+    def after_loss(self, requests: Sequence[DecodeRequest]) -> AfterLoss:
         """All requests that one lost engine had."""
         self._losses.update(request.uid for request in requests)
-        verdict = Verdict([], [], [])
+        after = AfterLoss([], [], [])
         together, halved = [], []
         for request in requests:
             losses = self._losses[request.uid]
             if losses >= self._attempts and len(requests) == 1:
-                verdict.given_up.append(request)
+                after.given_up.append(request)
                 self.ended(request.uid)
             elif losses >= self._attempts:
                 halved.append(request)
             elif losses == self._attempts - 1:
                 together.append(request)
             else:
-                verdict.free.append(request)
+                after.free.append(request)
         middle = (len(halved) + 1) // 2
-        verdict.companies.extend(company for company in (together, halved[:middle], halved[middle:]) if company)
-        return verdict
+        after.companies.extend(company for company in (together, halved[:middle], halved[middle:]) if company)
+        return after
 
     def ended(self, uid: str) -> None:
         """The request came back whole: what was lost with it before was not its doing."""

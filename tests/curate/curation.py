@@ -15,7 +15,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
-from marsrl.trainer.curate.config import JudgeConfig
+from marsrl.trainer.curate.config import CriterionConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.curate.rows import Row, Stage, Verdict
@@ -103,4 +103,4 @@ class ScriptedJudge:
 
     def stage(self, out: Path, name: str = "clarity", policy: Any = None, **settings: Any) -> Judged:
         answers = out / "stages" / name / "answers.jsonl"
-        return Judged(name, JudgeConfig(**settings), policy or {"model": "judge"}, 0, self.open, answers)
+        return Judged(name, CriterionConfig(**settings), policy or {"model": "judge"}, 0, self.open, answers)

@@ -68,9 +68,9 @@ def test_the_request_that_kills_engines_is_found_and_the_others_are_served(attem
             served |= {request.uid for request in company}
             continue
         losses += 1
-        verdict = retries.after_loss(company)
-        given_up += [request.uid for request in verdict.given_up]
-        companies += [verdict.free, *verdict.companies] if verdict.free else verdict.companies
+        after = retries.after_loss(company)
+        given_up += [request.uid for request in after.given_up]
+        companies += [after.free, *after.companies] if after.free else after.companies
     assert given_up == [culprit] and served == {request.uid for request in requests} - {culprit}
     assert attempts <= losses <= max(attempts, attempts + int(np.ceil(np.log2(size))))
 

@@ -19,7 +19,7 @@ from marsrl.rollout.tasks.data import data_files
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.curate.best_of_n import BestOfN
-from marsrl.trainer.curate.config import JudgeConfig
+from marsrl.trainer.curate.config import CriterionConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
 from marsrl.trainer.curate.pipeline import Pipeline
@@ -112,7 +112,7 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
     if section.level is not None:
         stages.append(Level(section.level))
 
-    def judged(name: str, judge: JudgeConfig | None) -> None:
+    def judged(name: str, judge: CriterionConfig | None) -> None:
         if judge is not None:
             policy = policy_identity(config.policies[judge.policy])
             answers = out / "stages" / name / "answers.jsonl"
@@ -149,7 +149,7 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_judge(config: RunConfig, judge: JudgeConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
+def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
     from marsrl.rollout.engines.refusals import this_host
     from marsrl.trainer.build import open_pool  # with torch: rules and near-duplicates do not pay for it
 

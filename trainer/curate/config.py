@@ -50,7 +50,7 @@ class NearDuplicatesConfig(Settings):
         return self
 
 
-class JudgeConfig(Settings):
+class CriterionConfig(Settings):
     """A yes or no about a question, by a model."""
 
     policy: str = Field("main", description="name under `policies` that answers: a model directory or a server")
@@ -93,14 +93,14 @@ class CurateConfig(Settings):
 
     max_question_chars: int = Field(32_768, gt=0, le=MOST_TOKENS, description="a longer question is dropped when read")
     level: LevelConfig | None = Field(None, description="academic level, by a field of the row")
-    academic: JudgeConfig | None = Field(None, description="academic level, judged by a model")
+    academic: CriterionConfig | None = Field(None, description="academic level, judged by a model")
     near_duplicates: NearDuplicatesConfig | None = NearDuplicatesConfig()
-    clarity: JudgeConfig | None = Field(None, description="is the question clear, judged by a model")
-    graduate: JudgeConfig | None = Field(None, description="is it of graduate level, judged by a model")
+    clarity: CriterionConfig | None = Field(None, description="is the question clear, judged by a model")
+    graduate: CriterionConfig | None = Field(None, description="is it of graduate level, judged by a model")
     best_of_n: BestOfNConfig | None = Field(None, description="how often the team is right")
 
     @property
-    def judges(self) -> dict[str, JudgeConfig]:
+    def judges(self) -> dict[str, CriterionConfig]:
         """Of the stages that have one, by name."""
         stages = {"academic": self.academic, "clarity": self.clarity, "graduate": self.graduate}
         return {name: judge for name, judge in stages.items() if judge is not None}

@@ -16,7 +16,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish
 from marsrl.trainer.curate.answers import Answers, key_of
-from marsrl.trainer.curate.config import JudgeConfig
+from marsrl.trainer.curate.config import CriterionConfig
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import MissingShare
 from marsrl.trainer.curate.rows import Row, Verdict
@@ -42,7 +42,13 @@ class Judged:
     """One criterion. The engines start with the first question that has not been answered yet."""
 
     def __init__(
-        self, name: str, config: JudgeConfig, policy: Mapping[str, Any], seed: int, open_pool: OpenPool, answers: Path
+        self,
+        name: str,
+        config: CriterionConfig,
+        policy: Mapping[str, Any],
+        seed: int,
+        open_pool: OpenPool,
+        answers: Path,
     ) -> None:
         """policy: what tells the model from others, as JSON. answers: the file that keeps what it says."""
         self.name = name

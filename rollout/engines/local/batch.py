@@ -67,7 +67,7 @@ class Row:
         return self.record.whole(len(self.request.token_ids) + len(self.tokens) - 1 - self.request.experts_from)
 
 
-class Batch:
+class DecodeBatch:
     """Rows that are decoded together, B of them, before their next draw.
 
     hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn;
@@ -113,10 +113,10 @@ class Batch:
         self.hidden, self.lengths, self.drawn = self.hidden[keep], self.lengths[keep], self.drawn[keep]
         self.sampling = self.sampling.select(keep)
 
-    def joined_by(self, other: Batch) -> Batch:
+    def joined_by(self, other: DecodeBatch) -> DecodeBatch:
         """Both batches as one; neither is used afterwards."""
         self.cache.append(other.cache)
-        return Batch(
+        return DecodeBatch(
             self.rows + other.rows,
             self.cache,
             torch.cat([self.hidden, other.hidden]),

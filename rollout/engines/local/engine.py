@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.engines.local.batch import Batch, Cache, Record, Row
+from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Record, Row
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import (
     TORN,
@@ -72,7 +72,7 @@ class LocalEngine:
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._version = version
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
-        self._batch: Batch | None = None
+        self._batch: DecodeBatch | None = None
         self._is_aborting = False
         self._num_decoded = 0
 
@@ -191,7 +191,7 @@ class LocalEngine:
             self._batch = joined
         return refused
 
-    def _prefilled(self, requests: Sequence[DecodeRequest]) -> Batch:
+    def _prefilled(self, requests: Sequence[DecodeRequest]) -> DecodeBatch:
         """The requests ready for their first draw."""
         prompts, prompt_of, first = _distinct([request.token_ids for request in requests])
         cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
@@ -199,7 +199,7 @@ class LocalEngine:
         last, experts = self._prefill_last(prompts, cache, records=records)
         rows = torch.tensor(prompt_of, device=self._device)
         cache.select(rows)
-        return Batch(
+        return DecodeBatch(
             rows=[
                 Row(
                     request,
@@ -213,7 +213,7 @@ class LocalEngine:
             lengths=torch.tensor([len(r.token_ids) for r in requests], device=self._device),
         )
 
-    def _step(self, batch: Batch) -> list[DecodeResult]:
+    def _step(self, batch: DecodeBatch) -> list[DecodeResult]:
         """Draw a token for every row and compute the next; the results of those that have ended."""
         ended = []
         scaled = truncated(self._model.logits(batch.hidden), batch.sampling)
