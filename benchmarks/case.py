@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from marsrl.kernels.testing import assert_accurate
+
 Results = dict[str, Tensor]  # name -> what a variant computed; the names of the exact results
 
 
@@ -83,11 +85,17 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """exact, plain: as Bench.judge returns them. scales: of assert_accurate, per result; missing: 0."""
+    """exact, plain: as Bench.judge returns them. scales, apart: of assert_accurate, per result; missing: 0, None."""
 
     exact: Results
     plain: Results
     scales: dict[str, float] = field(default_factory=dict)
+    apart: Results = field(default_factory=dict)
+
+    def check(self, name: str, what: str, found: Tensor) -> None:
+        """assert_accurate of the result `what`, with this name in its message."""
+        scale, apart = self.scales.get(what, 0.0), self.apart.get(what)
+        assert_accurate(f"{name}, {what}", found, self.exact[what], self.plain[what], scale, apart=apart)
 
 
 @dataclass(frozen=True)

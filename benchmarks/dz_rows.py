@@ -30,8 +30,8 @@ from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.host_memory import HostBudget
 
 ROUNDS, BUDGET_S = 5, 25.0
-# (rows of logits, chunks of them whose dz wait for one pair of backward GEMMs). 4,224 = 32 x 132: tiles of 128 rows in dX
-# fill whole waves of a GPU with 132 multiprocessors.
+# (rows of logits, chunks of them whose dz wait for one pair of backward GEMMs). 4,224 rows are 33 tiles of 128: at H = 2048
+# dX has 264 tiles, two whole waves of a GPU with 132 multiprocessors.
 DEVICE_SETTINGS = (
     (384, 8), (384, 11), (768, 1), (768, 2), (768, 4), (768, 6), (1024, 4), (1408, 1), (1408, 3), (1536, 2), (2048, 2),
     (4224, 1),
@@ -41,10 +41,12 @@ HOST_SETTINGS = ((16, 1), (32, 1), (64, 1), (128, 1), (256, 1))  # there dz take
 
 def with_rows(run: Callable[[], Results], shape: Shape, rows: int, chunks: int) -> Callable[[], Results]:
     """The same call with so many rows of logits, and of dz `chunks` times as many."""
-    names = ("HOST", "DEVICE_LOGITS_BYTES", "DEVICE_GRADIENT_BYTES")
+    names = ("HOST", "DEVICE_LOGITS_BYTES", "DEVICE_GRADIENT_BYTES", "whole_waves")
     num_bytes = 4 * shape.vocab * rows
     itemsize = 2 if shape.dtype == "bfloat16" else 4
-    values = (HostBudget(num_bytes, 1, num_bytes), num_bytes, itemsize * shape.vocab * rows * chunks)
+    values = (
+        HostBudget(num_bytes, 1, num_bytes), num_bytes, itemsize * shape.vocab * rows * chunks, lambda at_most, *_: at_most,
+    )  # fmt: skip
 
     def changed() -> Results:
         before = {name: getattr(chunked_head, name) for name in names}

@@ -85,7 +85,9 @@ def make_inputs(shape: Shape) -> HeadInputs:
 
 def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
     """float64 results and plain PyTorch's: value (the scalar), logprobs, entropy, dX, dW."""
-    return Judgement(_exact(inputs, objective), _plain(inputs, objective))
+    has_no_target = torch.ones(inputs.weight.shape[0], dtype=torch.bool, device=inputs.weight.device)
+    has_no_target[inputs.targets] = False
+    return Judgement(_exact(inputs, objective), _plain(inputs, objective), apart={"dW": has_no_target})
 
 
 def _exact(inputs: HeadInputs, objective: Objective) -> Results:

@@ -40,7 +40,6 @@ from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Varia
 from marsrl.benchmarks.cases import ORDER, load
 from marsrl.benchmarks.record import surroundings
 from marsrl.benchmarks.timing import Clock, interleave
-from marsrl.kernels.testing import assert_accurate
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
 HEADLINE_PEER = "torch eager, unmasked rows only"
@@ -167,7 +166,7 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
         largest = max(exact.abs().max().item(), judgement.scales.get(what, 0.0), 1e-300)
         errors[what] = (found.double() - exact).abs().max().item() / largest
         try:
-            assert_accurate(f"{name}, {what}", found, exact, judgement.plain[what], judgement.scales.get(what, 0.0))
+            judgement.check(name, what, found)
         except AssertionError as error:
             complaint = complaint or str(error)
     return errors, complaint

@@ -28,7 +28,6 @@ from marsrl.benchmarks.case import Bench, Judgement, Shape
 from marsrl.benchmarks.cases import ORDER, load
 from marsrl.benchmarks.one_by_one import Journal, Skipped, tell
 from marsrl.kernels.dispatch import ENVIRONMENT, explain
-from marsrl.kernels.testing import assert_accurate
 
 DTYPES = ("bfloat16", "float32", "float16")
 DTYPES_OF = {
@@ -95,8 +94,7 @@ def attempt(trial: Trial) -> None:
             if variant.prepare is not None:
                 variant.prepare()
             for what, found in variant.run().items():
-                scale = judgement.scales.get(what, 0.0)
-                assert_accurate(f"{variant.name}, {what}", found, judgement.exact[what], judgement.plain[what], scale)
+                judgement.check(variant.name, what, found)
     except RuntimeError as error:
         if str(error).startswith(f"{ENVIRONMENT}="):  # asked for by name, and it says why it cannot serve
             raise Skipped(str(error).rpartition(": ")[2]) from error

@@ -170,7 +170,7 @@ def _judge(inputs: HeadInputs) -> Judgement:
         results["loss"] = results.pop("value")
         results["logprobs"], results["entropy"] = results["logprobs"] * mask, results["entropy"] * mask
     # the loss is a sum whose terms cancel: its size is that of the terms
-    return Judgement(found.exact, found.plain, {"loss": float(advantages.abs().mean())})
+    return replace(found, scales={"loss": float(advantages.abs().mean())})
 
 
 CASE = Case("linear_policy_loss", partial(head_shapes, with_masks=True), _build)

@@ -25,6 +25,7 @@ class Bucket:
 
 
 @lru_cache(maxsize=64)  # every layer of a model asks for the same packing
+@torch.inference_mode(False)  # whoever asks first: a learner saves for its backward what an engine has asked for before
 def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
     """Segments by length, at most half of a bucket's places being padding: log2(longest / shortest) buckets."""
     segments = sorted(

@@ -27,7 +27,7 @@ def check_targets(op: str, targets: Tensor, mask: Tensor | None, vocab_size: int
     is_bad = (targets < 0) | (targets >= vocab_size)
     if mask is not None:
         is_bad &= mask
-    if targets.is_cuda:
+    if targets.device.type != "cpu":
         _keep_first(op, targets, is_bad, vocab_size)
     elif is_bad.any():
         token = int(is_bad.nonzero()[0])

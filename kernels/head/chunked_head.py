@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.gradients import NOTHING, HeadGradients, Wanted
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
@@ -18,17 +19,21 @@ from marsrl.kernels.head.vocabulary import Head
 # rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
 # 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# A device: at V = 151936 chunks of 768 rows of float32 logits, and 3072 rows of bfloat16 gradients: 1.4 GB in all. The
+# A device: at V = 151936 chunks of 768 rows of float32 logits, and 4224 rows of bfloat16 gradients: 1.75 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
-# some 1000 rows). Not measured yet.
+# some 1000 rows), and 4224 because dX has then whole waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
-DEVICE_GRADIENT_BYTES = 896 * 2**20
+DEVICE_GRADIENT_BYTES = 1225 * 2**20
 # Where logits are never written (first_gemm, statistics alone): 3456 rows at V = 151936, so that reading the weight
 # takes a tenth of the time of multiplying it. Not measured yet.
 DEVICE_PIECES_BYTES = 64 * 2**20
 # Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
+TILE_COLUMNS = 256  # of dX: cuBLAS's tile on Hopper for large products is 128 by 256
+# A row of logits or of dz takes a multiple of this many elements: 128-bit loads and aligned GEMM operands where V is odd.
+COLUMN_MULTIPLE = 16
+MULTIPROCESSORS = 132  # of an H100 or H200; asked of the device where there is one
 
 
 class ChunkedHead:
@@ -54,20 +59,19 @@ class ChunkedHead:
         head: Head,
         hidden: Tensor,
         rows: Rows,
-        wants_hidden: bool = False,
-        wants_weight: bool = False,
-        weight_dtype: torch.dtype = torch.float32,
+        wanted: Wanted = NOTHING,
         wants_statistics: bool = True,
+        compacts: bool = True,
     ):
-        """weight_dtype: that dW will have; it may come as float32. wants_statistics: they are asked of every chunk."""
+        """wants_statistics: they are asked of every chunk. compacts: rows without a coefficient are left out of the
+        backward GEMMs, how many a device tells the host; else dz has every row, and the host waits for nothing."""
         self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
-        self._gradients = HeadGradients(
-            head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=kernels.is_host
-        )
+        self._compacts = compacts or kernels.is_host
+        self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
         self._gemms = self._gradients.gemms
         # A product of our own pays where statistics come with it, and needs no logits where nothing else does.
         self._first_gemm = kernels.first_gemm if wants_statistics else None
-        self._writes_logits = self._first_gemm is None or self._gradients.wants_any
+        self._writes_logits = self._first_gemm is None or wanted.any
         self._pieces: Tensor | None = None  # of the chunk that was multiplied last
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
         self._flights: deque[ShardStatistics] = deque()
@@ -79,18 +83,21 @@ class ChunkedHead:
             self._logits = host_buffer(held * width).view(held, width)
             self._waiting = self._logits
         else:
-            self._at_most = _device_rows(4 * width, DEVICE_LOGITS_BYTES)
+            padded = ceil(width / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+            at_most = _device_rows(4 * padded, DEVICE_LOGITS_BYTES)
             if self._first_gemm is not None and not self._writes_logits:
-                self._at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
-            size = min(rows.count, self._at_most)
-            columns = width if self._writes_logits else 0
-            self._logits = torch.empty(size, columns, device=device)
-            if self._has_two_in_flight:
-                self._other_logits = torch.empty(size if rows.count > size else 0, columns, device=device)
+                at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
             dtype = self._gemms.gradient_dtype
-            chunks = max(1, DEVICE_GRADIENT_BYTES // (dtype.itemsize * width * max(1, size)))
-            waiting = min(rows.count, chunks * size) if self._gradients.wants_any else 0
-            self._waiting = torch.empty(waiting, width, dtype=dtype, device=device)
+            waiting = max(at_most, _rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
+            full, rest = divmod(waiting, at_most)
+            self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
+            size = min(rows.count, at_most)
+            columns, padded_columns = (width, padded) if self._writes_logits else (0, 0)
+            self._logits = torch.empty(size, padded_columns, device=device)[:, :columns]
+            if self._has_two_in_flight:
+                others = torch.empty(size if rows.count > size else 0, padded_columns, device=device)
+                self._other_logits = others[:, :columns]
+            self._waiting = torch.empty(min(rows.count, waiting), padded, dtype=dtype, device=device)[:, :width]
         self._active = torch.empty(self._waiting.shape[0], dtype=torch.int64, device=device)  # whose gradients wait
         self._filled = 0
         self._late: LateCount | None = None
@@ -145,7 +152,7 @@ class ChunkedHead:
         return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
 
     def _chunks(self) -> Iterable[Rows]:
-        return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._at_most)
+        return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._sizes)
 
     def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
         """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
@@ -162,10 +169,13 @@ class ChunkedHead:
         self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
     ) -> None:
         """Turn the rows that have a coefficient into gradients; dL/dlogp and dL/dH are [T] float32."""
-        if not self._gradients.wants_any:
+        if not self._gradients.wanted.any:
             return
         if not self._kernels.is_host:  # there the logits themselves have taken the room
             self._make_room(chunk.count)
+        active = self._active[self._filled :]
+        if not self._compacts:
+            active[: chunk.count] = chunk.tokens(active.device)
         self._late = self._kernels.gradients(
             logits,
             chunk,
@@ -174,13 +184,13 @@ class ChunkedHead:
             coefficient,
             entropy_coefficient,
             self._waiting[self._filled :],
-            self._active[self._filled :],
+            active if self._compacts else None,
         )
 
     def policy_rows(self, logits: Tensor, chunk: Rows, statistics: Statistics, terms: PolicyTerms) -> None:
         """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
         in_one_walk = terms.in_one_walk
-        if in_one_walk is None or self._head.is_sharded or not self._gradients.wants_any:
+        if in_one_walk is None or self._head.is_sharded or not self._gradients.wanted.any:
             self.statistics(logits, chunk, statistics)
             terms.evaluate(chunk)
             self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
@@ -217,6 +227,26 @@ def _device_rows(row_bytes: int, num_bytes: int) -> int:
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
+def _rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
+    """How many rows of dz wait for the backward GEMMs on a device."""
+    multiprocessors = MULTIPROCESSORS
+    if hidden.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
+    return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), multiprocessors) * DEVICE_ROW_MULTIPLE
+
+
+def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
+    """The number of row tiles, over half of at_most, whose tiles of dX leave the fewest multiprocessors idle in the last
+    wave: 33 for 8 tiles of columns (H = 2048) and 132 multiprocessors, 264 tiles in two waves. The larger of equals."""
+
+    def busy_share(row_tiles: int) -> float:
+        tiles = row_tiles * column_tiles
+        return tiles / (ceil(tiles / multiprocessors) * multiprocessors)
+
+    return max(range(at_most // 2 + 1, at_most + 1), key=lambda tiles: (busy_share(tiles), tiles))
+
+
 def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
     """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
@@ -233,18 +263,18 @@ def head_gradients(
     statistics: Statistics,
     coefficient: Tensor,
     entropy_coefficient: Tensor,
-    wants_hidden: bool,
-    wants_weight: bool,
-    weight_dtype: torch.dtype,
+    wanted: Wanted,
+    compacts: bool = True,
 ) -> HeadGradients:
-    """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any."""
-    is_active = (coefficient != 0) | (entropy_coefficient != 0)
+    """dX and dW from dL/dlogp and dL/dH [T] float32, with logits computed again: 6THV for the rows that have any, for all
+    where not compacts."""
+    is_active = (coefficient != 0) | (entropy_coefficient != 0) if compacts or kernels.is_host else None
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
     if tiles_for(kernels, head, hidden) is not None:
-        gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
+        gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
         gradients_by_tiles(kernels, head, rows, statistics, coefficient, entropy_coefficient, gradients)
         return gradients
-    chunks = ChunkedHead(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype, wants_statistics=False)
+    chunks = ChunkedHead(kernels, head, hidden, rows, wanted, wants_statistics=False, compacts=compacts)
     for chunk, logits in chunks:
         chunks.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
     return chunks.finish()

@@ -1,7 +1,8 @@
 """The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,31 @@ from torch import Tensor
 # which is still in the cache when the GEMM reads it.
 HOST_TILE_ROWS = 1024
 DEVICE_TILE_ROWS = 4096
+
+
+@cache
+def why_no_narrow_products() -> str | None:
+    """None where this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
+    if hasattr(torch.ops.aten.mm, "dtype_out") and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return None
+    return (
+        f"torch {torch.__version__} has no product of bfloat16 with a float32 result (mm, addmm: out_dtype); 2.11 has"
+    )
+
+
+@contextmanager
+def products_in_full_float32() -> Iterator[None]:
+    """In here float32 is multiplied as float32, whatever the user chose for the process (set_float32_matmul_precision,
+    allow_tf32): TF32's and bfloat16's 10 and 8 bits move logits of 30 by 0.03 and 0.1, and with them every ratio."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 class HeadGemms:
@@ -23,6 +49,8 @@ class HeadGemms:
         self.weight = weight
         self._is_narrow = weight.dtype == hidden_dtype == torch.bfloat16
         self._multiplies_narrow = self._is_narrow and weight.is_cuda
+        if self._multiplies_narrow and (reason := why_no_narrow_products()):
+            raise RuntimeError(f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later, or use float32")
         self._converted: slice | None = None  # the piece of the weight that _tile holds
 
     @property
@@ -87,17 +115,18 @@ class HeadGemms:
                 gradient.addmm_(dz[:, tile], self._weight(tile))
         return gradient
 
-    def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor) -> Tensor:
-        """total [V, H] float32 += dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None."""
+    def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor, factor: float = 1.0) -> Tensor:
+        """total [V, H] float32 += factor dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None, which is
+        for a factor of 1."""
         if self._multiplies_narrow:
             if total is None:
                 total = torch.empty(self.weight.shape, device=dz.device)
                 return torch.mm(dz.t(), hidden, out_dtype=torch.float32, out=total)
-            return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, out=total)
+            return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, alpha=factor, out=total)
         dz, hidden = dz.float(), hidden.float()
         if total is None:
             return torch.mm(dz.t(), hidden, out=torch.empty(self.weight.shape, device=dz.device))
-        return total.addmm_(dz.t(), hidden)
+        return total.addmm_(dz.t(), hidden, alpha=factor)
 
     def hidden_and_weight_gradient(
         self,
@@ -106,12 +135,13 @@ class HeadGemms:
         of_hidden: Tensor | None,
         of_weight: Tensor | None,
         adds: bool,
+        factor: float = 1.0,
     ) -> None:
         """of_hidden [n, H] float32 = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
         In pieces of the vocabulary, each converted to float32 once; dz_of gives the columns of a piece in float32, and
-        is done with them when it is asked for the next. adds: to of_weight, which is then float32; else it may have any
-        dtype and is rounded once, from float32.
+        is done with them when it is asked for the next. adds: factor times it, to of_weight, which is then float32; else
+        that may have any dtype and is rounded once, from float32.
         """
         hidden = hidden.float()
         for tile in self.tiles():
@@ -124,7 +154,7 @@ class HeadGemms:
                 continue
             of_tile = of_weight[tile]
             if adds:
-                of_tile.addmm_(piece.t(), hidden)
+                of_tile.addmm_(piece.t(), hidden, alpha=factor)
             elif of_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
             else:  # in the memory of the converted piece of the weight, which is done with

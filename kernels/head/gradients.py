@@ -1,6 +1,7 @@
 """Gradients of a head, dX and dW, collected while the rows of dz come by in chunks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,40 +11,49 @@ from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients of a head are formed, and where dW goes.
+
+    weight_dtype: that dW will have; it may come as float32. total: [V, H] float32 that `factor` times dW is added to while
+    it is formed, and no dW beside it; None: dW has memory of its own, and the factor is 1.
+    """
+
+    hidden: bool = False
+    weight: bool = False
+    weight_dtype: torch.dtype = torch.float32
+    total: Tensor | None = None
+    factor: float = 1.0
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight
+
+
+NOTHING = Wanted()
+
+
 class HeadGradients:
     """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
 
-    of_weight is also None where no row had a coefficient. It is float32, but of weight_dtype where it is formed by one
-    product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
+    of_weight is also None where no row had a coefficient. It is float32, but of wanted.weight_dtype where it is formed by
+    one product on the CPU: the float32 sum of several products needs memory of its own, one product does not. Where
+    wanted.total is given it is that tensor.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        hidden: Tensor,
-        wants_hidden: bool,
-        wants_weight: bool,
-        weight_dtype: torch.dtype = torch.float32,
-        in_pieces: bool = False,
-    ):
+    def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
         """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
         self.gemms = HeadGemms(head.weight, hidden.dtype)
-        self.weight_dtype = weight_dtype
+        self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted
         self.hidden = hidden
-        self.wants_hidden = wants_hidden
-        self.wants_weight = wants_weight
         self._of_hidden: Tensor | None = None
-        self.of_weight: Tensor | None = None
-
-    @property
-    def wants_any(self) -> bool:
-        return self.wants_hidden or self.wants_weight
+        self.of_weight = wanted.total if wanted.weight else None
 
     @property
     def of_hidden(self) -> Tensor | None:
         """[T, H] in the dtype of hidden; rows that no chunk brought have gradient 0."""
-        if self._of_hidden is None and self.wants_hidden:
+        if self._of_hidden is None and self.wanted.hidden:
             self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._of_hidden
 
@@ -55,21 +65,23 @@ class HeadGradients:
             self.add_pieces(lambda tile: dz[:, tile].float(), tokens, is_last)
             return
         rows = _contiguous_or_listed(tokens)
-        if self.wants_hidden:
+        if self.wanted.hidden:
             self._put(rows, self.gemms.hidden_gradient(dz))
-        if self.wants_weight:
-            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
+        if self.wanted.weight:
+            hidden, factor = rows.take(self.hidden), self.wanted.factor
+            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, hidden, factor)
 
     def add_pieces(self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool) -> None:
         """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens."""
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
-        if self.wants_hidden:
+        if self.wanted.hidden:
             of_hidden = torch.empty(rows.count, self.hidden.shape[1])
-        if self.wants_weight and self.of_weight is None:
-            dtype = self.weight_dtype if is_last else torch.float32
+        if self.wanted.weight and self.of_weight is None:
+            dtype = self.wanted.weight_dtype if is_last else torch.float32
             self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype)
-        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds)
+        hidden, factor = rows.take(self.hidden), self.wanted.factor
+        self.gemms.hidden_and_weight_gradient(dz_of, hidden, of_hidden, self.of_weight, adds, factor)
         if of_hidden is not None:
             self._put(rows, of_hidden)
 
@@ -83,7 +95,7 @@ class HeadGradients:
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
     """Neighbouring tokens need no gather; only the CPU can tell without a wait."""
-    if not tokens.is_cuda:
+    if tokens.device.type == "cpu":
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == tokens.numel():
             return Rows(None, first, tokens.numel())

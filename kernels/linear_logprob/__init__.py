@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
+from marsrl.kernels.head.gemms import products_in_full_float32
+from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
@@ -35,6 +37,7 @@ def linear_logprob(
     tp_group: Any = None,
     real_vocab_size: int | None = None,
     support: Support | None = None,
+    compacts: bool = True,
 ) -> LogProb:
     """log p(target) and entropy of softmax(hidden @ weight.T / temperature), 8THV FLOPs with the backward.
 
@@ -48,30 +51,36 @@ def linear_logprob(
             copy_to / gather_from regions do.
         real_vocab_size: columns from here on, in the whole vocabulary, are padding: p = 0, gradient 0. None: none are.
         support: the columns that each token was drawn from: elsewhere p = 0, gradient 0; its target among them. None: all.
+        compacts: False: on a device the backward computes the rows without an upstream gradient too, and the host waits for
+            nothing: a CUDA graph can capture it.
 
     Raises:
         ValueError: names the argument, what was found and what was expected; a target out of range by its token.
     """
     head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     check_targets(head.op, head.targets, None, head.vocab_size)
-    return _OP(hidden, weight, head, temperature)
+    return _OP(hidden, weight, head, temperature, compacts)
 
 
 class _LinearLogProb(torch.autograd.Function):
     """Keeps four numbers a token; the backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kernels: RowKernels, head: Head) -> tuple[Tensor, Tensor]:
+    @products_in_full_float32()
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, kernels: RowKernels, head: Head, compacts: bool
+    ) -> tuple[Tensor, Tensor]:
         statistics = head_statistics(kernels, head, hidden, Rows.of(None, hidden.shape[0]))
         ctx.save_for_backward(hidden, weight, *vars(statistics).values())
-        ctx.kernels, ctx.head = kernels, head
+        ctx.kernels, ctx.head, ctx.compacts = kernels, head, compacts
         return statistics.logprobs, statistics.entropy
 
     @staticmethod
     @once_differentiable
+    @products_in_full_float32()
     def backward(
         ctx: Any, logprobs_gradient: Tensor, entropy_gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, *statistics = ctx.saved_tensors
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         gradients = head_gradients(
@@ -81,27 +90,26 @@ class _LinearLogProb(torch.autograd.Function):
             Statistics(*statistics),
             logprobs_gradient.float().contiguous(),
             entropy_gradient.float().contiguous(),
-            wants_hidden,
-            wants_weight,
-            weight.dtype,
+            Wanted(wants_hidden, wants_weight, weight.dtype),
+            ctx.compacts,
         )
         of_weight = gradients.of_weight
         if wants_weight:
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
-        return gradients.of_hidden, of_weight, None, None
+        return gradients.of_hidden, of_weight, None, None, None
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def run(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
-        return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head))
+    def run(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool) -> LogProb:
+        return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head, compacts))
 
-    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+    def why_not(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool) -> str | None:
+        return provider.why_not_head(hidden, weight, head, compacts)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
-def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> LogProb:
+def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, _: bool) -> LogProb:
     return LogProb(*linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns, head.support))
 
 
@@ -109,6 +117,6 @@ _OP = Op(
     "linear_logprob",
     (
         *map(_on_rows, HEAD_PROVIDERS),
-        Implementation("reference", _reference, lambda hidden, weight, head, temperature: why_not_reference_head(head)),
+        Implementation("reference", _reference, lambda hidden, weight, head, *_: why_not_reference_head(head)),
     ),
 )

@@ -1,5 +1,6 @@
 """linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, logits never held."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from marsrl.kernels.checks import check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_targets import check_targets
-from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.gemms import products_in_full_float32
+from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.support import Support
@@ -28,9 +30,11 @@ def linear_policy_loss(
     *,
     temperature: float | Tensor = 1.0,
     main_grad: Tensor | None = None,
+    grad_output: float | None = None,
     tp_group: Any = None,
     real_vocab_size: int | None = None,
     support: Support | None = None,
+    compacts: bool = True,
 ) -> PolicyLoss:
     """The loss of inputs.objective on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
 
@@ -49,6 +53,11 @@ def linear_policy_loss(
         main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
             writes it. The weight's own gradient is then None, or, where the weight has Megatron's
             `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
+        grad_output: what the loss will be differentiated with, once, where the caller knows it and has main_grad. A forward
+            with gradients then adds dW to main_grad as it forms it, and no float32 dW lies beside it: 1.2 GB less at
+            V = 151,936, H = 2048. Any other grad_output in the backward is an error.
+        compacts: False: on a device every row takes all three products, masked ones too, whose hidden must be finite, and
+            the host waits for nothing: a CUDA graph can capture forward and backward.
 
     Returns:
         PolicyLoss; the gradients reach hidden and weight through .loss only. A loss can be differentiated once.
@@ -60,9 +69,20 @@ def linear_policy_loss(
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
+    elif grad_output is not None:
+        raise ValueError(f"linear_policy_loss: grad_output is {grad_output} without main_grad, expected None")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     check_targets(head.op, head.targets, inputs.mask, head.vocab_size)
-    return _OP(hidden, weight, head, temperature, tokens, main_grad)
+    return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, grad_output, compacts))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of the same names."""
+
+    main_grad: Tensor | None
+    grad_output: float | None
+    compacts: bool
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -75,9 +95,9 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         gradients: HeadGradients | None,
         loss: Tensor,
-        main_grad: Tensor | None,
+        call: _Call,
     ) -> Tensor:
-        ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
+        ctx.weight, ctx.gradients, ctx.call = weight, gradients, call
         return loss.clone()  # an input returned as it is would be a view of it
 
     @staticmethod
@@ -96,17 +116,38 @@ class _FusedLoss(torch.autograd.Function):
             of_hidden = _scaled_(of_hidden, scale)
         if not ctx.needs_input_grad[1]:
             return of_hidden, None, None, None, None
-        if ctx.main_grad is not None:
-            if of_weight is not None:
-                _add_scaled_(ctx.main_grad, of_weight, scale)
+        call: _Call = ctx.call
+        if call.main_grad is not None:
+            if call.grad_output is not None:  # it was added by the forward
+                _check_scale(scale, call.grad_output)
+            elif of_weight is not None:
+                _add_scaled_(call.main_grad, of_weight, scale)
             return of_hidden, _placeholder_gradient(ctx.weight), None, None, None
         if of_weight is None:
             return of_hidden, torch.zeros_like(ctx.weight), None, None, None
-        return of_hidden, _scaled_(of_weight, scale).to(ctx.weight.dtype), None, None, None
+        return of_hidden, _scaled_to(of_weight, scale, ctx.weight.dtype), None, None, None
 
 
 def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
     return values.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else values
+
+
+def _scaled_to(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """scale * values in this dtype, rounded once; one pass over them on a device."""
+    if values.dtype == dtype:
+        return _scaled_(values, scale)
+    if not isinstance(scale, Tensor) and scale == 1.0:
+        return values.to(dtype)
+    return torch.mul(values, scale, out=torch.empty_like(values, dtype=dtype))
+
+
+def _check_scale(found: float | Tensor, expected: float) -> None:
+    """Fail where the loss is differentiated with another grad_output than was announced; on a device when that gets there."""
+    message = f"linear_policy_loss: the loss is differentiated with another grad_output than the {expected} it was told"
+    if isinstance(found, Tensor):
+        torch._assert_async(found == expected, message)
+    elif found != expected:
+        raise RuntimeError(f"{message}: {found}; main_grad holds {expected} times dW")
 
 
 def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
@@ -128,13 +169,14 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
+    @products_in_full_float32()
     def run(
         hidden: Tensor,
         weight: Tensor,
         head: Head,
         temperature: float | Tensor,
         tokens: PolicyTokens,
-        main_grad: Tensor | None,
+        call: _Call,
     ) -> PolicyLoss:
         # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
         is_differentiable = torch.is_grad_enabled()
@@ -143,17 +185,26 @@ def _on_rows(provider: RowProvider) -> Implementation:
             head,
             hidden.detach(),
             tokens,
-            wants_hidden=is_differentiable and hidden.requires_grad,
-            wants_weight=is_differentiable and weight.requires_grad,
-            weight_dtype=weight.dtype if main_grad is None else main_grad.dtype,
+            Wanted(
+                hidden=is_differentiable and hidden.requires_grad,
+                weight=is_differentiable and weight.requires_grad,
+                weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
+                total=None if call.grad_output is None else call.main_grad,
+                factor=1.0 if call.grad_output is None else call.grad_output,
+            ),
+            call.compacts,
         )
         sums = fused.terms.sums()
-        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), main_grad)
-        statistics = fused.statistics
-        return PolicyLoss(loss, statistics.logprobs, statistics.entropy, fused.terms.coefficient, agent_sums(sums))
+        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), call)
+        logprobs, entropy = fused.statistics.logprobs, fused.statistics.entropy
+        if tokens.mask is not None and not call.compacts:
+            logprobs, entropy = (torch.where(tokens.mask, each, 0.0) for each in (logprobs, entropy))
+        return PolicyLoss(loss, logprobs, entropy, fused.terms.coefficient, agent_sums(sums))
 
-    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+    def why_not(
+        hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, tokens: PolicyTokens, call: _Call
+    ) -> str | None:
+        return provider.why_not_head(hidden, weight, head, call.compacts)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
@@ -164,7 +215,7 @@ def _reference(
     head: Head,
     temperature: float | Tensor,
     tokens: PolicyTokens,
-    main_grad: Tensor | None,
+    call: _Call,
 ) -> PolicyLoss:
     return linear_policy_loss_reference(
         hidden, weight, head.targets, temperature, head.num_columns, tokens, head.support
@@ -177,9 +228,9 @@ def _why_not_reference(
     head: Head,
     temperature: float | Tensor,
     tokens: PolicyTokens,
-    main_grad: Tensor | None,
+    call: _Call,
 ) -> str | None:
-    if main_grad is not None:
+    if call.main_grad is not None:
         return "main_grad is given, the reference leaves the gradient of the weight to autograd"
     return why_not_reference_head(head)
 

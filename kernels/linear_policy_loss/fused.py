@@ -4,11 +4,10 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from marsrl.kernels.head.chunked_head import ChunkedHead, head_gradients, head_statistics
-from marsrl.kernels.head.gradients import HeadGradients
+from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
 from marsrl.kernels.head.rows.subset import Rows
@@ -31,25 +30,24 @@ def fused_loss(
     head: Head,
     hidden: Tensor,
     tokens: PolicyTokens,
-    wants_hidden: bool,
-    wants_weight: bool,
-    weight_dtype: torch.dtype,
+    wanted: Wanted,
+    compacts: bool = True,
 ) -> FusedLoss:
     """Loss, and gradients for a grad_output of 1 where they are wanted; takes the route that the objective allows.
 
-    weight_dtype: that the gradient of the weight will have; it may come as float32.
-
     Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
-    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
+    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences. Where not
+    compacts a device computes all rows, 6 or 8 THV, and the host does not wait for it.
     """
-    rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
+    compacts = compacts or kernels.is_host
+    rows = Rows.of(tokens.mask if compacts else None, hidden.shape[0], is_late=not kernels.is_host)
     if not needs_whole_sequences(tokens):
-        return _single_pass(kernels, head, hidden, tokens, rows, wants_hidden, wants_weight, weight_dtype)
+        return _single_pass(kernels, head, hidden, tokens, rows, wanted, compacts)
     _say_recompute(tokens.objective.ratio, tokens.objective.correction)
     statistics = head_statistics(kernels, head, hidden, rows)
     terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     terms.evaluate(rows.settled())
-    if not (wants_hidden or wants_weight):
+    if not wanted.any:
         return FusedLoss(statistics, terms, None)
     gradients = head_gradients(
         kernels,
@@ -58,9 +56,8 @@ def fused_loss(
         statistics,
         terms.coefficient,
         terms.entropy_coefficient,
-        wants_hidden,
-        wants_weight,
-        weight_dtype,
+        wanted,
+        compacts,
     )
     return FusedLoss(statistics, terms, gradients)
 
@@ -71,18 +68,17 @@ def _single_pass(
     hidden: Tensor,
     tokens: PolicyTokens,
     rows: Rows,
-    wants_hidden: bool,
-    wants_weight: bool,
-    weight_dtype: torch.dtype,
+    wanted: Wanted,
+    compacts: bool,
 ) -> FusedLoss:
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     tiles = tiles_for(kernels, head, hidden)
-    if tiles is not None and (wants_hidden or wants_weight):
-        gradients = HeadGradients(head, hidden, wants_hidden, wants_weight, weight_dtype, in_pieces=True)
+    if tiles is not None and wanted.any:
+        gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
         policy_gradients_by_tiles(tiles, head, rows, statistics, terms, gradients)
         return FusedLoss(statistics, terms, gradients)
-    chunks = ChunkedHead(kernels, head, hidden, rows, wants_hidden, wants_weight, weight_dtype)
+    chunks = ChunkedHead(kernels, head, hidden, rows, wanted, compacts=compacts)
     for chunk, logits in chunks:
         chunks.policy_rows(logits, chunk, statistics, terms)
     return FusedLoss(statistics, terms, chunks.finish())

@@ -42,6 +42,8 @@ class Report:
     num_hmma: int  # tensor-core instructions of sm_80, and of sm_90 where a tile is small or float32
     num_hgmma: int  # warpgroup tensor-core instructions of sm_90
     num_setmaxnreg: int  # > 0: warps are specialised
+    num_wide_loads: int  # of global memory, 128 bits a thread
+    num_wide_stores: int
 
 
 def compile_kernel(
@@ -111,6 +113,8 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
         num_hmma=len(re.findall(r"\bHMMA", assembly)),
         num_hgmma=len(re.findall(r"\bHGMMA", assembly)),
         num_setmaxnreg=len(re.findall(r"\bUSETMAXREG", assembly)),
+        num_wide_loads=len(re.findall(r"\bLDG[.\w]*\.128", assembly)),
+        num_wide_stores=len(re.findall(r"\bSTG[.\w]*\.128", assembly)),
     )
 
 

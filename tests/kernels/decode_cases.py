@@ -33,6 +33,6 @@ def compare(
     assert torch.equal(found, attention_decode(q, k, v, given, scale=scale)), "output differs between two runs"
     longest = max(lengths)
     alone = attention_decode(q[:1], k[:1, :longest].contiguous(), v[:1, :longest].contiguous(), given[:1], scale=scale)
-    assert_accurate("decoded alone", alone, exact[:1], plain[:1], scale=exact.abs().max().item())
+    assert_accurate("decoded alone", alone, exact[:1], plain[:1])
     if device == "cuda":
         assert torch.equal(alone, found[:1]), "the other rows or the capacity change a row"

@@ -70,6 +70,16 @@ def test_a_nan_in_one_sequence_stays_there():
     assert attention_varlen(q, k, v, torch.tensor([0, 5, 9]))[:5].isfinite().all()
 
 
+def test_what_was_packed_without_gradients_first_has_them_afterwards():
+    """A learner packs as an engine in its process has packed before, in inference mode."""
+    cu_seqlens = torch.tensor([0, 7, 12, 13])
+    with torch.inference_mode():
+        attention_varlen(*(torch.randn(13, 2, 8) for _ in range(3)), cu_seqlens)
+    q = torch.randn(13, 2, 8, requires_grad=True)
+    attention_varlen(q, torch.randn(13, 2, 8), torch.randn(13, 2, 8), cu_seqlens).sum().backward()
+    assert q.grad is not None and q.grad.abs().sum() > 0
+
+
 def test_a_single_token_attends_to_itself():
     q, k, v = torch.randn(3, 4, 2, 8).unbind()
     q.requires_grad_()

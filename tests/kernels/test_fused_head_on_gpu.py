@@ -136,6 +136,31 @@ def test_the_host_never_waits_for_a_drained_stream(ratio, has_main_grad, impleme
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_cuda_graph_captures_forward_and_backward(implementation):
+    if "cuda" in implementation.split("=")[-1]:
+        pytest.skip("csrc/cuda leaves out the rows without a coefficient")
+    hidden, weight, targets, arguments = large(compacts=False)
+
+    def step():
+        hidden.grad = weight.grad = None
+        result = linear_policy_loss(hidden, weight, targets, **arguments)
+        result.loss.backward()
+        return result.loss.detach(), hidden.grad, weight.grad
+
+    with forced(implementation):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            expected = [each.clone() for each in step()]
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+
+
 def test_two_runs_give_the_same_bits(implementation):
     hidden, weight, targets, arguments = large()
     with forced(implementation):
@@ -197,7 +222,7 @@ def test_a_target_out_of_range_is_named_when_it_is_asked_for(target, implementat
     raise_bad_targets()
 
 
-def test_extra_memory_at_65536_tokens_is_at_most_one_and_a_half_gigabytes(implementation):
+def test_extra_memory_at_65536_tokens_is_768_rows_of_logits_and_4224_of_their_gradients(implementation):
     hidden = torch.randn(65536, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(151936, 2048, device="cuda") * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(0, 151936, (65536,), device="cuda")
@@ -213,6 +238,7 @@ def test_extra_memory_at_65536_tokens_is_at_most_one_and_a_half_gigabytes(implem
             cu_seqlens=torch.tensor([0, tokens], device="cuda"),
             normaliser=1.0,
             main_grad=main_grad,
+            grad_output=1.0,
         ).loss
 
     with forced(implementation):
@@ -221,8 +247,8 @@ def test_extra_memory_at_65536_tokens_is_at_most_one_and_a_half_gigabytes(implem
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loss = step(65536)
-        results = hidden.numel() * 2 + weight.numel() * 4  # dX bfloat16, dW float32
-        assert torch.cuda.max_memory_allocated() - before - results < 1.5e9
+        results = hidden.numel() * 2  # dX bfloat16; dW goes to main_grad
+        assert torch.cuda.max_memory_allocated() - before - results < 1.85e9
         loss.backward()
 
 

@@ -1,6 +1,7 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fused_head import run_policy_loss as run
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.testing import OBJECTIVES
 
 PLAIN = PolicyObjective(mpt_probability=None)
@@ -146,6 +148,70 @@ def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name):
         (2.5 * first.loss).backward()
 
 
+@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_known_grad_output_adds_dw_to_main_grad_as_it_is_formed(name, dtype, monkeypatch):
+    chunks_of(9, monkeypatch)  # several products of each
+    hidden, weight, targets = head_case()
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    arguments = arguments_for((hidden.detach(), weight.detach(), targets), name)
+    expected, main_grad = torch.ones(2, *weight.shape).unbind()
+    (2.5 * linear_policy_loss(hidden, weight, targets, **arguments, main_grad=expected).loss).backward()
+    of_hidden, hidden.grad = hidden.grad, None
+    seen = []
+    gradients = linear_policy_loss_module.fused_loss
+    monkeypatch.setattr(
+        linear_policy_loss_module, "fused_loss", lambda *given: (seen.append(gradients(*given)), seen[-1])[1]
+    )
+    given = {**arguments, "main_grad": main_grad, "grad_output": 2.5}
+    with torch.no_grad():
+        linear_policy_loss(hidden, weight, targets, **given)
+    assert (main_grad == 1).all()
+    loss = linear_policy_loss(hidden, weight, targets, **given).loss
+    assert seen[-1].gradients.of_weight is main_grad  # no other dW
+    (2.5 * loss).backward()
+    # the same products, added in another order
+    torch.testing.assert_close(main_grad, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(hidden.grad, of_hidden) and weight.grad is None
+
+
+def test_another_grad_output_than_was_told_is_an_error():
+    hidden, weight, targets, arguments = simple()
+    with pytest.raises(ValueError, match=r"grad_output is 1.0 without main_grad, expected None"):
+        linear_policy_loss(hidden, weight, targets, **arguments, grad_output=1.0)
+    loss = linear_policy_loss(
+        hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight), grad_output=1.0
+    ).loss
+    with pytest.raises(RuntimeError, match=r"another grad_output than the 1.0 it was told: 2.0; main_grad holds 1.0"):
+        (2 * loss).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_dw_is_rounded_once(dtype):
+    values = torch.randn(40, 8)
+    found = linear_policy_loss_module._scaled_to(values.clone(), torch.tensor(1.7), dtype)
+    assert torch.equal(found, (values * 1.7).to(dtype))
+    assert torch.equal(linear_policy_loss_module._scaled_to(values.clone(), 1.7, dtype), found)
+
+
+def test_rows_of_dz_fill_whole_waves():
+    assert chunked_head.whole_waves(33, 8, 132) == 33  # an H100 at H = 2048: 264 tiles
+    assert chunked_head.whole_waves(31, 8, 108) == 27  # an A100: 216
+    assert chunked_head.whole_waves(64, 16, 132) == 33  # H = 4096: 528
+    assert chunked_head.whole_waves(1, 3, 132) == 1
+    for at_most in range(1, 40):
+        assert at_most // 2 < chunked_head.whole_waves(at_most, 10, 132) <= at_most
+
+
+def test_the_buffer_of_dz_is_filled_to_the_last_row():
+    """Chunks of logits are cut so that 4224 rows of dz are a whole number of them at Qwen's vocabulary."""
+    rows = chunked_head._rows_of_dz(2 * 151936, torch.empty(0, 2048))
+    chunk = chunked_head._device_rows(4 * 151936, chunked_head.DEVICE_LOGITS_BYTES)
+    assert (rows, chunk) == (4224, 768)
+    sizes = [each.count for each in Rows(None, 0, 10_000).chunks([768] * 5 + [384])]
+    assert sizes == [768, 768, 768, 768, 768, 384] * 2 + [768, 768, 16] and sum(sizes[:6]) == rows
+
+
 def test_activation_recomputation_does_not_double_main_grad():
     hidden, weight, targets, arguments = simple()
     main_grad = torch.zeros_like(weight)
@@ -242,6 +308,30 @@ def test_a_compiled_caller_gets_the_same():
     hidden.grad = weight.grad = None
     torch.compile(step, backend="eager")(hidden, weight).backward()
     assert torch.equal(hidden.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_narrow_float32_products_that_the_process_asks_for_change_nothing(precision):
+    """On a GPU these are TF32; here, where the processor has bfloat16, "medium" alone is off by 0.24 in such products."""
+    case = head_case(40, 64, 300)
+    arguments = arguments_for(case, "clip")
+    expected, *gradients = run(case, arguments, torch.float32)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found, *others = run(case, arguments, torch.float32)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found.logprobs, expected.logprobs) and all(map(torch.equal, others, gradients))
+
+
+def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeypatch):
+    reason = "torch 2.10.0 has no product of bfloat16 with a float32 result"
+    monkeypatch.setattr(gemms, "why_no_narrow_products", lambda: reason)
+    weight = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True)
+    with pytest.raises(RuntimeError, match=f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later"):
+        gemms.HeadGemms(weight, torch.bfloat16)
+    gemms.HeadGemms(weight, torch.float32)
 
 
 def test_autocast_changes_nothing():

@@ -68,9 +68,10 @@ class CpuRowKernels:
         coefficient: Tensor,
         entropy_coefficient: Tensor,
         out: Tensor,
-        active: Tensor,
+        active: Tensor | None,
     ) -> LateCount:
         _check_place(logits, out)
+        assert active is not None, "a host has nothing to wait for: rows without a coefficient are left out"
         kept = library.cpu_library().marsrl_row_gradients(
             *c_rows(logits, head.width, rows, head),
             head.first_column,

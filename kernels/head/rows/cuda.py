@@ -60,8 +60,9 @@ class CudaRowKernels:
         coefficient: Tensor,
         entropy_coefficient: Tensor,
         out: Tensor,
-        active: Tensor,
+        active: Tensor | None,
     ) -> LateCount:
+        assert active is not None, "csrc/cuda leaves out the rows without a coefficient"
         num_active = torch.empty(1, dtype=torch.int64, device=logits.device)
         slots = torch.empty(rows.count, dtype=torch.int64, device=logits.device)
         scratch = torch.empty(

@@ -146,7 +146,8 @@ class RowKernels(Protocol):
     def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
 
-        Columns from head.num_columns on are padding and never read. A target outside the vocabulary gives NaN where
+        Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
+        target outside the vocabulary gives NaN where
         not is_host; check_targets reports it.
         """
 
@@ -167,9 +168,10 @@ class RowKernels(Protocol):
         coefficient: Tensor,
         entropy_coefficient: Tensor,
         out: Tensor,
-        active: Tensor,
+        active: Tensor | None,
     ) -> LateCount:
         """The n rows whose coefficient or entropy_coefficient [T] is not 0, as dz to out[:n], their tokens to active[:n].
+        active None, where not is_host: all R rows in their places, 0 where both are, and n = R is known at once.
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 

@@ -19,6 +19,7 @@ class RowProvider:
 
     machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
     its name and a tensor; why_not_together: for all of them. takes_support: a logit of -inf is seen by its statistics.
+    takes_all_rows: it can leave the rows without a coefficient where they are.
     """
 
     name: str
@@ -27,6 +28,7 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
     why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
     takes_support: bool = True
+    takes_all_rows: bool = True
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
@@ -39,8 +41,10 @@ class RowProvider:
                 return f"float64 input ({name}), the row kernels compute in float32"
         return self.why_not_together(tensors)
 
-    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head) -> str | None:
+    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head, compacts: bool) -> str | None:
         """None where this call of a head can be served; else the reason."""
+        if not (compacts or self.takes_all_rows):
+            return "compacts is False, and its gradients lie side by side"
         if head.support is not None and not self.takes_support:
             return "support is given, and its statistics come from the product, before columns are left out"
         return self.why_not(hidden=hidden, weight=weight)
@@ -89,7 +93,7 @@ def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
 # On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
-    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda),
+    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda, takes_all_rows=False),
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
 )
 

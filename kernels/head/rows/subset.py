@@ -1,7 +1,8 @@
 """Which packed tokens a head visits, and numbers that a device computes and the host needs a little later."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -63,34 +64,36 @@ class Rows:
         count = min(self.count, self.late.wait())
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
-    def chunks(self, at_most: int) -> "Iterator[Rows]":
-        """These rows in order, cut into chunks of at_most rows and a rest.
+    def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
+        """These rows in order, cut into chunks of these sizes, over and over, and a rest.
 
         A row's result then does not depend on how many rows there are. Where the count is late the first chunk is an
         upper bound to be settled, and the others are cut when they are asked for.
         """
-        rows = self
-        if self.late is not None:
-            assert self.ids is not None
-            head = min(at_most, self.count)
-            yield Rows(self.ids[:head], 0, head, self.late)
-            rows = self.settled()
-            assert rows.ids is not None
-            if rows.count > head:
-                yield from Rows(rows.ids[head:], 0, rows.count - head).chunks(at_most)
-            return
-        full, rest = divmod(rows.count, at_most)
-        yield from rows.pieces([at_most] * full + [rest] * (rest > 0))
+        rows, begin = self, 0
+        for size in cycle(sizes):
+            chunk = rows.part(begin, min(size, rows.count - begin))
+            if rows.late is not None:
+                yield Rows(chunk.ids, chunk.first, chunk.count, rows.late)
+                rows = rows.settled()
+            elif chunk.count > 0:
+                yield chunk
+            begin += size
+            if begin >= rows.count:
+                return
 
     def pieces(self, sizes: Iterable[int]) -> "Iterator[Rows]":
         """These rows in order, cut into pieces of these sizes, whose sum is the count."""
         begin = 0
         for count in sizes:
-            if self.ids is None:
-                yield Rows(None, self.first + begin, count)
-            else:
-                yield Rows(self.ids[begin : begin + count], 0, count)
+            yield self.part(begin, count)
             begin += count
+
+    def part(self, begin: int, count: int) -> "Rows":
+        """So many of these rows, from the one at begin on."""
+        if self.ids is None:
+            return Rows(None, self.first + begin, count)
+        return Rows(self.ids[begin : begin + count], 0, count)
 
     def tokens(self, device: torch.device) -> Tensor:
         """[R] int64 the tokens, on this device; where ids is None they are listed."""

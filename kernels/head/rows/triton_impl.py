@@ -40,7 +40,7 @@ class TritonRowKernels:
         partials = torch.empty(4, pieces, rows.count, device=logits.device)
         with on_device_of(logits):
             triton_kernels.row_partials[(rows.count, pieces)](
-                logits,
+                _with_padding(logits),
                 logits.stride(0),
                 rows.count,
                 head.num_columns,
@@ -64,27 +64,28 @@ class TritonRowKernels:
         coefficient: Tensor,
         entropy_coefficient: Tensor,
         out: Tensor,
-        active: Tensor,
+        active: Tensor | None,
     ) -> LateCount:
-        place_of = torch.empty(rows.count, dtype=torch.int32, device=logits.device)
-        count = torch.empty(1, dtype=torch.int32, device=logits.device)
+        place_of, late = None, LateCount(rows.count)
         with on_device_of(logits):
-            triton_kernels.list_active[(1,)](
-                rows.count,
-                rows.ids,
-                rows.first,
-                coefficient,
-                entropy_coefficient,
-                place_of,
-                active,
-                count,
-                BLOCK=BLOCK_TOKENS,
-            )
-            late = LateCount(count)  # its copy is queued before the long kernel: the host learns it early
+            if active is not None:
+                place_of = torch.empty(rows.count, dtype=torch.int32, device=logits.device)
+                count = torch.empty(1, dtype=torch.int32, device=logits.device)
+                triton_kernels.list_active[(1,)](
+                    rows.count,
+                    rows.ids,
+                    rows.first,
+                    coefficient,
+                    entropy_coefficient,
+                    place_of,
+                    active,
+                    count,
+                    BLOCK=BLOCK_TOKENS,
+                )
+                late = LateCount(count)  # its copy is queued before the long kernel: the host learns it early
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
-                logits,
+                _with_padding(logits),
                 logits.stride(0),
-                head.width,
                 head.num_columns,
                 *token_arguments(rows, head),
                 statistics.logprobs,
@@ -94,7 +95,8 @@ class TritonRowKernels:
                 coefficient,
                 entropy_coefficient,
                 place_of,
-                out,
+                _with_padding(out),
+                out.stride(0),
                 PIECE=PIECE_COLUMNS,
                 BLOCK=_block(head.width),
                 num_warps=NUM_WARPS,
@@ -229,6 +231,11 @@ class TritonPolicyTerms:
             shape = (self._tokens.num_agents, len(METRICS))
             return torch.zeros(shape, dtype=torch.float64, device=self._logprobs.device)
         return torch.cat(self._sums).sum(0)
+
+
+def _with_padding(rows: Tensor) -> Tensor:
+    """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
+    return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 
 
 def _block(width: int) -> int:

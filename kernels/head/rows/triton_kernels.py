@@ -42,9 +42,9 @@ def exact_expm1(x):
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
-    stride,
+    stride,  # a multiple of 16: loads of 128 bits, through the padding, whatever the number of columns
     num_rows,
-    columns,  # real ones: what lies behind is never read
+    columns,  # real ones: what lies behind may be anything
     ids,
     first,
     targets,
@@ -64,6 +64,7 @@ def row_partials(
         inverse = tl.load(inverse_temperature + token)
     begin = piece * PIECE
     end = tl.minimum(begin + PIECE, columns)
+    stop = tl.minimum(begin + PIECE, stride)
     x_row = logits + row * stride
     lanes = tl.arange(0, BLOCK)
     maximum = tl.full((), LOWEST, tl.float32)
@@ -71,7 +72,8 @@ def row_partials(
     weighted = tl.zeros((BLOCK,), tl.float32)
     for offset in range(begin, end, BLOCK):
         column = offset + lanes
-        x = tl.load(x_row + column, mask=column < end, other=float("-inf"))
+        x = tl.load(x_row + column, mask=column < stop, other=float("-inf"))
+        x = tl.where(column < end, x, float("-inf"))
         larger = tl.maximum(maximum, tl.max(x, axis=0))
         # what was summed relative to the old maximum: d grows by shift, e^d by a factor
         shift = tl.maximum((maximum - larger) * inverse, NOTHING)
@@ -349,7 +351,6 @@ def list_active(
 def row_gradients(
     logits,
     stride,
-    width,
     columns,
     ids,
     first,
@@ -363,14 +364,17 @@ def row_gradients(
     log_sum_of,
     coefficient,
     entropy_coefficient,
-    place_of,
-    out,  # [.., width] of the GEMM's dtype
+    place_of,  # None: every row has its own place
+    out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
+    out_stride,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_of + row).to(tl.int64)
+    place = row
+    if place_of is not None:
+        place = tl.load(place_of + row).to(tl.int64)
     if place >= 0:
         token = token_of(ids, first, row)
         inverse = inverse_of_all
@@ -386,15 +390,15 @@ def row_gradients(
         # 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
         at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (logp_target + ent)) * inverse
         begin = tl.program_id(1) * PIECE
-        end = tl.minimum(begin + PIECE, width)
+        stop = tl.minimum(begin + PIECE, stride)
+        out_stop = tl.minimum(begin + PIECE, out_stride)
         lanes = tl.arange(0, BLOCK)
-        for offset in range(begin, end, BLOCK):
+        for offset in range(begin, out_stop, BLOCK):
             column = offset + lanes
-            is_real = column < tl.minimum(end, columns)
-            x = tl.load(logits + row * stride + column, mask=is_real, other=0.0)
+            x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
             dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
             dz = tl.where(column == target, at_target, dz)
-            dz = tl.where(is_real, dz, 0.0)
-            tl.store(out + place * width + column, dz.to(out.dtype.element_ty), mask=column < end)
+            dz = tl.where(column < columns, dz, 0.0)
+            tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

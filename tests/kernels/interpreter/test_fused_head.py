@@ -42,9 +42,10 @@ def _small_blocks(monkeypatch):
 
 def in_chunks(monkeypatch, rows, vocab=131, waiting=2):
     """Chunks of so many rows; gradients of `waiting` chunks wait for the backward GEMMs."""
+    row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
     monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
-    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", waiting * rows * 4 * vocab)
+    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", waiting * rows * row_bytes)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -79,6 +80,19 @@ def test_shapes_and_dtypes(shape, dtype, monkeypatch):
     arguments["mask"][0] = True
     compare_policy_loss(case, arguments, dtype)
     compare_logprob(case, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["clip", "sequence ratio", "k3, entropy bonus, strong gate"])
+def test_without_compaction_the_results_are_the_same_and_no_count_comes_from_the_device(name, dtype, monkeypatch):
+    in_chunks(monkeypatch, 3)
+    counts = []
+    make = LateCount.__init__
+    monkeypatch.setattr(LateCount, "__init__", lambda self, value: (counts.append(value), make(self, value))[1])
+    case = head_case(8, 8)
+    compare_policy_loss(case, arguments_for(case, name, compacts=False), dtype)
+    compare_logprob(case, dtype=dtype, compacts=False)
+    assert counts and all(isinstance(count, int) for count in counts)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
@@ -295,9 +309,9 @@ def test_the_tokens_of_a_mask_are_listed_before_their_number_is_known():
     mask = torch.tensor([False, True, True, False, True, False])
     rows = Rows.of(mask, 6, is_late=True)
     assert rows.count == 6 and rows.ids.tolist() == [1, 2, 4, 0, 3, 5] and rows.settled().ids.tolist() == [1, 2, 4]
-    chunks = list(rows.chunks(2))
+    chunks = list(rows.chunks([2]))
     assert [chunk.settled().ids.tolist() for chunk in chunks] == [[1, 2], [4]]
-    assert [chunk.settled().count for chunk in Rows.of(mask & False, 6, is_late=True).chunks(2)] == [0]
+    assert [chunk.settled().count for chunk in Rows.of(mask & False, 6, is_late=True).chunks([2])] == [0]
     assert LateCount(torch.tensor([7])).wait() == 7
 
 
