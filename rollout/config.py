@@ -125,7 +125,10 @@ class VllmOptions(Settings):
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
     max_num_seqs: int = Field(256, gt=0, le=MOST, description="requests decoded at once by one engine")
     kv_cache_mib: int | None = Field(
-        None, gt=0, le=MOST_MIB, description="KV cache of one engine, MiB; default: vLLM decides (GPU), 256 (CPU)"
+        None,
+        gt=0,
+        le=MOST_MIB,
+        description="KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
     tensor_parallel: int = Field(
@@ -205,13 +208,18 @@ class OpenAIOptions(Settings):
 class RolloutConfig(Settings):
     """How problems are played."""
 
-    engine: Literal["vllm", "local", "scripted"] = Field("vllm", description="what decodes tokens")
+    engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = Field(
         "disaggregated",
         description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
         "actors on the trainer's GPUs, asleep while it trains",
     )
     engines: int = Field(1, gt=0, le=MOST_RANKS, description="engine replicas of every policy")
+    rebalance: bool = Field(
+        False,
+        description="between stages, move an engine from the policy whose engines had least to decode to the one whose had more "
+        "than twice that, where it has room there: docs/clusters.md",
+    )
     threads: int | None = Field(
         None, gt=0, le=MOST_RANKS, description="CPU threads of one engine; default: all cores shared evenly"
     )
@@ -228,7 +236,7 @@ class RolloutConfig(Settings):
         gt=0,
         le=LONGEST_S,
         description="how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and "
-        "whenever an engine is lost with its host",
+        "when a policy's only engine is lost with its host",
     )
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
     prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage; with stage_size=total at most")
@@ -331,6 +339,15 @@ class RolloutConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _engines_can_move(self) -> RolloutConfig:
+        if self.rebalance and self.placement != "disaggregated":
+            raise ValueError(
+                f"rollout.rebalance moves engines between GPUs of their own, and rollout.placement is {self.placement}: set it "
+                "to false, or placement=disaggregated"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nothing_decodes_asleep(self) -> RolloutConfig:
         if self.placement == "colocated" and self.overlap:
             raise ValueError(
@@ -351,11 +368,16 @@ class EvaluateConfig(Settings):
     num_problems: int = Field(300, gt=0, le=MOST, description="held-out problems")
     repeat: int = Field(1, gt=0, le=MOST, description="avg@n: draws of every problem")
     accept_after: int = Field(4, gt=0, le=MOST, description="consecutive 'correct' verdicts that accept a candidate")
-    max_iterations: int = Field(10, gt=0, le=MOST, description="Verifier calls before giving up")
-    compat: bool = Field(
-        False,
-        description="as the published script: the candidate with the most completed Verifier calls counts, and empty reports "
-        "are handed on",
+    max_iterations: int | None = Field(
+        None,
+        gt=0,
+        le=MOST,
+        description="Verifier calls before giving up; default: 10, with compat=marsrl the script's 11",
+    )
+    compat: Literal["marsrl"] | None = Field(
+        None,
+        description="marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with "
+        "its figures",
     )
     temperature: float = Field(0.6, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
@@ -363,3 +385,8 @@ class EvaluateConfig(Settings):
     probe_size: int = Field(
         160, gt=0, le=MOST, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
     )
+
+    @property
+    def most_verdicts(self) -> int:
+        """Verifier calls in an episode, at most. The script verifies once and then up to ten times more."""
+        return self.max_iterations or (11 if self.compat == "marsrl" else 10)

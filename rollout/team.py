@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -36,6 +37,10 @@ class Tools(Protocol):
 
     def take_counts(self) -> Mapping[str, float]:
         """Metrics since the last call."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind."""
         ...
 
 
@@ -174,6 +179,14 @@ class Team:
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended."""
         return self._of_ended(episode, self.orchestration.outcome, None)
+
+    def alone(self, episode: Episode) -> Sample | None:
+        """What counts as the first agent's own answer, of an episode that has ended."""
+        return self._of_ended(episode, self.orchestration.alone, None)
+
+    def redrawn(self, episode: Episode) -> Collection[str]:
+        """Samples, by uid, for which a later draw stands in."""
+        return self._of_ended(episode, self.orchestration.redrawn, ())
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
         """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""

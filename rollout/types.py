@@ -140,12 +140,13 @@ class ToolOutput:
         ToolOutput.of(["first page", "second"])     pages or papers: parts, which can be read one by one
 
     text: all of it, parts on lines of their own. part_ends: where in it each part ends, () of what has none: a checkpoint keeps
-    every character once.
+    every character once. seconds: of the tool's run; 0 where an earlier one was remembered, or another call's.
     """
 
     text: str
     is_error: bool = False
     part_ends: tuple[int, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(cls, parts: Sequence[str]) -> ToolOutput:

@@ -154,6 +154,18 @@ class Orchestration:
         samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
+    def alone(self, episode: Episode) -> Sample | None:
+        """What counts as the first agent's own answer, before anybody else spoke, of an episode that has ended; None where it
+        gave none. Evaluations set it beside `outcome`, where the first agent solves (AgentSpec.solves)."""
+        return next(
+            (s for each in self.follow(episode)[:1] if isinstance(each, Ask) for s in episode.samples(each)), None
+        )
+
+    def redrawn(self, episode: Episode) -> Collection[str]:
+        """Samples, by uid, of an episode that has ended, for which a later draw of the same agent stands in: evaluations do not
+        count how right they are."""
+        return ()
+
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """What credit.reward_scheme=outcome trains, by uid, of an episode that has ended: one outcome for all by default.
 

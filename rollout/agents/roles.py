@@ -31,3 +31,8 @@ class AgentSpec:
     def gives_verdicts(self) -> bool:
         """It judges its first input; every other agent answers the problem."""
         return self.role is Role.VERIFIER
+
+    @property
+    def solves(self) -> bool:
+        """What it says to a problem alone is an answer to it."""
+        return self.role in (Role.SOLVER, Role.DEBATER, Role.REASONER)

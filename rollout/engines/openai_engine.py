@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -120,6 +122,9 @@ class OpenAIEngine:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         raise RuntimeError("OpenAIEngine: a server takes no weights; its policy is frozen")
 
+    def forget_prefixes(self) -> None:
+        """A server's cache is its own."""
+
     def sleep(self) -> None:
         """A server's memory is its own."""
 
@@ -149,10 +154,11 @@ class OpenAIEngine:
         """In a thread: ask until there is an answer or no hope."""
         if reason := self._refusal(request):
             return _result(request, Finish.ERROR, error=reason)
-        body = self._body(request)
+        body, start = self._body(request), time.monotonic()
         jitter = random.Random(request.seed)  # requests that were refused together do not come back together
         try:
-            return line.post(body, lambda answer: self._completion(request, answer), jitter)
+            answered = line.post(body, lambda answer: self._completion(request, answer), jitter)
+            return replace(answered, seconds=time.monotonic() - start)
         except Refused as error:
             return self._error(request, str(error))
 

@@ -73,6 +73,7 @@ class DecodeResult:
     routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
     rests on; None where none were asked for, or nothing was decoded.
     kept_tokens: of each new token's place; None where they were not asked for.
+    seconds: this request's part of the engine's time (time_shares.py); of a server, how long it took to answer.
     """
 
     uid: str
@@ -84,6 +85,7 @@ class DecodeResult:
     error: str = ""
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,9 @@ class Engine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop every cached prefix, and report checksums of what is now held."""
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached prefix. Nothing is under way."""
 
     def sleep(self) -> None:
         """Give the device's memory to others: weights go to the host, caches are dropped. Nothing is under way.

@@ -60,23 +60,30 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if trains else 0
-    has_others = ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
-    return TrainerHost(num_gpus, num_ranks, has_others)
+    return TrainerHost(num_gpus, num_ranks, names_other_hosts(ray_address))
+
+
+def names_other_hosts(ray_address: str | None) -> bool:
+    """Whether engines can be on other hosts, by the address alone; a cluster that was started on this one may have some too."""
+    return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 
 def is_this_host(address: str) -> bool:
-    """Whether host:port (or ray://host:port, or Ray's word auto) is an address of this machine: one can bind to it."""
+    """Whether host:port (or ray://host:port, or Ray's word auto) is an address of this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
-    if not host:
-        return True  # auto: the cluster that runs here
+    return not host or address_here(host) is not None  # auto: the cluster that runs here
+
+
+def address_here(host: str) -> str | None:
+    """The IP address behind a name where it is one of this host: one can bind to it."""
     try:
-        for family, *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, socket.SOCK_STREAM) as own:
+        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as own:
                 own.bind(where)
-                return True
+                return str(where[0])
     except OSError:
         pass
-    return False
+    return None
 
 
 def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
@@ -96,7 +103,7 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
     found = (
         *(_not_on_several_gpus(each, len(rollouts), host) for each in rollouts),
         _lack_of_gpus(rollouts, host),
-        _files_out_of_reach(rollouts[0], host, weight_files),
+        _files_out_of_reach(rollouts, host, weight_files),
     )
     return tuple(dict.fromkeys(sentence for sentence in found if sentence is not None))
 
@@ -204,7 +211,7 @@ def vllm_refusals(
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
     """Engines of a Ray that is started here do not get GPUs that trainer ranks hold."""
     rollout, num_policies = rollouts[0], len(rollouts)
-    if rollout.engine == "scripted" or rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
+    if rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
     gpus, wide = len(host.gpus_for(rollouts)), rollout.vllm.tensor_parallel
     if rollout.placement == "colocated":
@@ -242,11 +249,14 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
     )
 
 
-def _files_out_of_reach(rollout: RolloutConfig, host: TrainerHost, weight_files: str | None) -> str | None:
-    """Files in this host's memory are not seen by engines on other hosts."""
-    if weight_files is None or rollout.placement == "local" or rollout.engine == "scripted":
+def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, weight_files: str | None) -> str | None:
+    """Files in this host's memory are not seen by engines on other hosts: where the address names these, and where this one
+    has too few GPUs for the engines of a cluster."""
+    rollout = rollouts[0]
+    if weight_files is None or rollout.placement == "local" or rollout.ray_address is None:
         return None
-    if rollout.ray_address is None or not host.has_others:
+    lacks_gpus = host.num_gpus > 0 and num_engine_gpus(rollouts) > len(host.gpus_for(rollouts))
+    if not host.has_others and not lacks_gpus:
         return None
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None

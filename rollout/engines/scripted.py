@@ -156,6 +156,9 @@ class ScriptedEngine:
         self._version = update.version
         return WeightReceipt(update.version, (checksums,), time.perf_counter() - start)
 
+    def forget_prefixes(self) -> None:
+        """Nothing is cached."""
+
     def sleep(self) -> None:
         if self._under_way:
             raise RuntimeError(f"ScriptedEngine.sleep: {len(self._under_way)} requests are under way; abort them first")

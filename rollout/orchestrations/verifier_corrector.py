@@ -10,7 +10,7 @@ probe      as train, one sample an ask and every eligible output handed on, as f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -18,6 +18,9 @@ from marsrl.rollout.agents.picks import pick
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
+
+SCRIPT_DRAWS = 3
+"""Of a Solver whose completions are truncated, in the published script."""
 
 
 class VerifierCorrector(Orchestration):
@@ -56,6 +59,15 @@ class VerifierCorrector(Orchestration):
     def outcome(self, episode: Episode) -> Sample | None:
         """Of an evaluation; in training a tree has many ends (`outcomes`)."""
         return self.loop(episode).final
+
+    def alone(self, episode: Episode) -> Sample | None:
+        """The Solver's last draw."""
+        return self.loop(episode).solution
+
+    def redrawn(self, episode: Episode) -> Collection[str]:
+        """The Solver's draws but the last."""
+        asks = [ask for ask in self.loop(episode).asks if ask.agent == "solver"]
+        return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """Of each sample the mean final correctness over the leaves below it.
@@ -119,7 +131,7 @@ class VerifierCorrector(Orchestration):
                 return loop
             sample = next(iter(episode.samples(ask)), None)
             if sample is None:
-                loop.end(loop.best(self.evaluate.compat), "no answer came")
+                loop.end(loop.best(self.is_script), "no answer came")
                 return loop
             is_report = self.spec(ask.agent).gives_verdicts
             ask = (
@@ -129,11 +141,22 @@ class VerifierCorrector(Orchestration):
             )
         return loop
 
+    @property
+    def is_script(self) -> bool:
+        """Is an evaluation played as the published script plays it (Loop)?"""
+        return self.evaluate.compat == "marsrl"
+
     def _after_solution(self, episode: Episode, loop: Loop, sample: Sample) -> Ask | None:
-        is_whole = sample.finish is Finish.STOP and sample.shown != ""
+        # the script looks at why a completion ended alone
+        is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
-            loop.end(loop.best(self.evaluate.compat), "truncated correction")
+            loop.end(loop.best(self.is_script), "truncated correction")
             return None
+        if sample.agent == "solver":
+            loop.solution = sample
+            num_draws = len(loop.asks)
+            if not is_whole and self.is_script and num_draws < SCRIPT_DRAWS:
+                return episode.ask("solver", turn=num_draws + 1)
         loop.candidates.append(Candidate(sample))
         if not is_whole:
             loop.end(sample, "truncated solution")
@@ -152,12 +175,12 @@ class VerifierCorrector(Orchestration):
         loop.streak = loop.streak + 1 if verdict else 0
         if loop.streak >= rules.accept_after:
             loop.is_accepted = True
-            loop.end(current.sample, "accepted")
+            loop.end(loop.best(True) if self.is_script else current.sample, "accepted")
             return None
-        if loop.num_iterations >= rules.max_iterations:
-            loop.end(loop.best(rules.compat), "max_iterations")
+        if loop.num_iterations >= rules.most_verdicts:
+            loop.end(loop.best(self.is_script), "max_iterations")
             return None
-        if not verdict and (verdict is False or rules.compat or report.shown):
+        if not verdict and (verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             return episode.ask(corrector, current.sample, report)
         # the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
@@ -180,14 +203,19 @@ class Loop:
 
     A candidate is accepted after evaluate.accept_after consecutive "correct" verdicts. Otherwise the loop ends after
     evaluate.max_iterations Verifier calls or at a truncated correction, and the candidate most often judged correct counts
-    (the earliest of equals). evaluate.compat counts completed Verifier calls instead and hands on empty reports, as the
-    published script does.
+    (the earliest of equals).
 
-    asks: in order. final: the answer that counts, None while it goes on; reason: why it stopped; num_iterations: Verifier
-    calls.
+    evaluate.compat=marsrl is the published script (github.com/liushulinle/MarsRL, vc_reasoning_system.py and
+    extract_solution.py, e68a831): a truncated solution is drawn again, three draws in all; empty reports are handed on; and
+    however the loop ended, the candidate with the most completed Verifier calls counts (the earliest of equals), be it the one
+    that was accepted or not.
+
+    asks: in order. solution: the Solver's, its last draw. final: the answer that counts, None while it goes on; reason: why it
+    stopped; num_iterations: Verifier calls.
     """
 
     asks: list[Ask] = field(default_factory=list)
+    solution: Sample | None = None
     candidates: list[Candidate] = field(default_factory=list)
     final: Sample | None = None
     is_accepted: bool = False
@@ -195,9 +223,9 @@ class Loop:
     streak: int = 0
     reason: str = ""
 
-    def best(self, compat: bool) -> Sample | None:
+    def best(self, by_calls: bool) -> Sample | None:
         def votes(candidate: Candidate) -> int:
-            return candidate.num_verdicts if compat else candidate.num_correct
+            return candidate.num_verdicts if by_calls else candidate.num_correct
 
         return max(self.candidates, key=votes).sample if self.candidates else None  # max keeps the first of equals
 

@@ -7,6 +7,8 @@ import socket
 
 import psutil
 
+from marsrl.rollout.engines.refusals import address_here
+
 _NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interface it would take; nothing is sent
 
 
@@ -36,13 +38,13 @@ def own_address(given: str | None = None) -> str:
         RuntimeError: the host of `given` is not known, or is not this one; or there are several to choose from.
     """
     if given is not None:
-        if (found := _address_here(given)) is None:
+        if (found := address_here(given)) is None:
             raise RuntimeError(
                 f"sync.host is {given}, which is no address of this host ({', '.join(_others()) or 'none but loopback'}), where "
                 "trainer rank 0 is: correct it, or leave it out"
             )
         return found
-    master = _address_here(os.environ.get("MASTER_ADDR", "localhost"))
+    master = address_here(os.environ.get("MASTER_ADDR", "localhost"))
     if master is not None and not _is_loopback(master):
         return master
     if (routed := address_towards(_NOWHERE)) is not None and not _is_loopback(routed):
@@ -65,18 +67,6 @@ def address_towards(host: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
-
-
-def _address_here(host: str) -> str | None:
-    """The IP address behind a name where it is one of this host: one can bind to it."""
-    try:
-        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as own:
-                own.bind(where)
-                return str(where[0])
-    except OSError:
-        pass
-    return None
 
 
 def _is_loopback(address: str) -> bool:

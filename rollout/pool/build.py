@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions, is_started_here
@@ -78,7 +78,6 @@ def make_pool(
     seed: int = 0,
     version: int = 0,
     served: Sequence[RolloutConfig] = (),
-    scripted: Callable[[], Engine] | None = None,
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
     own_host: str | None = None,
@@ -91,19 +90,14 @@ def make_pool(
         max_model_len: prompt and completion together, tokens.
         served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
             share every GPU.
-        scripted: makes an engine for rollout.engine=scripted, which has no model (in this process whatever the
-        placement).
         host: where this process is; None: found out.
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
         own_host: this process's address as the hosts of engines reach it (sync.host); None: found out.
         records: what will be asked about tokens beside log-probs.
 
     Raises:
-        ValueError: rollout.engine=scripted without `scripted`.
         RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
     """
-    if config.engine == "scripted":
-        return _scripted_pool(policy, config, scripted)
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
@@ -147,19 +141,6 @@ def _specs(
         )
         for replica in range(config.engines)
     ]
-
-
-def _scripted_pool(policy: str, config: RolloutConfig, scripted: Callable[[], Engine] | None) -> EnginePool:
-    if scripted is None:
-        raise ValueError(
-            "rollout.engine is scripted, but no script was given: this engine is for tests; use vllm or local"
-        )
-    return EnginePool(
-        LocalReplicas([scripted() for _ in range(config.engines)]),
-        policy,
-        deadline_s=config.deadline_s,
-        sleeps=config.placement == "colocated",
-    )
 
 
 def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec]) -> EnginePool:

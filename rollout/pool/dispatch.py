@@ -38,6 +38,7 @@ class Dispatcher:
         self._running: list[set[str]] = [set() for _ in range(num_replicas)]
         self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
         self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
+        self._closed: set[int] = set()  # replicas without an engine
         self._ticket = itertools.count()
         self.num_waiting = 0  # in all queues
 
@@ -77,7 +78,7 @@ class Dispatcher:
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
-        replicas = [replica for replica in range(len(self._queues)) if replica not in closed]
+        replicas = [r for r in range(len(self._queues)) if r not in closed and r not in self._closed]
         for replica in replicas:
             while self._queues[replica] and (at_once or self._is_free(replica)):
                 self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
@@ -107,6 +108,26 @@ class Dispatcher:
         self._running[replica].discard(uid)
         return replica
 
+    def open(self, replica: int) -> None:
+        """Requests may go to this replica, which may be one more than there are."""
+        while replica >= len(self._queues):
+            self._closed.add(len(self._queues))
+            self._queues.append([])
+            self._work.append(0.0)
+            self._running.append(set())
+        self._closed.discard(replica)
+
+    def close(self, replica: int) -> None:
+        """No request goes to this replica any more: those that wait for it wait for others. One at least is open."""
+        self._closed.add(replica)
+        self.forget_homes(replica)
+        waiting = [entry[2] for entry in sorted(self._queues[replica], key=lambda entry: entry[1])]
+        self._queues[replica].clear()
+        self.num_waiting -= len(waiting)
+        for request in waiting:
+            self.end(request.uid)
+        self.add(waiting)
+
     def drop_waiting(self) -> list[DecodeRequest]:
         """Take back everything that was not sent yet."""
         waiting = [entry for queue in self._queues for entry in queue]
@@ -123,7 +144,7 @@ class Dispatcher:
         self._homes = {} if replica is None else {uid: home for uid, home in self._homes.items() if home != replica}
 
     def _least(self) -> int:
-        return min(range(len(self._work)), key=self._work.__getitem__)
+        return min((r for r in range(len(self._work)) if r not in self._closed), key=self._work.__getitem__)
 
     def _is_free(self, replica: int) -> bool:
         return self._slots is None or len(self._running[replica]) < self._slots

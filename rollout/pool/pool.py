@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -27,8 +27,9 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
+from marsrl.rollout.pool.busy_clock import BusyClock
 from marsrl.rollout.pool.dispatch import Dispatcher
-from marsrl.rollout.pool.recovery import Faults, Lost, Recovery
+from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Lost, Recovery
 from marsrl.rollout.pool.replicas import Replicas, Timed
 from marsrl.rollout.pool.retries import AfterLoss, Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2  # between two reports
 _DRAIN_S = 0.2  # for which a look at what has ended waits while draining
+_LOOK_S = 5.0  # between two looks for a place
 _SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
 
 OnCall = Callable[[int, str, float, float], None]
@@ -60,7 +62,8 @@ class EnginePool:
         results = pool.drain()                    # all the rest, as far as it got; the replicas are idle then
 
     A replica that is lost is restarted where that is possible (recovery.py), and what it had is decoded again from where
-    its request began (retries.py): the callers of all methods notice nothing but the time, and at worst an ERROR.
+    its request began (retries.py): the callers of all methods notice nothing but the time, and at worst an ERROR. Where no
+    host has a place for it, the others go on without it, and it is back once one has.
 
     slots: requests that a replica gets at a time; None: all of them.
     deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
@@ -69,6 +72,7 @@ class EnginePool:
         next call of anything else wakes them.
     host: the address of this process as the replicas reach it.
     on_call: may be set; told of every call that a replica has served (for trace.json).
+    engines: numbers of the replicas that serve. generation: another one where other processes than before serve.
     """
 
     def __init__(
@@ -87,6 +91,12 @@ class EnginePool:
         self.name, self.host = name, host
         self.on_call: OnCall | None = None
         self._replicas = replicas
+        self._slots = slots
+        self.engines = list(range(len(replicas)))
+        self.generation = 0
+        self._absent: list[int] = []  # lost, and without a place
+        self._look_at = 0.0  # for places for them
+        self._busy = BusyClock(clock)
         self._dispatch = Dispatcher(len(replicas), slots)
         self._recovery = Recovery(
             replicas, name, most_restarts, lambda *span: self._tell(span[0], "restart", *span[1:])
@@ -112,12 +122,59 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        return len(self._replicas)
+        """Those that serve."""
+        return len(self.engines)
+
+    @property
+    def num_slots(self) -> int | None:
+        """Requests that all replicas decode at a time; None: any number."""
+        return None if self._slots is None else self._slots * self.num_engines
 
     @property
     def num_restarts(self) -> int:
         """Replicas that were lost and replaced so far."""
         return self._recovery.num_restarts
+
+    @property
+    def is_whole(self) -> bool:
+        """No replica waits for a place."""
+        return not self._absent
+
+    @property
+    def takes(self) -> Mapping[str, float] | None:
+        """What each replica takes of one host, by Ray's names; None where replicas can be neither given up nor made."""
+        return self._replicas.takes if self._replicas.can_restart else None
+
+    def give_engine(self) -> None:
+        """One replica ends, and its place is free. Nothing is under way, and another one serves."""
+        assert self.num_under_way == 0 and self.num_engines > 1, (self.num_under_way, self.num_engines)
+        replica = self.engines[-1]
+        self._replicas.stop(replica)
+        self._leave(replica)
+
+    def take_engine(self) -> bool:
+        """One replica more, with the weights of now; False where there is no place, or it does not survive its start."""
+        replica = self._free_number()
+        if not self._replicas.has_place(SETTLE_S):
+            return False
+        if (lost := self._recovery.make(replica)) is not None:
+            _log.warning("policy %s: engine %d, which is new, is lost: %s", self.name, replica, lost.reason)
+            self._replicas.stop(replica)
+            self._recovery.unfed.discard(replica)
+            return False
+        self._join(replica)
+        return True
+
+    def expect_engine(self) -> None:
+        """One replica more, as soon as there is a place for it."""
+        self._absent.append(self._free_number())
+
+    def _free_number(self) -> int:
+        return next(n for n in range(len(self._replicas) + 1) if n not in self.engines and n not in self._absent)
+
+    def take_busy_s(self) -> float:
+        """Seconds for which replicas had something to decode since the last call, added up over the replicas."""
+        return self._busy.take_s()
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """feed(replica): have the trainer's ranks send a replica the weights of now (`hand`); None: they cannot at the moment.
@@ -139,7 +196,8 @@ class EnginePool:
     def stand_by(self) -> None:
         """Every replica is there and takes weights next; one that was lost is replaced, and gets none but those."""
         self._wake("weights")
-        self._call("info", [()] * len(self._replicas), loads=False)
+        self._look_for_places(loads=False)
+        self._call("info", loads=False)
 
     def start(self) -> None:
         """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
@@ -147,13 +205,13 @@ class EnginePool:
         Raises:
             Exception: what an engine raised that could not be made.
         """
-        self._call("start", [()] * len(self._replicas))
+        self._call("start")
 
     def infos(self) -> list[EngineInfo]:
-        return self._call("info", [()] * len(self._replicas))
+        return self._call("info")
 
     def num_decoded(self) -> list[int]:
-        """Tokens decoded since the start, by replica."""
+        """Tokens decoded since the start, by replica, whether it serves or not."""
         return self._replicas.num_decoded()
 
     def generate(
@@ -167,6 +225,7 @@ class EnginePool:
         on_progress: gets the tokens decoded so far by this call.
         """
         self._wake()
+        self._look_for_places()
         self.feed_unfed()
         before, looked = sum(self.num_decoded()), time.monotonic()
         self._version = version
@@ -204,6 +263,7 @@ class EnginePool:
         Raises:
             TimeoutError: a replica that cannot be restarted has had a request for longer than deadline_s.
         """
+        self._look_for_places()
         busy = self._dispatch.busy
         if not busy:
             if self.num_under_way:  # for replicas that have no weights yet
@@ -248,21 +308,37 @@ class EnginePool:
         return faults
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
-        """What each replica makes of the same sequences: scores[replica][sequence], log-probs [N-1], nats."""
+        """What each replica makes of the same sequences: scores[i][sequence] of the i-th of engines, log-probs [N-1], nats.
+
+        One that was lost and has no weights yet is left out: it proves them when it gets them.
+        """
         self._wake()
         self.feed_unfed()
-        self._check_fed("score")
-        return self._call("score", [(list(sequences), temperature)] * len(self._replicas))
+        fed = [replica for replica in self.engines if replica not in self._recovery.unfed]
+        scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences), temperature)))
+        if not scores:
+            self._check_fed("score")
+        return scores
 
     def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
-        """Give every replica the new weights, the same update or its own; returns when all of them hold them."""
+        """Give every replica the new weights, the same update or its own; returns when all of them hold them.
+
+        What those that serve then report, in their order.
+        """
         self._dispatch.forget_homes()  # engines drop their prefix caches
-        updates = [update] * len(self._replicas) if isinstance(update, WeightUpdate) else update
         self._wake("weights")
-        receipts = self._call("update_weights", [(each,) for each in updates])
-        self._recovery.note_weights(updates, receipts)
+        updates = [update] * self.num_engines if isinstance(update, WeightUpdate) else update
+        arguments = {replica: (each,) for replica, each in zip(self.engines, updates, strict=True)}
+        receipts = self._call("update_weights", by_replica=arguments)
+        self._recovery.note_weights(updates[0], receipts[0])
         self._wake("kv_cache")  # the probe needs it
         return receipts
+
+    def forget_prefixes(self) -> None:
+        """Have the replicas drop what they cached, as after new weights. Nothing decodes meanwhile."""
+        self._dispatch.forget_homes()
+        self._wake()
+        self._call("forget_prefixes")
 
     def sleep(self) -> None:
         """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens."""
@@ -273,13 +349,13 @@ class EnginePool:
                 f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way"
             )
         self._dispatch.forget_homes()
-        self._call("sleep", [()] * len(self._replicas))
+        self._call("sleep")
         self._asleep = ("weights", "kv_cache")
 
     def _wake(self, *parts: MemoryPart) -> None:
         """What of these sleeps; without arguments everything."""
         for part in [part for part in self._asleep if part in parts or not parts]:
-            self._call("wake", [(part,)] * len(self._replicas))
+            self._call("wake", (part,))
             self._asleep = self._asleep[1:]
 
     def close(self) -> None:
@@ -287,23 +363,38 @@ class EnginePool:
             self._is_closed = True
             self._replicas.close()
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], *, loads: bool = True) -> list[Any]:
-        """What each replica answers; one that is lost is replaced, and asked again. loads: see Recovery.restart."""
+    def _call(
+        self,
+        method: str,
+        arguments: tuple[Any, ...] = (),
+        *,
+        by_replica: Mapping[int, tuple[Any, ...]] | None = None,
+        loads: bool = True,
+    ) -> list[Any]:
+        """What each replica that serves answers; one that is lost is replaced, and asked again. loads: see Recovery.restart.
+
+        arguments: of all of them; by_replica: of each.
+        """
+        told = dict.fromkeys(self.engines, arguments) if by_replica is None else by_replica
+        answers = self._replicas.call(method, told)
         values = []
-        for replica, answer in enumerate(self._replicas.call(method, arguments)):
+        for replica in sorted(told):
+            answer = answers[replica]
             while isinstance(answer, Lost):
-                if method == "update_weights" and not arguments[replica][0].path:
+                if method == "update_weights" and not told[replica][0].path:
                     raise RuntimeError(
                         f"engines of policy {self.name}: engine {replica} was lost while the trainer's ranks sent it weights "
                         f"({answer.reason}), which leaves all sides in the middle of it; go on from the last checkpoint with "
                         "run.resume=auto"
                     )
-                self._restart(replica, answer.reason, loads=loads and method != "update_weights")
-                if method == "score":
-                    self._check_fed(method)
-                answer = self._replicas.call_one(replica, method, arguments[replica])
-            self._tell(replica, method, answer.start, answer.end)
-            values.append(answer.value)
+                if not self._restart(replica, answer.reason, loads=loads and method != "update_weights"):
+                    break
+                if method == "score" and replica in self._recovery.unfed:
+                    break
+                answer = self._replicas.call_one(replica, method, told[replica])
+            else:
+                self._tell(replica, method, answer.start, answer.end)
+                values.append(answer.value)
         return values
 
     def _check_fed(self, method: str) -> None:
@@ -314,12 +405,44 @@ class EnginePool:
                 "from the last checkpoint with run.resume=auto"
             )
 
-    def _restart(self, replica: int, reason: str, *, loads: bool = True) -> None:
+    def _restart(self, replica: int, reason: str, *, loads: bool = True) -> bool:
+        """Replace a lost replica; False where it has no place, and the others go on without it."""
         self._dispatch.forget_homes(replica)
-        before = self._recovery.num_restarts
-        self._recovery.restart(replica, reason, loads=loads)
+        self.generation += 1
+        before, others = self._recovery.num_restarts, set(self.engines) - {replica}
+        is_back = self._recovery.restart(replica, reason, loads=loads, has_others=bool(others))
         num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
         self._faults = replace(self._faults, engine_restarts=num_restarts)
+        if is_back:
+            self._join(replica)
+        else:
+            self._absent.append(replica)
+            self._look_at = self._clock() + _LOOK_S
+            self._leave(replica)
+        return is_back
+
+    def _join(self, replica: int) -> None:
+        """A replica serves, which may have done so before."""
+        self.generation += 1
+        self.engines = sorted({*self.engines, replica})
+        self._dispatch.open(replica)
+
+    def _leave(self, replica: int) -> None:
+        """A replica serves no more; what waits for it waits for others."""
+        self.generation += 1
+        self.engines = [each for each in self.engines if each != replica]
+        self._recovery.unfed.discard(replica)
+        self._dispatch.close(replica)
+        self._probation.move(replica, self.engines[0])
+
+    def _look_for_places(self, *, loads: bool = True) -> None:
+        """Replicas that were lost with their hosts are back where a host has a place again. loads: see Recovery.restart."""
+        if not self._absent or self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + _LOOK_S
+        while self._absent and self._replicas.has_place(0.0):
+            if not self._restart(self._absent.pop(0), "no host had a place for it until now", loads=loads):
+                return
 
     def _replaced(self, replica: int, reason: str, requests: Sequence[DecodeRequest]) -> AfterLoss:
         """Restart a lost replica; what becomes of the requests that it had."""
@@ -343,7 +466,7 @@ class EnginePool:
             again = [*after.free, *(request for company in after.companies for request in company)]
             return results + [self._untouched(request) for request in again]
         self._dispatch.add(after.free)
-        self._probation.add(replica, after.companies)
+        self._probation.add(replica if replica in self.engines else self.engines[0], after.companies)
         return results
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
@@ -388,6 +511,7 @@ class EnginePool:
         for replica, requests in shares.items():
             self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
             self._replicas.submit(replica, requests, self._version)
+        self._busy.note(self._dispatch.busy)
 
     def _overdue(self) -> list[tuple[int, str]]:
         """The replica that has had a request for longer than the deadline, and that in words."""

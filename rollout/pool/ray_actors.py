@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,9 @@ class EngineActor:
         with self._decoding:
             return timed(lambda: self._engine.update_weights(update))
 
+    def forget_prefixes(self) -> Timed:
+        return timed(self._engine.forget_prefixes)
+
     def sleep(self) -> Timed:
         return timed(self._engine.sleep)
 
@@ -105,7 +108,7 @@ class RayReplicas:
     deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
         engines do not exist before `start` has been called on each.
     silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (ray_pulse.py).
-    join_s: for which a lost engine waits for a place on another host, where its own is gone.
+    join_s: for which the only engine, where it is lost with its host, waits for a place on another.
     """
 
     can_restart = True
@@ -123,29 +126,35 @@ class RayReplicas:
         self._cluster, self._specs, self._resources, self._deadline_s = cluster, list(specs), resources, deadline_s
         self._join_s = join_s
         self._pulse = EnginePulse(silence_s)
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}
         self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
         self._submitting: dict[Any, int] = {}
         self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
         self._decoded = [0] * len(specs)  # when last heard
         self._slowest_start_s = 0.0
-        self._actors += [self._start(spec) for spec in specs]
+        self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
 
     def __len__(self) -> int:
-        return len(self._actors)
+        return len(self._specs)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed | Lost]:
-        calls = {self._call(replica, method, each): replica for replica, each in enumerate(arguments)}
-        answers = self._answers(calls, method)
-        return [answers[replica] for replica in range(len(self._actors))]
+    @property
+    def takes(self) -> Mapping[str, float]:
+        return self._resources
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
+        return self._answers(
+            {self._call(replica, method, each): replica for replica, each in arguments.items()}, method
+        )
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         return self._answers({self._call(replica, method, arguments): replica}, method)[replica]
 
-    def restart(self, replica: int) -> Lost | None:
+    def stop(self, replica: int) -> None:
         check_ray()
-        ray.kill(self._actors[replica], no_restart=True)  # a stopped process too
+        if replica not in self._actors:
+            return
+        ray.kill(self._actors.pop(replica), no_restart=True)  # a stopped process too
         for calls in (self._collecting, self._submitting):
             for call in [call for call, at in calls.items() if at == replica]:
                 del calls[call]
@@ -153,6 +162,17 @@ class RayReplicas:
         self._pulse.forget(replica)
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
+
+    def has_place(self, within_s: float) -> bool:
+        return self._cluster.has_place(self._resources, within_s)
+
+    def restart(self, replica: int) -> Lost | None:
+        self.stop(replica)
+        if replica == len(self._specs):
+            first = self._specs[0]
+            self._specs.append(replace(first, seed=first.seed + replica))
+            self._decoded.append(0)
+            self._decoded_before.append(0)
         self._cluster.await_place(f"engine {replica}", self._resources, self._join_s)
         self._actors[replica] = self._start(self._specs[replica])
         try:
@@ -197,7 +217,7 @@ class RayReplicas:
 
     def num_decoded(self) -> list[int]:
         """Of an engine that does not answer at once, what it last said."""
-        calls = {actor.num_decoded.remote(): replica for replica, actor in enumerate(list(self._actors))}
+        calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
             with contextlib.suppress(RayError):  # whoever waits for its results hears of it
                 self._decoded[calls[call]] = ray.get(call)
@@ -205,7 +225,7 @@ class RayReplicas:
 
     def close(self) -> None:
         """Kill the actors (they may be in the middle of decoding after Ctrl-C) and leave the cluster."""
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
         self._cluster.close()
@@ -349,6 +369,7 @@ class ResultBatch:
     errors: list[str]
     routed_experts: list[ExpertArray | None]
     kept_tokens: list[KeptTokens | None]
+    seconds: list[float]
 
     @classmethod
     def pack(cls, results: Sequence[DecodeResult]) -> ResultBatch:
@@ -365,6 +386,7 @@ class ResultBatch:
             [r.error for r in results],
             [r.routed_experts for r in results],
             [r.kept_tokens for r in results],
+            [r.seconds for r in results],
         )
 
     def unpack(self) -> list[DecodeResult]:
@@ -372,7 +394,7 @@ class ResultBatch:
         finishes = [Finish(value) for value in self.finishes]
         fields = zip(
             self.uids, tokens, logprobs, finishes, self.versions, self.num_cached_tokens, self.errors,
-            self.routed_experts, self.kept_tokens, strict=True,
+            self.routed_experts, self.kept_tokens, self.seconds, strict=True,
         )  # fmt: skip
         return [DecodeResult(*each) for each in fields]
 

@@ -10,20 +10,16 @@ those that no trainer rank holds, and of one that is joined the same is demanded
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import psutil
 import ray
-from ray._private.node import Node
 from ray._private.state import available_resources_per_node
 from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
 
@@ -31,18 +27,13 @@ from marsrl.rollout.config import HEAD_PORT, is_started_here
 from marsrl.rollout.engines.refusals import RankHost
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.rollout.pool.ray_faults import check_head
+from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
 
 _LOG = logging.getLogger(__name__)
 # ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
-_T = TypeVar("_T")
 GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for an engine on a host without GPUs
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
-# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
-# 4 s of a core to start.
-_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
-_SILENT_MS = 120_000  # until a connection is given up: Ray's own loses every engine behind a network cut of 20 s
 _SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
 _SAY_S = 15.0  # between two words of one who waits
 _LOOK_S = 0.5
@@ -76,9 +67,9 @@ class RayCluster:
         with RayCluster._lock:
             if not ray.is_initialized():
                 _AUTHENTICATION_LOG.setLevel(logging.ERROR)
-                with _own_sigterm():
+                with own_sigterm():
                     if address is None or is_started_here(address):
-                        _start(object_store_mib, gpus, _listens_at(address, own_host))
+                        start_head(object_store_mib, gpus, listens_at(address, own_host))
                     else:
                         _join(address, timeout_s)
                 RayCluster._started_here = True
@@ -191,6 +182,10 @@ class RayCluster:
                     "%s %s; waiting, %.0f s left of rollout.join_s", lack, _held(resource), end - time.monotonic()
                 )
 
+    def has_place(self, each: Mapping[str, float], within_s: float) -> bool:
+        """Whether there is a place for one engine, or is within_s from now; each: what it takes of one host."""
+        return all(self._has_places(resource, amount, 1, within_s) for resource, amount in each.items())
+
     def _has_places(self, resource: str, amount: float, num: int, within_s: float) -> bool:
         end = time.monotonic() + within_s
         while True:
@@ -249,118 +244,6 @@ def _node_address(address: str | None) -> str:
         return str(node.node_ip_address)
     host, _ = split_address(address or "", HEAD_PORT)
     return address_towards(host) or own_address()
-
-
-def _listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
-    """(host, port) of a cluster that is started here; port 0: any."""
-    if address is None:
-        return "127.0.0.1", 0
-    host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as Ray does: one that has just ended is no obstacle
-        try:
-            free.bind((host, port))
-        except OSError as error:
-            raise RuntimeError(
-                f"rollout.ray_address is {address}, and port {port} of {host} is taken ({error.strerror}), by another run's Ray "
-                f"or `ray start` perhaps: end that, or set rollout.ray_address=here:{port + 1} and join there"
-            ) from error
-    return host, port
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set one, and Ray knows that
-        return
-    ours = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, ours)
-
-
-def _start(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
-    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
-    patiently(lambda: _init(object_store_mib, gpus, where))
-
-
-def patiently(start: Callable[[], _T]) -> _T:
-    """What `start` returns, which starts processes of Ray: up to three times where they are too slow for Ray's own limit."""
-    for is_last in (False, False, True):
-        before = set(psutil.Process().children(recursive=True))
-        try:
-            return start()
-        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
-            if is_last or "timed out during startup" not in str(error):
-                raise
-            for process in set(psutil.Process().children(recursive=True)) - before:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            _LOG.warning("Ray did not start within its 30 s; it is started once more")
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-    host, port = where
-    with visible(gpus), only_what_is_needed(), _variable("RAY_GCS_SERVER_PORT", str(port)):
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            num_gpus=len(gpus),
-            include_dashboard=False,
-            object_store_memory=object_store_mib << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address=host,
-            _system_config={
-                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
-                "grpc_keepalive_timeout_ms": _SILENT_MS,
-                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
-            },
-        )
-
-
-@contextlib.contextmanager
-def only_what_is_needed() -> Iterator[None]:
-    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
-    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
-    for name in methods:
-        setattr(Node, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
-
-
-@contextlib.contextmanager
-def visible(gpus: Sequence[int]) -> Iterator[None]:
-    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
-    name = "CUDA_VISIBLE_DEVICES"
-    if not gpus:
-        yield
-        return
-    before = os.environ.get(name)
-    seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
-    with _variable(name, ",".join(seen[gpu] for gpu in gpus)):
-        yield
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable in the body."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _join(address: str, timeout_s: float) -> None:

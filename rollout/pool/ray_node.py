@@ -26,7 +26,8 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from marsrl.rollout.pool.addresses import address_towards
-from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, only_what_is_needed, patiently, use_token, visible
+from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, use_token
+from marsrl.rollout.pool.ray_start import only_what_is_needed, patiently, visible
 
 _LOOK_S = 1.0
 _ANSWER_S = 3.0  # for which the head's machine has to answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,14 @@ class EnginePulse:
         self._asked: dict[int, _Asked] = {}
         self._listened = -float("inf")
 
-    def listen(self, actors: Sequence[Any]) -> None:
-        """Hear what has been answered and ask again; does not wait."""
+    def listen(self, actors: Mapping[int, Any]) -> None:
+        """Hear what has been answered and ask again; does not wait. actors: by replica."""
         with self._lock:
             now = self._clock()
             elapsed, self._listened = min(now - self._listened, _GAP_S), now
             calls = [asked.call for asked in self._asked.values() if asked.call is not None]
             done = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) if calls else set()
-            for replica, actor in enumerate(actors):
+            for replica, actor in list(actors.items()):
                 asked = self._asked.get(replica)
                 if asked is not None and asked.call is not None:
                     if asked.call in done:  # with an error, too: whoever waits for another answer hears of that

@@ -1,7 +1,10 @@
 """A lost engine is replaced by a new one that holds the weights of now, proven by their checksums.
 
-They come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from the ranks
-again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
+Where its host is gone, and no other has a place, the policy's other engines go on without it until there is one (pool.py);
+a policy that has no other waits rollout.join_s for a place.
+
+The weights come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from
+the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
 
 An engine is lost when its process has died, when it has not answered within rollout.deadline_s, or when its decoding
 raised something that is no refusal. What becomes of its requests is decided in retries.py.
@@ -18,6 +21,8 @@ from typing import Any, Protocol
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 
 _log = logging.getLogger(__name__)
+
+SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,12 @@ class Replaceable(Protocol):
     def restart(self, replica: int) -> Lost | None:
         """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too."""
 
+    def stop(self, replica: int) -> None:
+        """End what is left of an engine; its place is free."""
+
+    def has_place(self, within_s: float) -> bool:
+        """Whether there is a place for one engine more, or is within_s from now."""
+
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """A Timed or Lost: method(*arguments) on one replica."""
 
@@ -59,26 +70,37 @@ class Recovery:
 
     def __init__(self, replicas: Replaceable, name: str, most: int, on_restart: Callable[[int, float, float], None]):
         self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
-        self._updates: Sequence[WeightUpdate] = ()  # of now, by replica; () before the first
+        self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
         self._num_restarts = 0
         self.feed: Callable[[int], Any] | None = None
         self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
 
-    def note_weights(self, updates: Sequence[WeightUpdate], receipts: Sequence[WeightReceipt]) -> None:
-        """From now on a restarted engine gets these weights; whoever sent them compares the receipts with what it sent."""
-        self._updates, self._checksums = updates, receipts[0].checksums
+    def note_weights(self, update: WeightUpdate, receipt: WeightReceipt) -> None:
+        """From now on a new engine gets these weights; whoever sent them compares the receipts with what it sent."""
+        self._update, self._checksums = update, receipt.checksums
         self.unfed.clear()
 
-    def restart(self, replica: int, reason: str, *, loads: bool = True) -> None:
-        """Replace a lost engine. loads: with the weights of now; else the caller sends it others next.
+    def restart(self, replica: int, reason: str, *, loads: bool = True, has_others: bool = False) -> bool:
+        """Replace a lost engine; False where it has no place, and others serve (has_others).
+
+        loads: with the weights of now; else the caller sends it others next.
 
         Raises:
-            RuntimeError: too many restarts in this run, or the new engine holds other numbers than the others.
+            RuntimeError: too many restarts in this run, no place for the only engine, or the new engine holds other numbers
+                than the others.
         """
         start = time.time()
         lost: Lost | None = Lost(reason)
         while lost is not None:
+            self._replicas.stop(replica)
+            if has_others and not self._replicas.has_place(SETTLE_S):
+                _log.warning(
+                    "policy %s: engine %d is lost: %s; no host has a place for it: the run goes on without it until one has",
+                    self._name, replica, lost.reason,
+                )  # fmt: skip
+                self.unfed.discard(replica)
+                return False
             self._num_restarts += 1
             if self._num_restarts > self._most:
                 raise RuntimeError(
@@ -87,15 +109,21 @@ class Recovery:
                     "is in Ray's logs (/tmp/ray/session_latest/logs); go on from the last checkpoint with run.resume=auto"
                 )
             _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
-            lost = self._replicas.restart(replica)
-            if lost is None and self._updates:
-                self.unfed.add(replica)
-                lost = self.load(replica) if loads else None
+            lost = self.make(replica, loads=loads)
         end = max(start, time.time())  # the wall clock may be set back
         self._on_restart(replica, start, end)
-        is_new = not self._updates or replica in self.unfed
-        held = "those of its start" if is_new else f"version {self._updates[replica].version}"
+        is_new = self._update is None or replica in self.unfed
+        held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
+        return True
+
+    def make(self, replica: int, *, loads: bool = True) -> Lost | None:
+        """A new engine of this number, with the weights of now where it loads them; Lost: it does not survive that."""
+        lost = self._replicas.restart(replica)
+        if lost is None and self._update is not None:
+            self.unfed.add(replica)
+            lost = self.load(replica) if loads else None
+        return lost
 
     @property
     def num_restarts(self) -> int:
@@ -107,7 +135,8 @@ class Recovery:
 
         Lost: it does not survive that.
         """
-        update = self._updates[replica]
+        update = self._update
+        assert update is not None, "an engine that got no weights yet has those of its start"
         if update.path:
             answer = self._replicas.call_one(replica, "update_weights", (update,))
         elif self.feed is None:

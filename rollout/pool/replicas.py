@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
@@ -37,22 +38,36 @@ def timed(function: Callable[[], Any]) -> Timed:
 
 
 class Replicas(Protocol):
-    """The engines of one policy, numbered from 0."""
+    """The engines of one policy, numbered from 0. A number may have no engine: it was stopped, or waits for a place."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Numbers that have had an engine."""
 
     @property
     def can_restart(self) -> bool:
         """False where engines live in this process: what ails them ails it too."""
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Sequence[Timed | Lost]:
-        """method(*arguments[i]) on replica i, all at once where they can; results by replica."""
+    @property
+    def takes(self) -> Mapping[str, float]:
+        """What each engine takes of one host, by Ray's names; nothing: there is always a place."""
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
+        """method(*arguments[i]) on each replica i that has arguments, all at once where they can."""
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         """method(*arguments) on one replica."""
 
     def restart(self, replica: int) -> Lost | None:
-        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too."""
+        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too.
+
+        The number may be the next one, that of an engine more.
+        """
+
+    def stop(self, replica: int) -> None:
+        """End what is left of an engine; its place is free."""
+
+    def has_place(self, within_s: float) -> bool:
+        """Whether there is a place for one engine more, or is within_s from now."""
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         """Hand requests to a replica, which may be decoding; does not wait for it."""
@@ -72,6 +87,7 @@ class Irreplaceable:
     """For replicas that are never lost alone: what ails them ends the run."""
 
     can_restart = False
+    takes: Mapping[str, float] = MappingProxyType({})
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         raise RuntimeError(f"engine {replica}: {method} of one engine alone is for one that was restarted")
@@ -80,6 +96,12 @@ class Irreplaceable:
         raise RuntimeError(
             f"engine {replica} is of this process (rollout.placement=local) and cannot be restarted alone"
         )
+
+    def stop(self, replica: int) -> None:
+        raise RuntimeError(f"engine {replica} is of this process (rollout.placement=local) and cannot be stopped alone")
+
+    def has_place(self, within_s: float) -> bool:
+        return False
 
 
 class LocalReplicas(Irreplaceable):
@@ -91,8 +113,8 @@ class LocalReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Sequence[Timed | Lost]:
-        return [self.call_one(replica, method, each) for replica, each in enumerate(arguments)]
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
+        return {replica: self.call_one(replica, method, each) for replica, each in arguments.items()}
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         return timed(lambda: getattr(self.engines[replica], method)(*arguments))

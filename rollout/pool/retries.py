@@ -66,7 +66,10 @@ class Retries:
 
 
 class Probation:
-    """Companies that wait for the engine that they were lost with. Until the last has been served it gets nothing else."""
+    """Companies that wait for the engine that they were lost with, or for another where that is not replaced.
+
+    Until the last has been served it gets nothing else.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[list[DecodeRequest]]] = {}  # by replica
@@ -91,6 +94,10 @@ class Probation:
             return self._waiting[replica].popleft()
         del self._waiting[replica]
         return []
+
+    def move(self, replica: int, to: int) -> None:
+        """The companies of an engine that is not replaced wait for another."""
+        self.add(to, list(self._waiting.pop(replica, ())))
 
     def drop(self) -> list[DecodeRequest]:
         """Take back everybody who waits."""

@@ -10,6 +10,7 @@ and all that is to be played is as long as its longest episode, not as the longe
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Partial
+from marsrl.rollout.schedule.partial_rollouts import Partial
+from marsrl.rollout.schedule.waiting import resume
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.team import Ending, Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
@@ -29,6 +31,9 @@ _REPORT_S = 0.2
 
 OnProgress = Callable[[int, int, int], None]
 """Told now and then (episodes and asks that are over, of how many, tokens decoded so far)."""
+OnEnd = Callable[[Episode, Sequence[Sample], Mapping[str, float]], None]
+"""Told of an episode that was played to its end, of all its samples in the order in which they ended, with their tokens, which
+episodes do not keep, and without texts, and of each one's seconds of an engine (DecodeResult.seconds), by uid."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +44,9 @@ class _Play:
     seed: int
     is_followed: bool
     open: dict[str, Completion] = field(default_factory=dict)  # by uid
+    said: list[Sample] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # of `said`, by uid
+    has_ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +57,7 @@ class Completion:
     prompt: Prompt | None
     play: _Play
     partial: Partial = field(default_factory=Partial)
+    seconds: float = 0.0  # of an engine
     said: Sample | None = None
 
     @property
@@ -77,8 +86,7 @@ class AtOnce:
         [each.sample for each in asked]
 
     max_tokens: of one completion. sampling: in place of the agents' own; what ends a completion is theirs.
-    num_decoded: tokens so far. answered: all samples of episodes that are played to their ends, with their tokens, which
-    episodes do not keep, and without texts. A draw follows from its ask and the seed, whatever is played beside it.
+    num_decoded: tokens so far. A draw follows from its ask and the seed, whatever is played beside it.
     """
 
     team: Team
@@ -86,8 +94,12 @@ class AtOnce:
     max_tokens: int
     sampling: Sampling
     progress: OnProgress | None = None
+    on_end: OnEnd | None = None
+    on_said: Callable[[Completion], None] | None = None  # told of each completion of `ask`, once it is judged
+    most_open: int | None = None  # episodes begun and not ended: the first end while the last have not begun
     num_decoded: int = 0
-    answered: list[Sample] = field(default_factory=list)
+    _later: deque[_Play] = field(default_factory=deque)
+    _num_open: int = 0
     _plays: list[_Play] = field(default_factory=list)
     _due: list[Completion] = field(default_factory=list)
     _in_flight: dict[str, Completion] = field(default_factory=dict)  # by uid; at the engines
@@ -97,9 +109,15 @@ class AtOnce:
 
     def play(self, episodes: Sequence[Episode], seed: int) -> None:
         """To their ends: one sample to each ask."""
-        for episode in episodes:
-            self._plays.append(_Play(episode, seed, is_followed=True))
-            self._go_on(self._plays[-1])
+        plays = [_Play(episode, seed, is_followed=True) for episode in episodes]
+        self._plays += plays
+        self._later.extend(plays)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._later and (self.most_open is None or self._num_open < self.most_open):
+            self._num_open += 1
+            self._go_on(self._later.popleft())
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
         """One whole, judged completion to each ask, of an episode that is played no further.
@@ -117,7 +135,8 @@ class AtOnce:
 
     def finish(self) -> None:
         """Returns when all that was begun is over."""
-        while self._due or self._in_flight or self._judging or self._calling:
+        while self._due or self._in_flight or self._judging or self._calling or self._later:
+            self._begin()
             self._submit()
             self._take(self._collect())
             self._take_outputs()
@@ -144,25 +163,22 @@ class AtOnce:
             for ask in asks:
                 self._open(play, ask)
         self._resume(play)
+        if play.is_followed and not (play.has_ended or play.open or play.episode.open_calls):
+            play.has_ended = True
+            self._num_open -= 1
+            if self.on_end is not None:
+                self.on_end(play.episode, play.said, play.seconds)
+            play.said, play.seconds = [], {}
 
     def _resume(self, play: _Play) -> None:
-        """Samples that wait, with what they waited for behind them; where nothing more can come, they end as errors."""
-        waiting = play.episode.waiting
-        said = {uid: self.team.continuation(play.episode, sample) for uid, sample in waiting.items()}
-        is_open = play.episode.open_calls or any(uid not in waiting for uid in play.open)
-        is_over = play.episode.error or not (is_open or any(tokens is not None for tokens in said.values()))
-        for uid, tokens in said.items():
-            each = play.open[uid]
-            if tokens is None and not is_over:
-                continue
-            del waiting[uid]
-            if tokens is None:
-                self._end((each, Finish.ERROR, play.episode.error or NOTHING_OPEN))
-            elif len(each.partial.token_ids) + len(tokens) >= self._most_tokens(each.ask.agent):
-                self._end((each, Finish.LENGTH, ""))
+        def is_stuck() -> bool:
+            return not play.episode.open_calls and all(uid in play.episode.waiting for uid in play.open)
+
+        for each in resume(self.team, play.episode, lambda uid: play.open[uid].partial, self._most_tokens, is_stuck):
+            if each.finish is None:
+                self._due.append(play.open[each.uid])
             else:
-                each.partial.go_on_with(tokens)
-                self._due.append(each)
+                self._end((play.open[each.uid], each.finish, each.error))
 
     def _submit(self) -> None:
         due, self._due = self._due, []
@@ -202,6 +218,7 @@ class AtOnce:
         for result in results:
             each = self._in_flight.pop(result.uid)
             self.num_decoded += len(result.token_ids)
+            each.seconds += result.seconds
             each.partial.extend(result.token_ids, result.logprobs, result.version)
             ended.append((each, result.finish, result.error))
         self._end(*ended)
@@ -231,7 +248,10 @@ class AtOnce:
             reward = None if judgement is None else judgement.result()
             each.said = self.team.rewarded(each.episode, each.ask, sample, reward)
             if play.is_followed:
-                self.answered.append(replace(each.said, text="", prompt_text=""))
+                play.said.append(replace(each.said, text="", prompt_text=""))
+                play.seconds[each.said.uid] = each.seconds
+            elif self.on_said is not None:
+                self.on_said(each)
             play.episode.close(each.ask, (each.said,))
             del play.open[each.uid]
             self._go_on(play)
@@ -246,5 +266,5 @@ class AtOnce:
         now = time.monotonic()
         if self.progress is not None and (is_last or now - self._reported_s > _REPORT_S):
             self._reported_s = now
-            num_over = sum(not play.open and not play.episode.open_calls for play in self._plays)
+            num_over = sum(play.has_ended if play.is_followed else not play.open for play in self._plays)
             self.progress(num_over, len(self._plays), self.num_decoded)

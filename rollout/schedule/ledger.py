@@ -10,6 +10,7 @@ No engine, no clock and no order of its own in here: a scheduler says when each 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
@@ -21,7 +22,8 @@ import numpy as np
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.partial_rollouts import NOTHING_OPEN, Instance, OpenAsk, Partial
+from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
+from marsrl.rollout.schedule.waiting import resume
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.team import Ending, Prompt, Team
@@ -238,6 +240,7 @@ class Ledger:
         ):
             self.counts[total] += count
             self.counts[f"{of_agent}/{own}"] += count
+        self.counts.update({f"{of_agent}/seconds": result.seconds})
         if result.kept_tokens is None and len(result.token_ids) and opened.ask.agent in self.team.max_kept:
             raise RuntimeError(
                 f"{result.uid}: agents.{opened.ask.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
@@ -310,26 +313,25 @@ class Ledger:
         resumed, ended = [], list[Ended]()
         stirred, self._stirred = self._stirred, {}
         for episode in stirred.values():
-            said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
-            is_stuck = not any(tokens is not None for tokens in said.values()) and self._is_stuck(episode)
-            for uid, tokens in said.items():
-                if tokens is None and not (episode.error or is_stuck):
-                    continue
-                name, _, place = uid.rpartition(":")
-                opened, index = self.state.open[name], int(place)
-                partial = opened.partial[index]
-                del episode.waiting[uid]
-                if tokens is None:
-                    error = episode.error or NOTHING_OPEN
-                    ended.append(Ended(opened, index, partial, Finish.ERROR, error))
-                elif len(partial.token_ids) + len(tokens) >= self.most_tokens(opened.ask.agent):
-                    ended.append(Ended(opened, index, partial, Finish.LENGTH))
-                else:
-                    self.counts["rollout/foreign_tokens"] += len(tokens)
-                    partial.go_on_with(tokens)
+            is_stuck = functools.partial(self._is_stuck, episode)
+            for each in resume(self.team, episode, self._partial, self.most_tokens, is_stuck):
+                opened, index = self._place(each.uid)
+                self.counts["rollout/foreign_tokens"] += each.num_added
+                if each.finish is None:
                     resumed.append((opened, index))
+                else:
+                    ended.append(Ended(opened, index, opened.partial[index], each.finish, each.error))
         samples = self.samples(ended)
         return resumed, [(each.opened, each.place, sample) for each, sample in zip(ended, samples, strict=True)]
+
+    def _place(self, uid: str) -> tuple[OpenAsk, int]:
+        """The open ask of a sample, and which of its samples it is."""
+        name, _, place = uid.rpartition(":")
+        return self.state.open[name], int(place)
+
+    def _partial(self, uid: str) -> Partial:
+        opened, index = self._place(uid)
+        return opened.partial[index]
 
     def _is_stuck(self, episode: Episode) -> bool:
         """Is nothing open in it but samples that wait?"""

@@ -12,9 +12,6 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Ask, BoolArray, FloatArray, IntArray, Sample, Segment
 
-NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
-"""Why a waiting sample ends as an error that nothing more can come for."""
-
 
 @dataclass(slots=True)
 class Partial:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -42,6 +44,54 @@ def read_train_files(value: Any) -> Any:
             kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
             raise ValueError(f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {EXPECTED_FILES}")
     return tuple(files)
+
+
+class EvalFile(Settings):
+    """One of several files of problems to evaluate on."""
+
+    path: str = Field(description="jsonl, parquet or HF dataset directory")
+    name: str | None = Field(None, description="of its metrics: letters, digits, _ and -; default: the file's name")
+    count: int | None = Field(
+        None,
+        gt=0,
+        le=MOST,
+        description="so many of its problems, by a seeded draw; default: evaluate.num_problems at most",
+    )
+    repeat: int | None = Field(None, gt=0, le=MOST, description="draws of every problem; default: evaluate.repeat")
+
+    @property
+    def set_name(self) -> str:
+        return self.name or re.sub(r"[^\w-]", "_", Path(self.path).stem, flags=re.ASCII)
+
+
+EXPECTED_EVAL = "expected a path, or a list of paths and of {path, name, count, repeat}"
+_TAKEN = ("system", "alone", "tokens", "spent")  # of what metrics eval/... are of
+
+
+def read_eval_files(value: Any) -> Any:
+    """data.eval as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"data.eval is {value!r:.80}; {EXPECTED_EVAL}")
+    files: dict[str, EvalFile] = {}
+    for place, each in enumerate(value):
+        if not isinstance(each, str | dict | EvalFile):
+            raise ValueError(f"data.eval[{place}] is {each!r:.80}; {EXPECTED_EVAL}")
+        try:
+            file = EvalFile.model_validate({"path": each} if isinstance(each, str) else each)
+        except ValidationError as error:
+            raise ValueError(problems_of(error, f"data.eval[{place}].")) from error
+        name = file.set_name
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _TAKEN:
+            raise ValueError(
+                f"data.eval[{place}]: its metrics would be called {name!r:.80}; give it a name of 1 to 64 letters, digits, _ and "
+                f"-, other than {', '.join(_TAKEN)}"
+            )
+        if name in files:
+            raise ValueError(f"data.eval[{place}]: two sets are called {name}; give one of them another name")
+        files[name] = file
+    return tuple(files.values())
 
 
 class ArithmeticOptions(Settings):

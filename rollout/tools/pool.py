@@ -18,10 +18,10 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
@@ -142,6 +142,29 @@ class ToolPool:
             self._unknown = dict.fromkeys(_COUNTS, 0.0)
         return metrics
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind.
+
+        A call from before that ends in the body is counted there.
+        """
+
+        def swap(held: Mapping[str, tuple[_Cache, dict[str, float]]], unknown: dict[str, float]) -> None:
+            with self._changed:
+                for name, (cache, counts) in held.items():
+                    self._lanes[name].cache, self._lanes[name].counts = cache, counts
+                self._unknown = unknown
+
+        with self._changed:
+            before = {name: (lane.cache, lane.counts) for name, lane in self._lanes.items()}
+            unknown = self._unknown
+        none = lambda: dict.fromkeys(_COUNTS, 0.0)  # noqa: E731
+        swap({name: (_Cache(lane.limits), none()) for name, lane in self._lanes.items()}, none())
+        try:
+            yield
+        finally:
+            swap(before, unknown)
+
     def close(self) -> None:
         """Drop what is under way and close the tools; may be called twice. Hung threads are left to end by themselves."""
         with self._changed:
@@ -217,7 +240,7 @@ class ToolPool:
                 lane.counts["seconds"] += lane.limits.timeout_s
                 run.is_given_up = True
                 text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
-                self._end_run(lane, run, _error(text))
+                self._end_run(lane, run, replace(_error(text), seconds=lane.limits.timeout_s))
             if late and lane.num_hung >= lane.limits.concurrency:
                 while lane.queue:
                     self._end_run(lane, lane.queue.popleft(), _error(_hangs(name, lane)))
@@ -229,6 +252,7 @@ class ToolPool:
             del lane.shared[run.key]
         for future in run.futures:
             self._end(lane.counts, future, output)
+            output = replace(output, seconds=0.0)  # one run, however many calls it answers
         run.futures = []
 
     def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
@@ -269,11 +293,12 @@ class ToolPool:
                     return
                 lane.running.remove(run)
                 lane.num_idle += 1
-                lane.counts["seconds"] += time.monotonic() - run.start
+                seconds = time.monotonic() - run.start
+                lane.counts["seconds"] += seconds
                 lane.counts["truncated"] += is_cut
                 if lane.tool.is_deterministic and not output.is_error:
                     lane.cache.put(run.key, output)
-                self._end_run(lane, run, output)
+                self._end_run(lane, run, replace(output, seconds=seconds))
                 self._changed.notify_all()
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from marsrl.rollout import http_server
 from marsrl.rollout.tools.search import SearchIndex
 
 _MOST_BODY_BYTES = 4 << 20
@@ -96,7 +95,5 @@ def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Call
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         shown = f"[{host}]" if ":" in host else host
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
-            on_address(f"http://{shown}:{listening.getsockname()[1]}/retrieve")
-            config = uvicorn.Config(make_app(index, top_k), log_level="warning", access_log=False)
-            uvicorn.Server(config).run(sockets=[listening])
+        address = f"http://{shown}:{listening.getsockname()[1]}/retrieve"
+        http_server.serve(make_app(index, top_k), listening, lambda: on_address(address))

@@ -19,7 +19,7 @@ PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
 NONE = np.zeros(0, np.int32)
 
 
-def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: int | bool) -> VerifierCorrector:
+def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: int | str) -> VerifierCorrector:
     evaluate = EvaluateConfig.model_validate(rules)
     team = build_orchestration("verifier_corrector", agents or {}, "math", None, RolloutConfig(picks=picks), evaluate)
     assert isinstance(team, VerifierCorrector)
@@ -406,7 +406,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 def play(
-    script: list[tuple[str, str, Finish]], agents: dict[str, AgentConfig] | None = None, **rules: int | bool
+    script: list[tuple[str, str, Finish]], agents: dict[str, AgentConfig] | None = None, **rules: int | str
 ) -> Loop:
     """How the loop stands after its asks were answered from the script of (agent, text, finish)."""
     team = five(agents, **rules)
@@ -479,13 +479,77 @@ def test_without_acceptance_the_candidate_most_often_judged_correct_wins() -> No
     assert final(play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)) == 0  # the earliest of equals
 
 
-def test_compat_counts_verify_calls_not_acceptances() -> None:
-    script = [("solver", "s", OK), ("verifier1", WRONG, Finish.LENGTH), ("corrector1", "c", OK)]
-    script += [("verifier2", "no verdict", OK)]
+# Worked out by hand. C, W: a verdict; T: a report that is cut off; s: a solution or correction; t: one that is cut off.
+# Then the place of the candidate that counts among the whole ones (0: none), by our rules and by the published script's.
+TRANSCRIPTS = [
+    (None, "sCCCC", 1, "accepted"),
+    ("marsrl", "sCCCC", 1, "accepted"),
+    (None, "sCCCWsCCCC", 2, "accepted"),
+    ("marsrl", "sCCCWsCCCC", 1, "accepted"),  # four calls each: its sort is stable, and knows nothing of acceptance
+    (None, "sCCWsCCCC", 2, "accepted"),
+    ("marsrl", "sCCWsCCCC", 2, "accepted"),
+    (None, "sCWsWt", 1, "truncated correction"),
+    ("marsrl", "sCWsWt", 1, "truncated correction"),
+    (None, "sWsCWt", 2, "truncated correction"),
+    (None, "sWsWt", 1, "truncated correction"),  # the earliest of equals
+    (None, "sCWsCCWsWsWsWsWsW", 2, "max_iterations"),
+    ("marsrl", "sCWsCCWsWsWsWsWsWsW", 2, "max_iterations"),  # one more call
+    (None, "sTCCCC", 1, "accepted"),  # an empty report is no "correct", and nothing to correct by: judged again
+    ("marsrl", "sTsWt", 2, "truncated correction"),  # handed on; a call that was cut off is none
+    (None, "t", 0, "truncated solution"),
+    ("marsrl", "tsCCCC", 1, "accepted"),
+    ("marsrl", "ttsCCCC", 1, "accepted"),
+    ("marsrl", "ttt", 0, "truncated solution"),  # three draws in all
+]
+
+
+@pytest.mark.parametrize(("compat", "letters", "place", "reason"), TRANSCRIPTS)
+def test_a_transcript_ends_as_worked_out_by_hand(compat: str | None, letters: str, place: int, reason: str) -> None:
+    team = five(**({"compat": compat} if compat else {}))
+    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
+    whole = []
+    for number, letter in enumerate(letters):
+        (ask,) = episode.enter(team.follow(episode))[0]
+        assert ask.agent.startswith("verifier") == (letter in "CWT"), (number, ask.agent)
+        text = {"C": YES, "W": WRONG, "s": f"s{number}"}.get(letter, "<think>cut")
+        finish = Finish.LENGTH if letter in "Tt" else OK
+        episode.close(ask, [team.parse(sample(f"{ask.id}:0", ask.agent, text=text, finish=finish))])
+        whole += [f"{ask.id}:0"] if letter == "s" else []
+    loop = team.loop(episode)
+    assert loop.reason == reason and loop.final is not None
+    assert place == (whole.index(loop.final.uid) + 1 if loop.final.uid in whole else 0)
+
+
+def test_the_script_verifies_once_and_then_up_to_ten_times() -> None:
+    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
+    script += [("corrector2", "c", OK), ("verifier2", WRONG, OK)] * 9
+    loop = play(script, compat="marsrl")
+    assert (loop.num_iterations, len(loop.candidates), loop.reason) == (11, 11, "max_iterations")
+    assert play(script[:-2]).num_iterations == 10 and play(script, max_iterations=11).num_iterations == 11
+
+
+def test_the_script_draws_a_truncated_solution_again_and_counts_the_redraw_as_the_solver_s() -> None:
+    cut = ("solver", "half", Finish.LENGTH)
+    team = five(compat="marsrl")
+    loop = play([cut, cut, ("solver", "s", OK), ("verifier1", WRONG, OK)], compat="marsrl")
+    assert [ask.id for ask in loop.asks[:3]] == ["e/solver", "e/solver#2", "e/solver#3"]
+    assert loop.solution is not None and loop.solution.problem_id == "2" and len(loop.candidates) == 1
+    loop = play([cut] * 3, compat="marsrl")  # three draws in all
+    assert (loop.reason, loop.solution is loop.final) == ("truncated solution", True)
+    assert play([cut]).reason == "truncated solution"
+    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
+    for number in range(2):
+        (ask,) = episode.enter(team.follow(episode))[0]
+        finish = Finish.STOP if number else Finish.LENGTH
+        episode.close(ask, [team.parse(sample(f"{ask.id}:0", text=f"\\boxed{{{number}}}", finish=finish))])
+    alone = team.alone(episode)
+    assert alone is not None and alone.answer == "1"
+
+
+def test_the_script_hands_on_empty_reports_and_counts_completed_calls() -> None:
     cut = [("verifier1", "", Finish.LENGTH), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
-    assert final(play([script[0], *cut], max_iterations=2, compat=True)) == 2
-    assert final(play([script[0], ("verifier1", WRONG, OK), *cut[1:]], max_iterations=2)) == 0
-    play([("solver", "s", OK), ("verifier1", "<think>cut", Finish.LENGTH), ("corrector1", "c", OK)], compat=True)
+    assert final(play([("solver", "s", OK), *cut], max_iterations=2, compat="marsrl")) == 2
+    assert final(play([("solver", "s", OK), ("verifier1", WRONG, OK), *cut[1:]], max_iterations=2)) == 0
 
 
 def test_a_truncated_correction_ends_the_loop_with_what_there_is() -> None:

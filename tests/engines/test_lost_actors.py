@@ -157,7 +157,7 @@ class Answers:
 def listened(pulse: EnginePulse, engine: Answers, seconds: int) -> float:
     for _ in range(seconds):
         engine.now += 1.0
-        pulse.listen([engine])
+        pulse.listen({0: engine})
     return pulse.silent_for_s(0)
 
 

@@ -139,6 +139,8 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
+        assert all(0 < result.seconds < 100 for result in results)
+        one_engine_moves(pool, checkpoint("qwen3"), judge)
         with pytest.raises(WrongVersion):
             pool.generate([request("early.0", prompt(5), 3)], version=1)
         new = perturbed(tensors, "experts")
@@ -155,6 +157,29 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         pool.close()
     _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=60)
     assert not left
+
+
+def one_engine_moves(giver, directory, judge):
+    """To a policy of another model, which has been trained on: it gets that one's weights of now, and is published to."""
+    config, tensors = local_config(engines=1, object_store_mib=80), tensors_of(directory)
+    asks = [request(f"{i}.0", prompt(20, seed=i), 40, seed=i) for i in range(8)]
+    with make_pool("other", str(directory), config, dtype="float32", max_model_len=128) as taker:
+        channel = FileChannel(CheckedEngines(taker, vocab_size=160), torch.float32)
+        channel.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
+        alone = taker.generate(asks, version=1)
+        giver.give_engine()
+        assert taker.take_engine() and (giver.num_engines, taker.num_engines) == (1, 2)
+        assert [info.settings for info in taker.infos()] == [taker.infos()[0].settings] * 2
+        before = taker.num_decoded()
+        for one, other in zip(alone, taker.generate(asks, version=1), strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        assert all(now > then for now, then in zip(taker.num_decoded(), before, strict=True))
+        old, new = taker.score([prompt(60, seed=9)])
+        np.testing.assert_allclose(old, new, atol=ROUNDING)
+        report = channel.publish(judge.learner(directory, perturbed(tensors, "mlp", seed=1)), 2)
+        assert report.comparison.median < 1e-5  # of the engine that differs most
+        channel.close()
+        assert taker.take_faults().engine_restarts == giver.take_faults().engine_restarts == 0
 
 
 def test_an_address_where_nobody_listens_is_named(checkpoint):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from marsrl.rollout.pool import ray_connection
+from marsrl.rollout.pool import ray_start
 
 pytestmark = pytest.mark.slow
 
@@ -158,12 +158,12 @@ def test_a_ray_that_is_too_slow_for_its_own_limit_is_started_once_more(
         if len(begun) < 3:
             raise Exception("The current node timed out during startup. This could happen because ...")
 
-    monkeypatch.setattr(ray_connection, "_init", init)
-    ray_connection._start(80, (), ("127.0.0.1", 0))
+    monkeypatch.setattr(ray_start, "_init", init)
+    ray_start.start_head(80, (), ("127.0.0.1", 0))
     assert [process.poll() for process in begun[2:]] == [None]
     begun[2].kill()
     assert [process.wait(10) for process in begun] == [-signal.SIGKILL] * 3
     assert len(caplog.records) == 2
-    monkeypatch.setattr(ray_connection, "_init", lambda *_: 1 / 0)
+    monkeypatch.setattr(ray_start, "_init", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        ray_connection._start(80, (), ("127.0.0.1", 0))
+        ray_start.start_head(80, (), ("127.0.0.1", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import Sampling, WeightUpdate, WrongVersion
 from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.vllm.worker import _reduce_asleep
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -53,6 +55,25 @@ def publish(engine, tensors, judge, directory, version, cache_dtype=None):
         return channel.publish(learner, version)
     finally:
         channel.close()
+
+
+def test_processes_of_an_engine_wait_for_each_other_asleep(vllm_engine, monkeypatch):
+    """Right after a message too: vLLM's own waiting would look again and again for a second, on the cores of the others."""
+    vllm_engine("qwen3_moe")  # whose start sees to it
+    import zmq
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    asked: list[int | None] = []
+    reader = SpinCondition(is_reader=True, context=zmq.Context.instance(), notify_address="inproc://nobody")
+    monkeypatch.setattr(reader, "poller", SimpleNamespace(poll=lambda timeout: asked.append(timeout) or []))
+    reader.record_read()
+    reader.wait(7)
+    assert asked == [7]
+    group = SimpleNamespace(device_communicator=SimpleNamespace(dist_module="spins"))
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    _reduce_asleep()
+    assert group.device_communicator.dist_module is torch.distributed  # gloo waits in the kernel
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,6 +227,8 @@ def test_greedy_segments_continue_as_if_they_were_one(kind, vllm_engine):
     np.testing.assert_array_equal(tokens[70:], whole.token_ids)
     np.testing.assert_allclose(np.concatenate(logprobs), whole.logprobs, atol=1e-4, rtol=0)
     assert cached[2] >= 64  # the prefix was not computed again
+    engine.forget_prefixes()
+    assert decoded(engine, [request("s.again", tokens, 4, temperature=0.0)])[0].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe"])
@@ -260,6 +283,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(kind, vllm_engine):
     result = decoded(engine, [request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))])[0]
     assert result.finish is Finish.STOP and result.token_ids[-1] == stop
     assert len(result.logprobs) == len(result.token_ids) <= 6
+    assert result.seconds > 0 and not engine._shares._since
 
 
 @pytest.mark.parametrize("kind", ["qwen3", OWN])

@@ -91,5 +91,5 @@ def letter_problems(count: int, seed: int = 0) -> DataCursor:
 
 
 def letter_config(**options: object) -> RolloutConfig:
-    base = {"engine": "scripted", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 48, "overlap": 1}
+    base = {"prompts_per_step": 2, "group_size": 3, "max_response_tokens": 48, "overlap": 1}
     return RolloutConfig.model_validate(base | options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from letters import script
@@ -22,11 +23,19 @@ class WeighedEngine(ScriptedEngine):
         return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
 
 
+@dataclass
+class Places:
+    """On the hosts there are."""
+
+    free: int = 0
+
+
 class MortalReplicas(LocalReplicas):
     """Replicas that fail as Ray actors do.
 
     deadly(request): the engine that gets this request dies once it has decoded something.
     dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
+    places: for replicas that are made, which several may share; None: always one.
     """
 
     can_restart = True
@@ -39,6 +48,7 @@ class MortalReplicas(LocalReplicas):
         script: Callable[[DecodeRequest], list[int]] = script,
         tokens_per_step: int | None = 9,
     ) -> None:
+        self.places: Places | None = None
         self._make = lambda: WeighedEngine(script, tokens_per_step=tokens_per_step)
         super().__init__([self._make() for _ in range(count)])
         self.deadly = deadly
@@ -76,10 +86,25 @@ class MortalReplicas(LocalReplicas):
     def abort(self, busy: Sequence[int]) -> None:
         super().abort([replica for replica in busy if not self._lost(replica)])
 
+    def stop(self, replica: int) -> None:
+        """A place is free only where its host is not gone with it."""
+        if self.places is not None and replica not in self.dead:
+            self.places.free += 1
+
+    def has_place(self, within_s: float) -> bool:
+        return self.places is None or self.places.free > 0
+
     def restart(self, replica: int) -> Lost | None:
         self.restarts.append(replica)
         if self.is_beyond_repair:
             return Lost("no such node")
+        if not self.has_place(0.0):
+            raise RuntimeError(f"engine {replica} has no place")
+        if self.places is not None:
+            self.places.free -= 1
+        if replica == len(self.engines):
+            self.engines.append(self._make())
+            self.had.append([])
         self.engines[replica] = self._make()
         self.dead.discard(replica)
         self.hung.discard(replica)

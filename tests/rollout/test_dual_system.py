@@ -138,12 +138,14 @@ def play(
 ) -> tuple[Episode, Sample, Says]:
     """An episode to its end, System 2's sample, and what was asked."""
     says, length = Says(renderer, turns), options.pop("length", 4000)
-    player = AtOnce(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling())
+    answered: list[Sample] = []
+    note = lambda _, samples, __: answered.extend(samples)  # noqa: E731
+    player = AtOnce(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling(), on_end=note)
     episode = Episode("e.0", "e", PROBLEM, purpose="evaluate")
     player.play([episode], 0)
     player.finish()
     assert episode.is_at_its_end and not episode.error and not episode.waiting
-    (said,) = [sample for sample in player.answered if sample.agent == "system2"]
+    (said,) = [sample for sample in answered if sample.agent == "system2"]
     return episode, replace(said, text=renderer.decode(said.token_ids)), says
 
 

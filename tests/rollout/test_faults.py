@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems
-from mortal import MortalReplicas, WeighedEngine
+from mortal import MortalReplicas, Places, WeighedEngine
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
@@ -135,6 +135,55 @@ def test_requests_under_suspicion_are_alone_on_their_engine() -> None:
     assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
 
 
+@pytest.mark.parametrize("how", ["generate", "submit"])
+def test_the_others_go_on_without_an_engine_that_has_no_place_until_it_has_one(how: str) -> None:
+    replicas = MortalReplicas(3)
+    pool = replicas.pool(slots=4)
+    pool.update_weights(WeightUpdate("version_1", 1))
+    replicas.places = Places()
+    replicas.dead.add(1)
+    assert all(map(is_whole, served(pool, asks(20), how, version=1)))
+    faults = pool.take_faults()
+    assert pool.engines == [0, 2] and not pool.is_whole and replicas.restarts == []
+    assert faults.engine_restarts == faults.failed == 0 and faults.resubmitted > 0
+    had = len(replicas.had[1])
+    assert [receipt.version for receipt in pool.update_weights(WeightUpdate("version_2", 2))] == [2, 2]
+    assert all(map(is_whole, served(pool, asks(20), how, version=2))) and len(replicas.had[1]) == had
+    assert len(pool.score([np.arange(5, dtype=np.int32)])) == len(pool.infos()) == 2
+    replicas.places.free = 1
+    served(pool, asks(3), how, version=2)
+    assert pool.engines == [0, 2]  # it is not looked for all the time
+    replicas.now += 60
+    assert {result.version for result in served(pool, asks(20), how, version=2)} == {2}
+    assert pool.engines == [0, 1, 2] and pool.is_whole and len(replicas.had[1]) > had
+    assert pool.take_faults().engine_restarts == 1 and replicas.engines[1]._version == 2
+
+
+def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(slots=4)
+    replicas.places = Places()
+    replicas.dead |= {0, 1}
+    with pytest.raises(RuntimeError, match="engine 1 has no place"):
+        served(pool, asks(20), "submit")
+
+
+def test_requests_under_suspicion_go_to_another_engine_where_theirs_is_not_replaced() -> None:
+    replicas = MortalReplicas(2, deadly=lambda request: request.uid == "1/solver:0" and replicas.places is None)
+    pool = replicas.pool(slots=4)
+    pool.submit(asks(12), version=0)
+    while len(replicas.restarts) < 2 or not pool._probation.num_waiting:
+        pool.collect(0.0)
+    (suspected,) = pool._probation.replicas
+    replicas.places = Places()
+    replicas.dead.add(suspected)
+    pool._requeued(suspected, "its host is gone")
+    results = []
+    while pool.num_under_way:
+        results += pool.collect(0.0)
+    assert pool.engines == [1 - suspected] and all(map(is_whole, results))
+
+
 def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool(slots=2)
@@ -204,6 +253,19 @@ class Trainer:
         return self.pool.hand(replica, WeightUpdate("", 4)) if self.can else None
 
 
+def test_an_engine_that_is_lost_while_weights_are_proven_gets_them_from_the_trainer_later() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    trainer = Trainer(pool)
+    pool.update_weights(WeightUpdate("", 4))
+    trainer.can = False  # in the middle of a publish
+    replicas.dead.add(0)
+    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1 and replicas.restarts == [0]
+    trainer.can = True
+    assert {result.version for result in served(pool, asks(8), "generate", version=4)} == {4}
+    assert trainer.asked[-1] == 0 and all(replicas.had)
+
+
 @pytest.mark.parametrize("how", ["generate", "submit"])
 def test_weights_of_no_file_come_from_the_trainer_again(how: str) -> None:
     replicas = MortalReplicas(2)
@@ -226,14 +288,15 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     assert all(map(is_whole, served(pool, asks(8), "submit", version=4)))  # the other one has them all
     had = len(replicas.had[1])
     assert all(map(is_whole, served(pool, asks(8), "generate", version=4)))
-    with pytest.raises(RuntimeError, match=r"score needs them, and engines \[1\] were lost"):
-        pool.score([np.arange(5, dtype=np.int32)])
+    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1  # the proof of a publish is the others'
     assert len(replicas.had[1]) == had
     replicas.dead.add(0)
     pool.submit(asks(4), version=4)
     for _ in range(3):
         assert pool.collect(0.0) == []  # nobody can
     pool.drain()
+    with pytest.raises(RuntimeError, match=r"score needs them, and engines \[0, 1\] were lost"):
+        pool.score([np.arange(5, dtype=np.int32)])
     with pytest.raises(RuntimeError, match=r"generate needs them, and engines \[0, 1\] were lost"):
         pool.generate(asks(4), version=4)
     pool.drain()
@@ -252,7 +315,7 @@ def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
     trainer.can = False
     replicas.dead.add(0)
     pool.stand_by()
-    assert not trainer.asked and pool.num_restarts == 1
+    assert not trainer.asked and replicas.restarts == [0]
     pool.update_weights(WeightUpdate("", 5))
     assert [result.version for result in served(pool, asks(4), "submit", version=5)] == [5] * 4
     replicas.dead.add(1)  # in the middle of it no side can go on

@@ -11,6 +11,7 @@ import pytest
 import torch
 from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
+from trained import train_sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -100,24 +101,6 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
     samples = [sample for group in groups for sample in group.samples]
     assert len(samples) == 6 and decode(Sample, encode(samples[0])).kept_tokens is not None
     return samples
-
-
-def train_sequences(samples: list[Sample], *, keeps: bool = True) -> list[TrainSequence]:
-    return [
-        TrainSequence(
-            uid=s.uid,
-            prompt_ids=s.prompt_ids,
-            token_ids=s.token_ids,
-            is_sampled=s.is_sampled,
-            rollout_logprobs=s.rollout_logprobs,
-            advantage=float(index % 2) - 0.5,
-            agent=0,
-            temperature=SOLVER.temperature,
-            is_positive=index % 2 == 1,
-            kept_tokens=s.kept_tokens if keeps else None,
-        )
-        for index, s in enumerate(samples)
-    ]
 
 
 def step(
@@ -219,12 +202,12 @@ def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_
     assert (
         5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
     )  # 0.9 of the bound's
-    stats = step(model, train_sequences(samples))
+    stats = step(model, train_sequences(samples, SOLVER.temperature))
     assert stats.prob_diff_max < 1e-5 and abs(stats.k3) < 1e-8
     assert sum(stats.agent_sums["clipped_tokens"]) == 0  # ratios to the rollout's log-probs are 1 within a hundredth
-    ignored = step(model, train_sequences(samples, keeps=False))
+    ignored = step(model, [replace(each, kept_tokens=None) for each in train_sequences(samples, SOLVER.temperature)])
     assert ignored.prob_diff_max > 0.01 and sum(ignored.agent_sums["clipped_tokens"]) > 0
-    one_less = train_sequences(samples)
+    one_less = train_sequences(samples, SOLVER.temperature)
     one_less = [replace(one_less[0], kept_tokens=without_one(one_less[0])), *one_less[1:]]
     assert step(model, one_less).prob_diff_max > 1e-3
 
@@ -254,12 +237,14 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_k
         right = [nucleus(logits, 0.9, MOST) for logits in torch.cat([old[:12], new[12:]])]
         assert [set(row.tolist()) for row in rows] == right
         assert right[:12] != [nucleus(logits, 0.9, MOST) for logits in new[:12]]
-    assert step(other_model, train_sequences(samples)).prob_diff_max > 0.01  # the first segment is of other weights
+    assert (
+        step(other_model, train_sequences(samples, SOLVER.temperature)).prob_diff_max > 0.01
+    )  # the first segment is of other weights
 
 
 def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Path, other_model: Path) -> None:
     """Under the same weights the ratio is 1 and the divergence 0, however little was kept."""
-    sequences = train_sequences(played(engine_of(model)))
+    sequences = train_sequences(played(engine_of(model)), SOLVER.temperature)
     objective = PolicyObjective(clip_low=1e-4, clip_high=1e-4, kl="k3", kl_coef=0.1)
     stats = step(model, sequences, objective, old_policy="recompute", reference=model)
     assert sum(stats.agent_sums["clipped_tokens"]) == 0 and abs(sum(stats.agent_sums["kl"])) < 1e-6
@@ -268,7 +253,7 @@ def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Pa
 
 
 def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:
-    sequences = train_sequences(played(engine_of(model), top_k=1))
+    sequences = train_sequences(played(engine_of(model), top_k=1), SOLVER.temperature)
     stats = step(model, sequences, mpt=MptConfig())  # one token kept: p = 1, entropy 0
     assert stats.gated_samples == 3 and not any(logprobs.any() for logprobs in stats.logprobs)
     assert stats.grad_norm == 0

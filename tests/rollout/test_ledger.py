@@ -195,12 +195,13 @@ def test_a_segment_is_counted_and_put_behind_what_was_there() -> None:
         (2, Finish.ERROR, Finish.ERROR),
     ]:
         cached = 4 if given is Finish.STOP and count > 1 else 0
-        assert books.extended(group, 0, result(count, given, num_cached_tokens=cached))[1] is finish
+        assert books.extended(group, 0, result(count, given, num_cached_tokens=cached, seconds=0.25))[1] is finish
     own = {name: n for name, n in books.counts.items() if name.startswith("cost/")}
     assert own == {
         "cost/solver/output_tokens": books.counts["rollout/tokens"],
         "cost/solver/input_tokens": books.counts["rollout/prompt_tokens"],
         "cost/solver/cached_tokens": 3 + 4,
+        "cost/solver/seconds": 8 * 0.25,
     }
     assert books.counts == own | {
         "rollout/tokens": 20 + 27 + 27 + 28 + 28 + 28 + 1 + 2,

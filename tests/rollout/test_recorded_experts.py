@@ -11,6 +11,7 @@ import pytest
 import torch
 from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
+from trained import train_sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -26,7 +27,6 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
@@ -146,23 +146,6 @@ def played(engine: LocalEngine, segments: int, other_weights: str | None) -> lis
     return [sample for group in groups for sample in group.samples]
 
 
-def train_sequences(samples: list[Sample]) -> list[TrainSequence]:
-    return [
-        TrainSequence(
-            uid=s.uid,
-            prompt_ids=s.prompt_ids,
-            token_ids=s.token_ids,
-            is_sampled=s.is_sampled,
-            rollout_logprobs=s.rollout_logprobs,
-            advantage=float(index % 2) - 0.5,
-            agent=0,
-            temperature=1.0,
-            routed_experts=s.routed_experts,
-        )
-        for index, s in enumerate(samples)
-    ]
-
-
 def learner_of(model: Path, router_replay: str = "rollout", old_policy: str = "pois") -> Learner:
     return Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
@@ -181,7 +164,7 @@ def test_under_the_same_weights_no_expert_differs_and_log_probs_agree(model: Pat
     samples = played(engine_of(model), 1, None)
     assert len(samples) == 6 and all(s.routed_experts is not None for s in samples)
     learner = learner_of(model)
-    batches = micro_batches(train_sequences(samples), BatchShard(0, 1, 4000, 1))
+    batches = micro_batches(train_sequences(samples, 1.0), BatchShard(0, 1, 4000, 1))
     stats = learner.step(batches, normaliser=100.0)
     assert stats.replay is not None and stats.replay.choices_differ == 0
     assert stats.replay.tokens == sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
@@ -207,13 +190,15 @@ def test_a_segment_that_is_carried_over_keeps_the_experts_of_the_weights_that_de
         np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
     assert differ > 20  # the two versions choose differently, so the record could have been of either
-    stats = learner_of(model).step(micro_batches(train_sequences(samples), BatchShard(0, 1, 4000, 1)), normaliser=100.0)
+    stats = learner_of(model).step(
+        micro_batches(train_sequences(samples, 1.0), BatchShard(0, 1, 4000, 1)), normaliser=100.0
+    )
     assert stats.replay is not None and stats.replay.tokens_differ > 0
 
 
 def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other_weights: str) -> None:
     """Else the ratio of the first update would not be 1, and the loss not that of the pseudo on-policy."""
-    sequences = train_sequences(played(engine_of(model), 2, other_weights))
+    sequences = train_sequences(played(engine_of(model), 2, other_weights), 1.0)
     losses, clipped = [], []
     for old_policy in ("pois", "recompute"):
         learner = learner_of(model, old_policy=old_policy)

@@ -18,7 +18,7 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Sample
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
-SMALL = RolloutConfig(engine="scripted", prompts_per_step=3, group_size=4, picks=2, max_response_tokens=12)
+SMALL = RolloutConfig(prompts_per_step=3, group_size=4, picks=2, max_response_tokens=12)
 
 
 Make = Callable[..., Scheduler]

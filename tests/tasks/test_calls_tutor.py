@@ -22,7 +22,7 @@ from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions
 from marsrl.rollout.tasks.facts_tokenizer import CALLS_VOCABULARY, write_calls_tokenizer
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.rollout.tools.search import IndexSearch, build_index
+from marsrl.rollout.tools.search import IndexSearch
 from marsrl.rollout.types import Finish, Problem, Sample, Segment, ToolCall, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse", calculations=0.3)
@@ -39,18 +39,6 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     folder = tmp_path_factory.mktemp("calls")
     write_calls_tokenizer(folder)
     return ChatRenderer(folder)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def tool(world: World) -> Iterator[IndexSearch]:
-    tool = IndexSearch(build_index(world.documents), top_k=1)
-    yield tool
-    tool.close()
 
 
 def questions(world: World, rates: DualSystemSlips, count: int = 60) -> Iterator[tuple[Problem, list[Trace]]]:

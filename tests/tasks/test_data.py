@@ -1,6 +1,8 @@
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.config import TrainFile
+from marsrl.rollout.tasks.config import TrainFile, read_eval_files
 from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
+from marsrl.rollout.tasks.eval_files import read_eval
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.tasks.train_files import Mixture, draw_endlessly, read_train
 from marsrl.rollout.types import Problem
@@ -298,3 +301,44 @@ def test_a_line_without_end_is_bounded_and_the_next_one_is_read(
     found = read_problems(path, "math", on_bad_line="skip")
     assert [problem.id for problem in found.problems] == ["d.jsonl:1", "d.jsonl:3", "d.jsonl:5"]
     assert found.notes == (f"{path}:2: longer than 1 MiB", f"{path}:4: longer than 1 MiB")
+
+
+def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems_whatever_else_is_there(
+    tmp_path: Path,
+) -> None:
+    for name, count in (("aime 25", 5), ("more", 9)):
+        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = [
+        str(tmp_path / "aime 25.jsonl"),
+        {"path": str(tmp_path / "more.jsonl"), "name": "other", "count": 4, "repeat": 7},
+    ]
+    files = read_eval_files(listed)
+    sets, num_bad = read_eval(files, "math", 0, 300, 2)
+    assert [(each.name, len(each.problems), each.repeat) for each in sets] == [("aime_25", 5, 2), ("other", 4, 7)]
+    assert sets[0].problems[0].id == "aime_25/aime 25.jsonl:1" and num_bad == 0
+    (alone,), _ = read_eval(files[1:], "math", 0, 300, 2)
+    assert alone == sets[1]
+    (few,), _ = read_eval(files[:1], "math", 0, 3, 2)
+    assert len(few.problems) == 3
+    with pytest.raises(ValueError, match=r"data.eval\[0\]: .*more.jsonl has 9 problems, fewer than count = 10"):
+        read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), "math", 0, 300, 1)
+    with pytest.raises(ValueError, match=r"data.eval\[0\]: .*gone.jsonl does not exist"):
+        read_eval(read_eval_files([str(tmp_path / "gone.jsonl")]), "math", 0, 300, 1)
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        ([], "data.eval is []; expected a path, or a list"),
+        ([7], r"data.eval[0] is 7; expected"),
+        (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a"),
+        ([{"path": "a", "name": "system"}], "would be called 'system'; give it a name"),
+        ([{"path": "a", "name": "../x"}], "would be called '../x'; give it a name"),
+        ([{"path": "a", "weight": 1}], "data.eval[0].weight: Extra inputs"),
+        ([{"path": "a", "count": 0}], "data.eval[0].count: Input should be greater than 0"),
+    ],
+)
+def test_a_list_of_sets_that_cannot_be_used_is_named(listed: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(found)):
+        read_eval_files(listed)

@@ -21,7 +21,7 @@ from marsrl.rollout.tasks.facts_tokenizer import VOCABULARY, write_facts_tokeniz
 from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.rollout.tools.search import IndexSearch, build_index
+from marsrl.rollout.tools.search import IndexSearch
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse")
@@ -41,18 +41,6 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     folder = tmp_path_factory.mktemp("facts")
     write_facts_tokenizer(folder)
     return ChatRenderer(folder)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def tool(world: World) -> Iterator[IndexSearch]:
-    tool = IndexSearch(build_index(world.documents), top_k=1)
-    yield tool
-    tool.close()
 
 
 def questions(world: World, rates: SearchSlips, count: int = 40) -> Iterator[list[Trace]]:

@@ -94,6 +94,19 @@ def test_arguments_that_are_no_json_object_are_an_error_that_says_so(arguments: 
     assert not tool.seen and len(output.text) < 1000
 
 
+def test_calls_apart_find_and_leave_nothing() -> None:
+    echo = Scripted(text_of)
+    with pool_of(echo) as pool:
+        answers(pool, [call("1", "a")])
+        with pool.apart():
+            answers(pool, [call("2", "a"), call("3", "b")])
+            assert pool.take_counts()["tools/echo/calls"] == 2
+        answers(pool, [call("4", "a")])  # answered from before
+        counts = pool.take_counts()
+    assert sorted(str(seen["text"]) for seen in echo.seen) == ["a", "a", "b"]
+    assert (counts["tools/echo/calls"], counts["tools/echo/cached"]) == (2, 1)
+
+
 def test_names_that_models_make_up_are_errors_and_one_row_of_metrics() -> None:
     with pool_of(Scripted(text_of)) as pool:
         outputs, counts = (
@@ -238,7 +251,9 @@ def test_the_same_call_while_it_runs_is_one_run() -> None:
     with pool_of(tool) as pool:
         futures = [pool.submit(call(str(i))) for i in range(10)]
         gate.set()
-        assert {future.result(SOON_S) for future in futures} == {ToolOutput("True")}
+        outputs = [future.result(SOON_S) for future in futures]
+        assert set(outputs) == {ToolOutput("True")}
+        assert sum(output.seconds > 0 for output in outputs) == 1  # nine have cost nothing
         assert len(tool.seen) == 1 and pool.take_counts()["tools/echo/cached"] == 9
 
 

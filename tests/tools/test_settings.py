@@ -11,10 +11,10 @@ from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import ToolCall
-from marsrl.trainer.config_origin import ConfigError
+from marsrl.trainer.config.origin import ConfigError
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import read_config
 
 LIMA = Document("lima", "Lima", "The capital of Peru.")
 
@@ -75,7 +75,7 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(f'{{"question": "q{i}", "golden_answers": ["a"]}}\n' for i in range(20)))
     model = init_model("tiny", "bytes", tmp_path / "model")
-    words = ["task=qa", f"policies.main.model={model}", "policies.main.dtype=float32", "rollout.engine=scripted"]
+    words = ["task=qa", f"policies.main.model={model}", "policies.main.dtype=float32", "rollout.engine=local"]
     with pytest.raises(ValueError, match=r"tools.search.corpus is null"):
         preflight(read_config(None, [*words, f"data.train={questions}"])[0], world_size=1)
     assert preflight(read_config(None, words)[0], world_size=1).plan.lines()

@@ -16,6 +16,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
 from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -75,6 +77,7 @@ class LocalEngine:
         self._batch: DecodeBatch | None = None
         self._is_aborting = False
         self._num_decoded = 0
+        self._shares = TimeShares()
 
     def info(self) -> EngineInfo:
         name = str(self._dtype).removeprefix("torch.")
@@ -98,13 +101,14 @@ class LocalEngine:
         end = time.monotonic() + timeout_s
         while True:
             if self._is_aborting:
-                return self._give_up()
+                return self._billed(self._give_up())
+            start = time.perf_counter()
             results = self._admit()
-            if results or self._batch is None:
-                return results
-            results = self._step(self._batch)
-            if results or time.monotonic() >= end:
-                return results
+            if not results and self._batch is not None:
+                results = self._step(self._batch)
+            self._shares.step(time.perf_counter() - start)
+            if results or self._batch is None or time.monotonic() >= end:
+                return self._billed(results)
 
     def abort(self) -> None:
         self._is_aborting = True
@@ -134,6 +138,9 @@ class LocalEngine:
         end = time.perf_counter()
         return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
 
+    def forget_prefixes(self) -> None:
+        """Caches live as long as their requests."""
+
     def sleep(self) -> None:
         """Weights to the host; caches live as long as their requests. On a CPU nothing moves."""
         if self._batch is not None or self._inbox:
@@ -149,6 +156,10 @@ class LocalEngine:
     def close(self) -> None:
         self._receiver.close()
         self._model.weights.clear()
+
+    def _billed(self, results: Sequence[DecodeResult]) -> list[DecodeResult]:
+        """The results with their parts of the time."""
+        return [replace(result, seconds=self._shares.end(result.uid)) for result in results]
 
     def _move_weights(self, device: torch.device) -> None:
         weights = self._model.weights
@@ -182,6 +193,7 @@ class LocalEngine:
                 refused.append(Row(request, 0, finish=Finish.ERROR).result(self._version, reason))
             else:
                 joining.append(request)
+                self._shares.add(request.uid)
         if joining:
             joined = self._prefilled(joining)
             if self._batch is not None:

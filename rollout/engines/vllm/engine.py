@@ -36,6 +36,7 @@ from marsrl.rollout.engines.protocol import (
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
 from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.own_sampler import (
     COLDEST,
@@ -112,6 +113,8 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        from marsrl.rollout.engines.vllm.worker import wait_asleep
+
         if sleeps and current_platform.is_cpu():
             raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
         if threads is not None and current_platform.is_cpu():
@@ -152,7 +155,10 @@ class VllmEngine:
         self._rendezvous = Path(rendezvous) if rendezvous else None
         if options.tensor_parallel == 1:
             self._forget_rendezvous()  # workers on several GPUs may still make groups through it
+        elif device == "cpu":
+            wait_asleep()
         self._core: Any = self._llm.llm_engine
+        self._shares = TimeShares(options.max_num_seqs)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._num_experts = int(self._llm.model_config.get_num_experts())
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -260,6 +266,10 @@ class VllmEngine:
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
+    def forget_prefixes(self) -> None:
+        self._settle()
+        self._reset_prefix_cache()
+
     def sleep(self) -> None:
         """vLLM's level 1: weights to the host's memory. Level 2 drops them, and a step that is skipped sends no new ones."""
         self._settle()
@@ -286,9 +296,8 @@ class VllmEngine:
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
-                "VllmEngine.update_weights: vLLM did not reset its prefix cache, so cached prefixes of the old "
-                "weights are "
-                "left; requests are still running"
+                "VllmEngine: vLLM did not reset its prefix cache, so prefixes are left in it (after an update of the weights, "
+                "those of the old ones); requests are still running"
             )
 
     def _refuse_old_prefixes(self, outputs: Sequence[Any]) -> None:
@@ -363,15 +372,18 @@ class VllmEngine:
             prompt = {"prompt_token_ids": request.token_ids.tolist()}
             self._core.add_request(key, prompt, self._sampling_params(key, request))
             self._under_way[key] = request
+            self._shares.add(request.uid)
         return refused
 
     def _step(self) -> list[Any]:
         """One step of vLLM; the RequestOutputs that it finished."""
+        start = time.perf_counter()
         try:
             outputs = self._core.step()
         except RuntimeError as error:
             self._check_workers(error)
             raise
+        self._shares.step(time.perf_counter() - start)
         finished = [output for output in outputs if output.finished]
         self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
         if time.monotonic() >= self._next_look:
@@ -393,6 +405,7 @@ class VllmEngine:
                 num_cached_tokens=output.num_cached_tokens or 0,
                 routed_experts=None if request.experts_from is None else experts_told(completion, self._num_experts),
                 kept_tokens=kept if request.sampling.records_kept else None,
+                seconds=self._shares.end(request.uid),
             )
             for request, output, completion, (logprobs, kept) in zip(
                 requests, outputs, completions, self._drawn(outputs), strict=True

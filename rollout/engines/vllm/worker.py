@@ -10,6 +10,7 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,11 @@ class WorkerExtension:
 
     def marsrl_started(self) -> str:
         """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or nothing."""
-        _heed_expert_maps(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        _heed_expert_maps(model)
+        if next(model.parameters()).device.type == "cpu":
+            wait_asleep()
+            _reduce_asleep()
         method = self.distributed_init_method
         return method.removeprefix("file://") if method.startswith("file://") else ""
 
@@ -139,6 +144,30 @@ class WorkerExtension:
         if not found:
             raise RuntimeError("vLLM did not load marsrl's DrawTokens; was the engine made by VllmEngine?")
         return found[0]
+
+
+def wait_asleep() -> None:
+    """Readers of vLLM's queues between processes, here: asleep until something is written.
+
+    vLLM has them look again and again for a second after each message, which costs a GPU's process nothing; on a CPU it
+    takes the cores that the other processes of the engine, and the trainer, compute on. Asleep they are woken by the
+    notification that vLLM sends with each message anyway.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    def note_read(condition: SpinCondition) -> None:
+        condition.last_read = -math.inf  # it spins until `busy_loop_s` after that
+
+    SpinCondition.record_read = note_read  # type: ignore[method-assign]
+
+
+def _reduce_asleep() -> None:
+    """Sums over a CPU engine's processes by gloo, for the same reason: in vLLM's shared memory they wait for each other awake."""
+    from vllm.distributed import parallel_state
+
+    communicator: Any = parallel_state.get_tp_group().device_communicator
+    if communicator is not None:  # several processes
+        communicator.dist_module = torch.distributed
 
 
 def _our_name(name: str) -> str:

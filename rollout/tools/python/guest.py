@@ -1,7 +1,7 @@
 """The program inside the sandbox. Standard library only: its text is what a bare interpreter is started with.
 
 It gives up what it may do, says that it is ready, waits for one snippet on its input, a socket, runs it, sends its exit code
-there and ends:
+there and waits to be ended:
 
     argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\\n" -> snippet -> its output -> a byte
 
@@ -11,6 +11,7 @@ nothing that it writes is believed by the host, to which all of it is text.
 
 from __future__ import annotations
 
+import _signal
 import ast
 import contextlib
 import ctypes
@@ -120,6 +121,8 @@ def main() -> None:
     sys.stdout.flush()
     if os.getpid() == first:
         os.write(host, bytes([status]))
+        while True:  # the host ends it when no call waits: an end takes longer than many a snippet
+            _signal.pause()
     os._exit(status)  # at once: what it made is thrown away
 
 

@@ -1,4 +1,4 @@
-"""One interpreter of the sandbox, seen from the host: started, given one snippet, killed.
+"""One interpreter of the sandbox, seen from the host: started, given one snippet, stopped, killed.
 
 All that it starts is in one process group, which it cannot leave (seccomp.py), so that one signal ends it and one call slows it
 down. What it writes is bytes that are bounded and never interpreted.
@@ -87,7 +87,11 @@ class Interpreter:
                 raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
-        """Give it its snippet, and end it with everything that it has started. It is still to be killed."""
+        """Give it its snippet; nothing of it runs afterwards. It is still to be killed.
+
+        What has said that it is through is stopped, and its end, which takes longer than many a snippet, is left to kill; what
+        has not is ended here, with the memory that it holds.
+        """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
         with contextlib.suppress(OSError):  # it has died; its end says so next
@@ -123,7 +127,7 @@ class Interpreter:
                     stopped = "time"
         finally:
             os.close(pidfd)
-            self.stop()
+            self._signal(signal.SIGKILL if stopped or status is None else signal.SIGSTOP)
         has_died = status is None and stopped is None
         return Ending(bytes(output[:most_bytes]), stopped, self._reap() if has_died else status or 0, has_died)
 
@@ -133,15 +137,19 @@ class Interpreter:
             os.setpriority(os.PRIO_PGRP, self._process.pid, _SLOW_NICE)
             Path(f"/proc/{self._process.pid}/autogroup").write_text(str(_SLOW_NICE))
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """End it at once, with all that it has started. From any thread; it is still to be killed."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To it and all that it has started."""
         with self._signalling, contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """End it, wait for it, release its pipes. May be called twice."""
-        self.stop()
+        self.end()
         self._line.close()
         self._output.close()
         self._reap()

@@ -1,6 +1,7 @@
 """The tool `python`: one snippet, one interpreter that was started ahead and is thrown away behind it.
 
-    keeper -> interpreters that are ready -> a call takes one, gives it the snippet, kills it -> text
+    keeper -> interpreters that are ready -> a call takes one, gives it the snippet, stops it -> text
+       |-> kills those that are spent, starts others, while no call is under way if nobody waits for one
 
 Nothing is shared by two calls, so nothing has to be cleaned between them: each has a process tree, a /tmp, namespaces and, under
 root, a user id of its own, which all end with it. An interpreter that forked itself for each call would start sooner, and its
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _START_S = 60.0  # until an interpreter is ready, on a busy machine
 _LONGEST_PAUSE_S = 60.0
-_GIVES_WAY_S = 0.1
+_GIVES_WAY_S = 0.5
 _NICE = 5
 _BYTES_A_CHAR = 4  # of UTF-8, at most
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
@@ -61,6 +62,7 @@ class PythonInterpreter:
         self._spent: list[Interpreter] = []  # still to be killed or waited for
         self._failure: str | None = None  # why the last one did not start
         self._closed = threading.Event()
+        self._is_wanted = threading.Event()  # a call waits for an interpreter, or for the end
         self._keeper = threading.Thread(target=self._keep, name="marsrl-python", daemon=True)
         self._keeper.start()
 
@@ -95,10 +97,11 @@ class PythonInterpreter:
         """Kill every interpreter; may be called twice. Calls under way end as if their snippet had been killed."""
         with self._changed:
             self._closed.set()
+            self._is_wanted.set()
             self._spent += self._ready
             self._ready.clear()
             for interpreter in self._running:
-                interpreter.stop()
+                interpreter.end()
             self._changed.notify_all()
         self._keeper.join()
 
@@ -114,6 +117,7 @@ class PythonInterpreter:
                     self._spent.append(interpreter)
                 if self._failure is not None:
                     raise ToolError(f"python is not available: {self._failure}")
+                self._is_wanted.set()
                 self._changed.wait()
         raise ToolError("python is not available: it was closed")
 
@@ -138,9 +142,11 @@ class PythonInterpreter:
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._spent or self._room())
-                is_busy = bool(self._ready and self._running)
+                is_busy = bool(self._running)
             if is_busy:
-                self._closed.wait(_GIVES_WAY_S)  # and not by the condition, which every call tells of its end
+                self._is_wanted.wait(_GIVES_WAY_S)  # and not by the condition, which every call tells of its end
+            if not self._closed.is_set():
+                self._is_wanted.clear()
             self._bury()
             if room := self._room():
                 return min(room, os.cpu_count() or 1)

@@ -1,0 +1,29 @@
+"""Servers of this product: they listen on a socket that is there, until Ctrl-C."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:
+    """Answer on a listening socket until Ctrl-C. is_up: called when answers are given."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+        _Server(config, is_up).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Says that it is up when Ctrl-C is its own: one that comes earlier can leave it half begun for ever."""
+
+    def __init__(self, config: uvicorn.Config, is_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._is_up = is_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._is_up()

@@ -1,0 +1,127 @@
+"""Starts a node of Ray on this host: the head of a cluster of our own, or what `marsrl join` gives to another's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import psutil
+import ray
+from ray._private.node import Node
+
+from marsrl.rollout.config import HEAD_PORT
+from marsrl.rollout.environment import environment
+from marsrl.rollout.pool.addresses import own_address, split_address
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
+# 4 s of a core to start.
+_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
+_SILENT_MS = 120_000  # until a connection is given up: Ray's own loses every engine behind a network cut of 20 s
+
+
+def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
+    """(host, port) of a cluster that is started here; port 0: any."""
+    if address is None:
+        return "127.0.0.1", 0
+    host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as Ray does: one that has just ended is no obstacle
+        try:
+            free.bind((host, port))
+        except OSError as error:
+            raise RuntimeError(
+                f"rollout.ray_address is {address}, and port {port} of {host} is taken ({error.strerror}), by another run's Ray "
+                f"or `ray start` perhaps: end that, or set rollout.ray_address=here:{port + 1} and join there"
+            ) from error
+    return host, port
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set one, and Ray knows that
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, ours)
+
+
+def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
+    """A cluster's first node, of which this process is a driver; `where`: its host and port (0: any)."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
+    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    patiently(lambda: _init(object_store_mib, gpus, where))
+
+
+def patiently(start: Callable[[], _T]) -> _T:
+    """What `start` returns, which starts processes of Ray: up to three times where they are too slow for Ray's own limit."""
+    for is_last in (False, False, True):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            return start()
+        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
+            if is_last or "timed out during startup" not in str(error):
+                raise
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            _LOG.warning("Ray did not start within its 30 s; it is started once more")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
+    host, port = where
+    with visible(gpus), only_what_is_needed(), environment(RAY_GCS_SERVER_PORT=str(port)):
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            object_store_memory=object_store_mib << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=host,
+            _system_config={
+                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
+                "grpc_keepalive_timeout_ms": _SILENT_MS,
+                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
+            },
+        )
+
+
+@contextlib.contextmanager
+def only_what_is_needed() -> Iterator[None]:
+    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
+    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
+    for name in methods:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+@contextlib.contextmanager
+def visible(gpus: Sequence[int]) -> Iterator[None]:
+    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
+    if not gpus:
+        yield
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = before.split(",") if before else [str(gpu) for gpu in range(max(gpus) + 1)]
+    with environment(CUDA_VISIBLE_DEVICES=",".join(seen[gpu] for gpu in gpus)):
+        yield

@@ -1,0 +1,174 @@
+"""rollout.rebalance: engines of all policies share one pool of GPUs, and one moves to the policy that has more to decode.
+
+    rebalancer.note_stage()      -> how busy each policy's engines were in it
+    rebalancer.is_due            two stages in a row said the same
+    rebalancer.move()            an engine of one policy ends, one of another takes its place with that policy's weights of now
+
+The load of a policy is the seconds for which an engine of it had something to decode, in the mean over its engines. An engine
+moves where the highest load is more than twice the lowest of a policy with an engine to spare, and the stage's decoding,
+predicted from the same seconds, gets shorter by a tenth at least: so that the way back is never due under the same load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from marsrl.rollout.pool.pool import EnginePool
+
+_OFF_BY = 2.0  # loads
+_LEAST_S = 1.0  # of the highest load: less says nothing
+_SHORTER = 0.9  # the decoding after a move, over that before
+_STAGES = 2  # in a row that ask for the same move
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A policy's part of the engines, and what they did in a stage. busy_s: over all of them; takes: EnginePool.takes."""
+
+    engines: int
+    busy_s: float
+    takes: Mapping[str, float]
+
+    @property
+    def load(self) -> float:
+        return self.busy_s / self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An engine of one policy makes room for `num` of another; 0: for none, as `problem` says. why: in words."""
+
+    giver: str
+    taker: str
+    num: int
+    why: str
+    problem: str = ""
+
+
+def wanted(shares: Mapping[str, Share], *, in_turn: bool) -> Move | None:
+    """The move that these shares ask for. in_turn: policies decode one after the other (rollout.overlap=0), else side by side."""
+    givers = [name for name, share in shares.items() if share.engines > 1]
+    if not givers:
+        return None
+    taker = max(shares, key=lambda name: shares[name].load)
+    giver = min(givers, key=lambda name: shares[name].load)
+    most, least = shares[taker], shares[giver]
+    if most.load <= max(_OFF_BY * least.load, _LEAST_S):
+        return None
+    why = f"an engine of {taker} was busy for {most.load:.1f} s of a stage, one of {giver} for {least.load:.1f} s"
+    num = num_fitting(most.takes, least.takes)
+    if num == 0:
+        needs, frees = _in_words(most.takes), _in_words(least.takes)
+        return Move(
+            giver, taker, 0, why, f"an engine of {taker} takes {needs} of one host, and one of {giver} frees {frees}"
+        )
+    after = {
+        **shares,
+        taker: replace(most, engines=most.engines + num),
+        giver: replace(least, engines=least.engines - 1),
+    }
+    is_shorter = _seconds(after, in_turn) < _SHORTER * _seconds(shares, in_turn)
+    return Move(giver, taker, num, why) if is_shorter else None
+
+
+def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]) -> str:
+    """What rollout.rebalance can move, of policies with so many engines that take so much each; in one line."""
+    moves = [
+        f"{giver} to {taker}" + (f" ({num} in its place)" if num > 1 else "")
+        for giver in engines
+        for taker in engines
+        if giver != taker and engines[giver] > 1 and (num := num_fitting(takes[taker], takes[giver]))
+    ]
+    if moves:
+        return (
+            f"rollout.rebalance may move an engine from {', '.join(moves)}, by what the engines of each have to decode"
+        )
+    found = ", ".join(f"{name} {num}" for name, num in engines.items())
+    return (
+        "rollout.rebalance has nothing to move: it needs two policies of agents with engines here, one of them with more than "
+        f"one, and room for the other's on the GPUs of such an engine; found {found}"
+    )
+
+
+def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
+    """Engines that take so much each in the place of one that frees so much, all of it on one host."""
+    return min((int(frees.get(name, 0.0) / amount + 1e-6) for name, amount in takes.items()), default=1)
+
+
+def _seconds(shares: Mapping[str, Share], in_turn: bool) -> float:
+    loads = [share.load for share in shares.values()]
+    return sum(loads) if in_turn else max(loads)
+
+
+def _in_words(takes: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in takes.items()) or "nothing"
+
+
+class Rebalancer:
+    """Watches the pools of all policies and moves engines between them. Used by one thread; knows nothing of an earlier process:
+    a run that goes on begins with rollout.engines again, and measures anew.
+
+    say: told in one line what was moved, or why it cannot be.
+    """
+
+    def __init__(self, pools: Mapping[str, EnginePool], *, in_turn: bool, say: Callable[[str], None]) -> None:
+        self._pools, self._in_turn, self._say = pools, in_turn, say
+        self._move: Move | None = None
+        self._num_stages = 0  # in a row that asked for it
+        self._told: set[str] = set()
+        self._num_moves = 0
+
+    @property
+    def is_due(self) -> bool:
+        return self._move is not None and self._move.num > 0 and self._num_stages >= _STAGES
+
+    def take_moves(self) -> int:
+        """Engines that have moved since the last call."""
+        num, self._num_moves = self._num_moves, 0
+        return num
+
+    def note_stage(self) -> None:
+        """A stage has been played since the last call, or since `forget`."""
+        shares = {
+            name: Share(pool.num_engines, pool.take_busy_s(), pool.takes)
+            for name, pool in self._pools.items()
+            if pool.takes is not None
+        }
+        if not all(pool.is_whole for pool in self._pools.values()):
+            self._wait_for(None)  # first those that were lost get their places back
+        else:
+            self._wait_for(wanted(shares, in_turn=self._in_turn))
+
+    def forget(self) -> None:
+        """What was decoded since the last stage was none of it: an evaluation."""
+        for pool in self._pools.values():
+            pool.take_busy_s()
+
+    def move(self) -> None:
+        """Do what is due. Engines of all policies are at rest, and the trainer's ranks can send weights."""
+        assert self._move is not None and self.is_due
+        move, self._move = self._move, None
+        giver, taker = self._pools[move.giver], self._pools[move.taker]
+        giver.give_engine()
+        num = sum(taker.take_engine() for _ in range(move.num))
+        self._num_moves += bool(num)
+        if not num and not giver.take_engine():
+            giver.expect_engine()
+        done = "has moved" if num else "could not move (the log says why)"
+        self._say(
+            f"rollout.rebalance: {move.why}: an engine of {move.giver} {done} to {move.taker}; engines now: "
+            + ", ".join(f"{name} {pool.num_engines}" for name, pool in self._pools.items())
+        )
+
+    def _wait_for(self, move: Move | None) -> None:
+        is_same = (
+            move is not None
+            and self._move is not None
+            and (move.giver, move.taker) == (self._move.giver, self._move.taker)
+        )
+        self._num_stages = self._num_stages + 1 if is_same else 1
+        self._move = move
+        if move is not None and move.problem and move.problem not in self._told:
+            self._told.add(move.problem)
+            self._say(f"rollout.rebalance: {move.why}, but {move.problem}: nothing is moved")

@@ -1,0 +1,137 @@
+"""Engines that move between policies: when, where to, and that they come back with nothing but the other policy's weights."""
+
+from __future__ import annotations
+
+import pytest
+from mortal import MortalReplicas, Places
+from test_faults import asks, is_whole, served
+
+from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.rebalance import Rebalancer, Share, outlook, wanted
+
+GPU, TWO = {"GPU": 1.0}, {"GPU": 2.0}
+
+
+def shares(**of: tuple[int, float, dict[str, float]]) -> dict[str, Share]:
+    return {name: Share(*share) for name, share in of.items()}
+
+
+def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_shorter() -> None:
+    off = shares(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
+    for in_turn in (True, False):
+        move = wanted(off, in_turn=in_turn)
+        assert move is not None and (move.giver, move.taker, move.num, move.problem) == ("small", "big", 1, "")
+        assert "big was busy for 30.0 s" in move.why
+        assert wanted(shares(big=(2, 30.0, GPU), small=(2, 30.0, GPU)), in_turn=in_turn) is None
+        assert wanted(shares(big=(1, 19.0, GPU), small=(2, 20.0, GPU)), in_turn=in_turn) is None  # 1.9 times
+        assert wanted(shares(big=(1, 30.0, GPU), small=(1, 1.0, GPU)), in_turn=in_turn) is None  # its last
+        assert wanted(shares(big=(1, 0.3, GPU), small=(2, 0.0, GPU)), in_turn=in_turn) is None  # nothing was done
+    # 42 and 20 s: in turn 28 + 40 s after it are no gain, side by side 40 are none either
+    for in_turn in (True, False):
+        assert wanted(shares(big=(2, 84.0, GPU), small=(2, 40.0, GPU)), in_turn=in_turn) is None
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_the_way_back_is_never_due_under_the_same_load(in_turn: bool) -> None:
+    for work in ((10.0, 90.0), (40.0, 41.0), (3.0, 1000.0)):
+        counts, moves = [6, 2], []
+        for _ in range(20):
+            move = wanted(shares(a=(counts[0], work[0], GPU), b=(counts[1], work[1], GPU)), in_turn=in_turn)
+            if move is None:
+                break
+            moves.append(move.giver)
+            step = 1 if move.giver == "b" else -1
+            counts = [counts[0] + step, counts[1] - step]
+        assert len(set(moves)) <= 1 and len(moves) < 6
+
+
+def test_engines_of_another_size_move_only_where_they_fit() -> None:
+    wide = wanted(shares(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)), in_turn=False)
+    assert wide is not None and wide.num == 0
+    assert wide.problem == "an engine of wide takes 2 GPU of one host, and one of small frees 1 GPU"
+    narrow = wanted(shares(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)), in_turn=False)
+    assert narrow is not None and narrow.num == 2
+    assert outlook({"wide": 3, "small": 1}, {"wide": TWO, "small": GPU}).startswith(
+        "rollout.rebalance may move an engine from wide to small (2 in its place), by"
+    )
+    assert "nothing to move" in outlook({"wide": 1, "small": 3}, {"wide": TWO, "small": GPU})
+    assert "nothing to move" in outlook({"main": 3}, {"main": GPU})
+
+
+class Stages:
+    """Two policies on four places; `play` gives each so many requests and so long for them."""
+
+    def __init__(self) -> None:
+        self.replicas = {"solver": MortalReplicas(1), "verifier": MortalReplicas(3)}
+        self.pools: dict[str, EnginePool] = {name: each.pool(name=name) for name, each in self.replicas.items()}
+        for version, name in enumerate(self.pools, 3):
+            self.pools[name].update_weights(WeightUpdate(name, version))
+        places = Places()
+        for each in self.replicas.values():
+            each.places = places
+        self.said: list[str] = []
+        self.rebalancer = Rebalancer(self.pools, in_turn=False, say=self.said.append)
+
+    def play(self, **seconds: float) -> None:
+        for version, (name, pool) in enumerate(self.pools.items(), 3):
+            pool.submit(asks(12), version=version)
+            self.replicas[name].now += seconds[name]
+            while pool.num_under_way:
+                assert all(map(is_whole, pool.collect(0.0)))
+        self.rebalancer.note_stage()
+
+
+def test_an_engine_that_has_moved_serves_the_other_policy_at_its_version() -> None:
+    stages = Stages()
+    stages.play(solver=9.0, verifier=3.0)
+    assert not stages.rebalancer.is_due  # once is no habit
+    stages.play(solver=3.0, verifier=3.0)
+    stages.play(solver=9.0, verifier=3.0)
+    assert not stages.rebalancer.is_due
+    stages.play(solver=9.0, verifier=3.0)
+    assert stages.rebalancer.is_due
+    stages.rebalancer.move()
+    solver, verifier = stages.pools.values()
+    assert (solver.engines, verifier.engines) == ([0, 1], [0, 1]) and stages.rebalancer.take_moves() == 1
+    (line,) = stages.said
+    assert line.endswith("an engine of verifier has moved to solver; engines now: solver 2, verifier 2")
+    assert [engine._version for engine in stages.replicas["solver"].engines] == [3, 3]
+    stages.play(solver=3.0, verifier=3.0)
+    assert all(stages.replicas["solver"].had) and not stages.rebalancer.is_due  # both engines had something to do
+    assert {result.version for result in served(verifier, asks(8), "generate", version=4)} == {4}
+    assert [faults.engine_restarts for faults in (solver.take_faults(), verifier.take_faults())] == [0, 0]
+    assert stages.rebalancer.take_moves() == 0
+
+
+def test_an_engine_that_cannot_be_made_for_the_other_policy_comes_back() -> None:
+    stages = Stages()
+    for _ in range(2):
+        stages.play(solver=9.0, verifier=3.0)
+    stages.replicas["solver"].is_beyond_repair = True
+    stages.rebalancer.move()
+    assert [pool.num_engines for pool in stages.pools.values()] == [1, 3] and stages.rebalancer.take_moves() == 0
+    assert "could not move" in stages.said[0]
+    stages.play(solver=1.0, verifier=1.0)
+
+
+def test_nothing_moves_while_an_engine_waits_for_a_place() -> None:
+    stages = Stages()
+    stages.replicas["verifier"].dead.add(2)
+    for _ in range(3):
+        stages.play(solver=9.0, verifier=3.0)
+    assert not stages.pools["verifier"].is_whole and not stages.rebalancer.is_due
+
+
+def test_an_evaluation_is_no_stage() -> None:
+    stages = Stages()
+    stages.play(solver=3.0, verifier=3.0)
+    for _ in range(3):
+        pool = stages.pools["solver"]
+        pool.submit(asks(3), version=3)
+        stages.replicas["solver"].now += 50.0
+        while pool.num_under_way:
+            pool.collect(0.0)
+        stages.rebalancer.forget()
+        stages.play(solver=3.0, verifier=3.0)
+    assert not stages.rebalancer.is_due
