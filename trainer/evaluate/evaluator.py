@@ -3,30 +3,33 @@
 probe     fixed inputs of the agents that the orchestration has probed, from episodes that are played once, before RL; each
           evaluation asks them anew
 system    episodes that end in the answer that counts (Orchestration.follow and outcome, purpose "evaluate")
+
+Where a folder is given, what has ended is on disk (draws.py), and an evaluation that was killed goes on with the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
-from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnProgress
+from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.protocol import EVALUATION_SET, PROBE_SET, Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem, Sample
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.report.cost import judge_usage, usage
-from marsrl.trainer.report.summary import AgentEstimate, Confusion, Estimate, Evaluation, JudgeUsage, estimate
-
-EVALUATION_SET, PROBE_SET = 0, 1
-"""Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
+from marsrl.trainer.evaluate.draws import Draw, Kept, Probed, call_of, digest, draw_of, episode_key, packed, probed_key
+from marsrl.trainer.evaluate.score import Answered, Scorer
+from marsrl.trainer.report.summary import Evaluation
+from marsrl.trainer.runs.answers import key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Probe:
 class Evaluator:
     """Evaluates a team. Problems and probe do not depend on `seed`, the draws on nothing else: before and after compare.
 
-    max_tokens: of one completion. policies: settings of those that answer.
+    max_tokens: of one completion. policies: settings of those that answer. sets: what to evaluate on; by default the task's
+    held-out problems. identity: what tells its answers from another team's, as JSON, for what is kept.
     """
 
     team: Team
@@ -59,15 +63,32 @@ class Evaluator:
     seed: int
     probe: Probe = field(default_factory=Probe)
     policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
+    sets: Sequence[HeldOut] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
-    def make_probe(self, versions: Mapping[str, int], progress: OnProgress | None = None) -> Probe:
-        """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems."""
+    def make_probe(
+        self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
+    ) -> Probe:
+        """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems.
+
+        kept: as in `evaluate`.
+        """
         if not self.team.orchestration.probed:
             return self.probe
         problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "probe") for n, p in zip(names, problems, strict=True)]
-        self._play(episodes, "probe", versions, progress)
+        identity, left = self._identity(versions), episodes
+        if kept is not None:
+            held = [kept.episodes.get(episode_key(identity, episode)) for episode in episodes]
+            left = [each for each, there in zip(episodes, held, strict=True) if there is None]
+            episodes = [there or each for each, there in zip(episodes, held, strict=True)]
+
+        def ended(episode: Episode, samples: Sequence[Sample], _: Mapping[str, float]) -> None:
+            if kept is not None and _is_whole(episode, samples):
+                kept.episodes.add(episode_key(identity, episode), packed(episode))
+
+        self._play(left, "probe", versions, progress, ended)
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
         self._stop_if_unjudged("probe")
@@ -78,13 +99,6 @@ class Evaluator:
         model = self.team.judge.model
         if model is not None and (reason := model.too_many_missing(purpose)):
             raise RuntimeError(f"evaluation: {reason}")
-
-    def _judge_usage(self) -> JudgeUsage | None:
-        model = self.team.judge.model
-        if model is None:
-            return None
-        name = model.config.policy
-        return judge_usage(model.take_counts("evaluate"), name, self.policies[name].price)
 
     def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> FixedInputs:
         asks = [(episode, ask) for episode in episodes for ask in episode.asks.values() if ask.agent == agent]
@@ -98,50 +112,61 @@ class Evaluator:
                 by_truth[is_right(solution)].append((episode.id, ask))
         return FixedInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
-    def evaluate(self, versions: Mapping[str, int], progress: OnProgress | None = None) -> Evaluation:
+    def evaluate(
+        self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
+    ) -> Evaluation:
         """Every number of the before / after table. Whole episodes and fixed inputs are played side by side.
+
+        kept: what is there of this evaluation, by these weights, and is not played again; what ends is added.
 
         Raises:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
-        held_out = self.task.held_out(self.config.num_problems, EVALUATION_SET)
-        episodes = self._draws({f"eval{i:05d}": problem for i, problem in enumerate(held_out)}, self.config.repeat)
-        player = self._player(versions, progress)
-        player.play(episodes, self._seed("call"))
-        asked = {agent: self._ask(player, agent, fixed) for agent, fixed in self.probe.inputs.items()}
-        player.finish()
-        agents = {}
-        for spec in self.team.orchestration.agents:
-            calls = [
-                (e, ask, s)
-                for e in episodes
-                for ask in e.asks.values()
-                if ask.agent == spec.name
-                for s in e.samples(ask)
-            ]
-            loop = _confusion(calls) if spec.gives_verdicts else None
-            if spec.name in asked:
-                measure = _balanced if spec.gives_verdicts else _repairs
-                agents[spec.name] = measure(asked[spec.name]).model_copy(update={"loop_confusion": loop})
-            elif calls:
-                found = _accuracy([sample for _, _, sample in calls])
-                agents[spec.name] = AgentEstimate(**found.model_dump(), loop_confusion=loop)
+        player, notes = self._player(versions, progress), _Notes(self.team, self._identity(versions), kept)
+        player.on_end, player.on_said = notes.ended, notes.said
+        places = [(each.name, episode) for each in self.held_out() for episode in self._episodes(each)]
+        notes.sets = {episode.id: name for name, episode in places}
+        with self._apart():
+            player.play([episode for _, episode in places if not notes.has(episode)], self._seed("call"))
+            for agent, fixed in self.probe.inputs.items():
+                inputs = (*fixed.right, *fixed.wrong)
+                self._ask(player, agent, [each for each in inputs if not notes.has_said(*self._input(each))])
+            player.finish()
         for purpose in ("evaluate", "probe"):
             self._stop_if_unjudged(purpose)
-        return Evaluation(
-            agents=agents,
-            system=_accuracy([self.team.outcome(episode) for episode in episodes]),
-            num_episodes=len(episodes),
-            usage=usage(player.answered, self.team.agents, self.policies),
-            judge=self._judge_usage(),
-            team=self._team_metrics(episodes),
+        probed = {
+            agent: Answered(
+                *([notes.probed(*self._input(each)) for each in part] for part in (fixed.right, fixed.wrong))
+            )
+            for agent, fixed in self.probe.inputs.items()
+        }
+        judge = self.team.judge.model
+        scorer = Scorer(
+            self.team.orchestration.agents, self.team.agents, self.policies, judge.config.policy if judge else None
         )
+        return scorer.evaluation([notes.draw(episode) for _, episode in places], probed)
 
-    def _team_metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for episode in episodes:
-            total.update(self.team.metrics(episode))
-        return {name: value / len(episodes) for name, value in total.items()}
+    def held_out(self) -> Sequence[HeldOut]:
+        """What is evaluated."""
+        problems = () if self.sets else self.task.held_out(self.config.num_problems, EVALUATION_SET)
+        return self.sets or (HeldOut("", problems, self.config.repeat),)
+
+    def num_kept(self, versions: Mapping[str, int], kept: Kept) -> tuple[int, int]:
+        """(draws that are kept, of how many)."""
+        identity = self._identity(versions)
+        keys = [episode_key(identity, episode) for each in self.held_out() for episode in self._episodes(each)]
+        return sum(key in kept.draws for key in keys), len(keys)
+
+    def _identity(self, versions: Mapping[str, int]) -> str:
+        return key_of(identity=self.identity, versions=versions)
+
+    def _episodes(self, held_out: HeldOut) -> list[Episode]:
+        prefix = f"eval-{held_out.name}-" if held_out.name else "eval"
+        problems = {f"{prefix}{i:05d}": problem for i, problem in enumerate(held_out.problems)}
+        return self._draws(problems, held_out.repeat)
+
+    def _input(self, fixed: tuple[str, Ask]) -> tuple[Episode, Ask]:
+        return self.probe.episodes[fixed[0]], fixed[1]
 
     def correctness(
         self,
@@ -177,78 +202,83 @@ class Evaluator:
         ]
 
     def _play(
-        self, episodes: Sequence[Episode], name: str, versions: Mapping[str, int], progress: OnProgress | None
+        self,
+        episodes: Sequence[Episode],
+        name: str,
+        versions: Mapping[str, int],
+        progress: OnProgress | None,
+        on_end: OnEnd | None = None,
     ) -> None:
         player = self._player(versions, progress)
-        player.play(episodes, self._seed(name))
-        player.finish()
+        player.on_end = on_end
+        with self._apart():
+            player.play(episodes, self._seed(name))
+            player.finish()
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """In the body the tools' caches and counts are not the rollouts'."""
+        return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _player(self, versions: Mapping[str, int], progress: OnProgress | None) -> AtOnce:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
-        return AtOnce(self.team, versions, self.max_tokens, sampling, progress)
+        slots = [pool.num_slots for pool in self.team.pools.values()]
+        # twice as many as have a slot: one that is free is used, and draws end, and are kept, from early on
+        most = None if None in slots else 2 * sum(each or 0 for each in slots)
+        return AtOnce(self.team, versions, self.max_tokens, sampling, progress, most_open=most)
 
     def _seed(self, name: str) -> int:
         """Asking the same thing under another name draws anew."""
         return derive_seed(self.seed, "evaluate", name)
 
-    def _ask(self, player: AtOnce, agent: str, fixed: FixedInputs) -> _Asked:
-        """Begin a completion to each fixed input."""
-        right, wrong = (
-            player.ask(
-                [(self.probe.episodes[name].before(ask), ask) for name, ask in asks], self._seed(f"{agent} probe")
-            )
-            for asks in (fixed.right, fixed.wrong)
-        )
-        return _Asked(right, wrong)
+    def _ask(self, player: AtOnce, agent: str, fixed: Sequence[tuple[str, Ask]]) -> None:
+        """Begin a completion to each of these fixed inputs."""
+        asks = [(self.probe.episodes[name].before(ask), ask) for name, ask in fixed]
+        player.ask(asks, self._seed(f"{agent} probe"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The completions to an agent's fixed inputs."""
+class _Notes:
+    """What has ended of an evaluation, in memory and, where it is kept, on disk. sets: of each episode, by id."""
 
-    right: Sequence[Completion]
-    wrong: Sequence[Completion]
+    def __init__(self, team: Team, identity: str, kept: Kept | None) -> None:
+        self._team, self._identity, self._kept = team, identity, kept
+        self._draws: dict[str, Draw] = {}
+        self._probed: dict[str, Probed] = {}
+        self.sets: Mapping[str, str] = {}
+
+    def has(self, episode: Episode) -> bool:
+        key = episode_key(self._identity, episode)
+        if self._kept is not None and (draw := self._kept.draws.get(key)) is not None:
+            self._draws[key] = draw
+        return key in self._draws
+
+    def has_said(self, episode: Episode, ask: Ask) -> bool:
+        key = probed_key(self._identity, episode, ask)
+        if self._kept is not None and (probed := self._kept.probed.get(key)) is not None:
+            self._probed[key] = probed
+        return key in self._probed
+
+    def draw(self, episode: Episode) -> Draw:
+        return self._draws[episode_key(self._identity, episode)]
+
+    def probed(self, episode: Episode, ask: Ask) -> Probed:
+        return self._probed[probed_key(self._identity, episode, ask)]
+
+    def ended(self, episode: Episode, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
+        model = self._team.judge.model
+        judged = model.take_counts("evaluate") if model is not None else {}
+        key = episode_key(self._identity, episode)
+        self._draws[key] = draw = draw_of(self._team, self.sets[episode.id], episode, samples, seconds, judged)
+        if self._kept is not None and _is_whole(episode, samples):
+            self._kept.draws.add(key, draw.model_dump(mode="json"))
+
+    def said(self, each: Completion) -> None:
+        key = probed_key(self._identity, each.episode, each.ask)
+        call = call_of(each.episode, each.ask, each.sample, each.seconds)
+        self._probed[key] = probed = Probed(problem=digest(each.episode.problem), call=call)
+        if self._kept is not None and each.sample.finish is not Finish.ERROR:
+            self._kept.probed.add(key, probed.model_dump(mode="json"))
 
 
-def _balanced(asked: _Asked) -> AgentEstimate:
-    """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
-
-    The probe has equally many of both classes unless the team could not provide them; n is their sum.
-    """
-    confusion = _confusion([(each.episode, each.ask, each.sample) for each in (*asked.right, *asked.wrong)])
-    right, wrong = len(asked.right), len(asked.wrong)
-    n = right + wrong
-    if not right or not wrong:
-        return AgentEstimate(**estimate(0, 0).model_dump(), confusion=confusion)
-    balanced = (confusion.right_correct / right + confusion.wrong_wrong / wrong) / 2
-    return AgentEstimate(**estimate(balanced * n, n).model_dump(), confusion=confusion)
-
-
-def _repairs(asked: _Asked) -> AgentEstimate:
-    repaired, kept = (_accuracy([each.sample for each in group]) for group in (asked.wrong, asked.right))
-    broken = estimate(kept.n - (kept.mean or 0.0) * kept.n, kept.n)
-    return AgentEstimate(**repaired.model_dump(), breaks=broken)
-
-
-def _accuracy(samples: Sequence[Sample | None]) -> Estimate:
-    """Mean correctness, the share of right samples where a task knows right and wrong alone.
-
-    None (no answer at all) is wrong; a sample whose judge failed is not counted.
-    """
-    correct = [0.0 if sample is None else sample.reward.correct for sample in samples]
-    known = [value for value in correct if not math.isnan(value)]
-    return estimate(math.fsum(known), len(known))
-
-
-def _confusion(calls: Sequence[tuple[Episode, Ask, Sample]]) -> Confusion:
-    """Counts of (actual correctness of the first input, verdict); a solution whose judge failed is not counted."""
-    counts = {"right_correct": 0, "right_wrong": 0, "wrong_correct": 0, "wrong_wrong": 0, "none": 0}
-    for episode, ask, sample in calls:
-        solution = episode.sample(ask.inputs[0])
-        if math.isnan(solution.reward.correct):
-            continue
-        if sample.verdict is None:
-            counts["none"] += 1
-        else:
-            counts[f"{'right' if is_right(solution) else 'wrong'}_{'correct' if sample.verdict else 'wrong'}"] += 1
-    return Confusion(**counts)
+def _is_whole(episode: Episode, samples: Sequence[Sample]) -> bool:
+    """Did nothing fail in it? What an engine gave up is played again where an evaluation goes on."""
+    return not episode.error and not any(sample.finish is Finish.ERROR for sample in samples)

@@ -1,0 +1,205 @@
+"""What an evaluation keeps of each draw of a problem: enough for every number, and to go on after a kill.
+
+draws.jsonl of an evaluation's folder holds a line a draw that ended, and a line a probed input that was answered; their keys say
+what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team, is never taken.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import Field, ValidationError
+
+from marsrl.rollout.agents.picks import is_right
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Ask, Finish, Problem, Sample
+from marsrl.trainer.report.summary import Schema, ToolUsage
+from marsrl.trainer.runs.answers import Answers, key_of
+
+DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
+MAX_ANSWER_CHARS = 200  # of an answer that is kept; longer ones are equal where they begin alike
+
+
+class Call(Schema):
+    """A completion. correct: null where its judge failed; verdict: null without one; is_of_right: is the solution that a verdict
+    is about right? null where that is not known, or there is none. is_redrawn: a later draw stands in for it. seconds: of an
+    engine."""
+
+    agent: str
+    correct: float | None
+    verdict: bool | None = None
+    is_of_right: bool | None = None
+    input_tokens: int
+    output_tokens: int
+    tokens: int
+    is_cut: bool
+    is_redrawn: bool = False
+    seconds: float = 0.0
+
+
+class Said(Schema):
+    """An answer that counts: how right it is (null: not known), its beginning (null: there was none), and the tokens of its
+    completion."""
+
+    correct: float | None
+    answer: str | None = None
+    tokens: int = 0
+
+
+class Draw(Schema):
+    """One draw of one problem. problem: its id; question: a digest of question and answer, the same in every run.
+
+    of: the set of data.eval. alone: null where the first agent does not solve. judge: what a model judged since the last draw.
+    """
+
+    of: str
+    problem: str
+    question: str
+    system: Said
+    alone: Said | None
+    calls: list[Call]
+    team: dict[str, float] = Field(default_factory=dict)
+    tools: dict[str, ToolUsage] = Field(default_factory=dict)
+    judge: dict[str, float] = Field(default_factory=dict)
+    error: str = ""
+
+
+class Probed(Schema):
+    """A completion to a fixed input of the probe."""
+
+    problem: str
+    call: Call
+
+
+class Kept:
+    """What is on disk of an evaluation, and what comes: draws, probed inputs, and the episodes that the probe is made of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.draws: Answers[Draw] = Answers(folder / DRAWS, _reader(Draw))
+        self.probed: Answers[Probed] = Answers(folder / "probed.jsonl", _reader(Probed))
+        self.episodes: Answers[Episode] = Answers(folder / "probe_episodes.jsonl", _episode)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in (self.draws, self.probed, self.episodes):
+            each.close()
+
+
+def read_draws(folder: Path) -> list[Draw]:
+    """Those of an evaluation's folder; [] where nothing was kept."""
+    return Answers.read(folder / DRAWS, _reader(Draw)) if (folder / DRAWS).is_file() else []
+
+
+def digest(problem: Problem) -> str:
+    """Of what is asked and what is right, whatever file it came from."""
+    return key_of(question=problem.question, answer=problem.answer)
+
+
+def episode_key(identity: str, episode: Episode) -> str:
+    """identity: of those who play it."""
+    return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
+
+
+def probed_key(identity: str, episode: Episode, ask: Ask) -> str:
+    """Of the words that are put before the agent, too."""
+    shown = [sample.shown for sample in episode.inputs(ask)]
+    return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
+
+
+def draw_of(
+    team: Team,
+    of: str,
+    episode: Episode,
+    samples: Sequence[Sample],
+    seconds: Mapping[str, float],
+    judge: Mapping[str, float],
+) -> Draw:
+    """Of an episode that has ended; samples: all of it, with their tokens; seconds: of engines, by uid."""
+    tokens = {sample.uid: len(sample.token_ids) for sample in samples}
+    redrawn = team.redrawn(episode)
+    asks = {f"{ask.id}:{i}": ask for ask in episode.asks.values() for i in range(ask.num_samples)}
+    first = team.orchestration.agents[0]
+    return Draw(
+        of=of,
+        problem=episode.problem.id,
+        question=digest(episode.problem),
+        system=_said(team.outcome(episode), tokens),
+        alone=_said(team.alone(episode), tokens) if first.solves else None,
+        calls=[call_of(episode, asks[s.uid], s, seconds[s.uid], is_redrawn=s.uid in redrawn) for s in samples],
+        team=dict(team.metrics(episode)),
+        tools=_tools(episode),
+        judge=dict(judge),
+        error=episode.error,
+    )
+
+
+def _tools(episode: Episode) -> dict[str, ToolUsage]:
+    found: dict[str, ToolUsage] = {}
+    for call_id, output in episode.outputs.items():
+        name = episode.calls[call_id].tool
+        found[name] = found.get(name, ToolUsage()) + ToolUsage(calls=1, seconds=output.seconds)
+    return found
+
+
+def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_redrawn: bool = False) -> Call:
+    """sample: with its tokens; seconds: of an engine."""
+    written = int(sample.is_sampled.sum())
+    judged = episode.sample(ask.inputs[0]) if ask.inputs else None
+    is_known = judged is not None and not math.isnan(judged.reward.correct)
+    return Call(
+        agent=sample.agent,
+        correct=_known(sample.reward.correct),
+        verdict=sample.verdict,
+        is_of_right=is_right(judged) if judged is not None and is_known else None,
+        input_tokens=len(sample.prompt_ids) + len(sample.token_ids) - written,
+        output_tokens=written,
+        tokens=len(sample.token_ids),
+        is_cut=sample.finish is Finish.LENGTH,
+        is_redrawn=is_redrawn,
+        seconds=seconds,
+    )
+
+
+def _said(sample: Sample | None, tokens: Mapping[str, int]) -> Said:
+    """No answer at all is wrong."""
+    if sample is None:
+        return Said(correct=0.0)
+    answer = None if sample.answer is None else sample.answer[:MAX_ANSWER_CHARS]
+    return Said(correct=_known(sample.reward.correct), answer=answer, tokens=tokens.get(sample.uid, 0))
+
+
+def _known(correct: float) -> float | None:
+    return None if math.isnan(correct) else correct
+
+
+def packed(episode: Episode) -> dict[str, str]:
+    """As a line holds it."""
+    return {"episode": base64.b64encode(encode(episode)).decode("ascii")}
+
+
+def _episode(held: Any) -> Episode | None:
+    try:
+        return decode(Episode, base64.b64decode(held["episode"], validate=True))
+    except ValueError:
+        return None
+
+
+def _reader(kind: type[Any]) -> Any:
+    def read(held: Any) -> Any:
+        try:
+            return kind.model_validate(held)
+        except ValidationError:
+            return None  # of another version: it is asked again
+
+    return read

@@ -1,0 +1,44 @@
+"""What tells one team's answers from another's: in keys of what is kept, so that nothing is taken for what it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from marsrl.trainer.config import PolicyConfig, RunConfig
+
+
+def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
+    """What tells its answers from another's: the model, by its name or path, and the server."""
+    served = {"base_url", "model", "prompt"}
+    return policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
+
+
+def team_identity(config: RunConfig) -> dict[str, Any]:
+    """What tells the team's answers from another's."""
+    include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
+    return {
+        **config.model_dump(mode="json", include=include),
+        "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "max_turns": config.rollout.max_turns,
+        "seed": config.run.seed,
+    }
+
+
+def evaluation_identity(config: RunConfig) -> dict[str, Any]:
+    """What tells a draw of an evaluation from another team's of the same problem: not how many there are; but models' files."""
+    team = team_identity(config)
+    for counted in ("num_problems", "repeat", "probe_size"):
+        del team["evaluate"][counted]
+    files = {name: _files(policy.model) for name, policy in config.policies.items() if policy.model is not None}
+    judge = None if config.judge is None else config.judge.model_dump(mode="json")
+    taught = {name: policy.shape for name, policy in config.policies.items() if policy.model is None}
+    warm_start = config.warm_start.model_dump(mode="json") if taught else None
+    return {**team, "files": files, "taught": taught, "warm_start": warm_start, "judge": judge}
+
+
+def _files(model: str) -> list[tuple[str, int, int]]:
+    """(name, bytes, time of the last change in ns) of a model's files."""
+    found = [(path, path.stat()) for path in sorted(Path(model).iterdir()) if path.is_file()]
+    return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found]

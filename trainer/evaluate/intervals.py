@@ -1,0 +1,81 @@
+"""95% intervals by bootstrap over problems (Efron and Tibshirani 1993, chapter 13, the percentile interval).
+
+Draws of one problem are alike: an interval that counts each as a sample of its own is too narrow. So whole problems are drawn
+again, with all that was measured of them, and what is asked for is computed anew each time. Seeded; plain numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from marsrl.trainer.report.summary import Estimate, wilson_interval
+
+Array = npt.NDArray[np.float64]
+Statistic = Callable[[Array], Array]
+"""weights [B, P], how often each of P problems was drawn -> [B], the statistic of each draw; NaN where it has none."""
+
+RESAMPLES = 2000
+_BLOCK = 1 << 22  # weights held at once: 32 MiB
+_SEED = 17
+
+
+def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
+    """(2.5%, 97.5%) of the statistic; NaNs where it is never defined. The same problems give the same draws."""
+    found = np.concatenate([statistic(weights) for weights in _draws(num_problems)])
+    found = found[np.isfinite(found)]
+    if not len(found):
+        return np.nan, np.nan
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
+    """The statistic, in [0, 1], of all problems, with its interval.
+
+    Where no draw differs (all right, all wrong, one problem) the bootstrap knows nothing: Wilson's interval of so many problems
+    stands in.
+    """
+    mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
+    if np.isnan(mean):
+        return Estimate(mean=None, low=0.0, high=1.0, n=0)
+    mean = min(1.0, max(0.0, mean))
+    low, high = bootstrap(num_problems, statistic)
+    if high - low < 1e-12:
+        low, high = wilson_interval(mean * num_problems, num_problems)
+    return Estimate(mean=mean, low=max(0.0, min(low, mean)), high=min(1.0, max(high, mean)), n=num_samples)
+
+
+def ratio(successes: Sequence[float] | Array, counts: Sequence[float] | Array) -> Statistic:
+    """Sum of successes over sum of counts, both by problem."""
+    above, below = np.asarray(successes, float), np.asarray(counts, float)
+
+    def statistic(weights: Array) -> Array:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found: Array = (weights @ above) / (weights @ below)
+        return found
+
+    return statistic
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """The mean over problems of what each has; NaN: this one has none."""
+    held = np.asarray(values, float)
+    held = held[np.isfinite(held)]
+    return estimate_of(len(held), len(held), ratio(held.tolist(), [1.0] * len(held)))
+
+
+def _draws(num_problems: int) -> list[Array]:
+    """Weights [B, P] in blocks, RESAMPLES rows in all."""
+    rows = max(1, min(RESAMPLES, _BLOCK // max(1, num_problems)))
+    return [_block(num_problems, min(rows, RESAMPLES - first), first) for first in range(0, RESAMPLES, rows)]
+
+
+@functools.lru_cache(maxsize=4)
+def _block(num_problems: int, rows: int, first: int) -> Array:
+    rng = np.random.default_rng((_SEED, num_problems, first))
+    drawn = rng.integers(0, num_problems, (rows, num_problems)) + num_problems * np.arange(rows)[:, None]
+    return np.bincount(drawn.ravel(), minlength=rows * num_problems).reshape(rows, num_problems).astype(float)

@@ -1,0 +1,199 @@
+"""The numbers of an evaluation, from its draws and its probed inputs alone: a draw that was kept counts as a new one does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from marsrl.rollout.agents.roles import AgentSpec
+from marsrl.rollout.config import AgentConfig
+from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.evaluate.at_k import at_k
+from marsrl.trainer.evaluate.draws import Call, Draw, Probed, Said
+from marsrl.trainer.evaluate.intervals import Array, estimate_of, ratio
+from marsrl.trainer.report.cost import judge_usage, usage
+from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of an agent's fixed inputs, by whether the first of each is right."""
+
+    right: list[Probed] = field(default_factory=list)
+    wrong: list[Probed] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """specs: the team's agents, in the order of play. judge: the policy that judges answers, if one does."""
+
+    specs: Sequence[AgentSpec]
+    agents: Mapping[str, AgentConfig]
+    policies: Mapping[str, PolicyConfig]
+    judge: str | None = None
+
+    def evaluation(self, draws: Sequence[Draw], probed: Mapping[str, Answered]) -> Evaluation:
+        """Of all draws together, and of each set where they have names."""
+        names = dict.fromkeys(draw.of for draw in draws)
+        whole = self._of(draws, probed)
+        if set(names) <= {""}:
+            return whole
+        sets = {name: self._of([draw for draw in draws if draw.of == name], {}) for name in names}
+        return whole.model_copy(update={"sets": sets})
+
+    def _of(self, draws: Sequence[Draw], probed: Mapping[str, Answered]) -> Evaluation:
+        agents = {}
+        for spec in self.specs:
+            calls = [(d.question, call) for d in draws for call in d.calls if call.agent == spec.name]
+            if spec.name in probed:
+                agents[spec.name] = (_balanced if spec.gives_verdicts else _repairs)(probed[spec.name])
+            elif calls:
+                counted = [(question, call.correct) for question, call in calls if not call.is_redrawn]
+                agents[spec.name] = AgentEstimate(**_accuracy(counted).model_dump())
+            if spec.name in agents:
+                more = {"length": _length(calls)} | (_detection(calls) if spec.gives_verdicts else {})
+                agents[spec.name] = agents[spec.name].model_copy(update=more)
+        system, alone = _by_problem(draws, lambda d: d.system), _by_problem(draws, lambda d: d.alone)
+        used: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+        tools: dict[str, ToolUsage] = {}
+        judged: Counter[str] = Counter()
+        for draw in draws:
+            judged.update(draw.judge)
+            for call in draw.calls:
+                used[call.agent].append((call.input_tokens, call.output_tokens, call.seconds))
+            for name, ran in draw.tools.items():
+                tools[name] = tools.get(name, ToolUsage()) + ran
+        judge = None if self.judge is None else judge_usage(judged, self.judge, self.policies[self.judge].price)
+        return Evaluation(
+            agents=agents,
+            system=_accuracy([(name, said.correct) for name, each in system.items() for said in each]),
+            alone=_accuracy([(name, said.correct) for name, each in alone.items() for said in each]) if alone else None,
+            system_at=at_k(system),
+            alone_at=at_k(alone),
+            num_problems=len(system),
+            num_episodes=len(draws),
+            usage=usage(used, self.agents, self.policies),
+            tools=tools,
+            judge=judge,
+            team=_means(draws),
+        )
+
+
+def _by_problem(draws: Sequence[Draw], of: Callable[[Draw], Said | None]) -> dict[str, list[Said]]:
+    found: dict[str, list[Said]] = defaultdict(list)
+    for draw in draws:
+        if (said := of(draw)) is not None:
+            found[draw.question].append(said)
+    return found
+
+
+def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
+    """Mean correctness of (problem, correct), the share of right ones where a task knows right and wrong alone; what is not
+    known is not counted."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for problem, value in correct:
+        if value is not None:
+            sums[problem].append(value)
+    counts = [len(values) for values in sums.values()]
+    return estimate_of(len(sums), sum(counts), ratio([math.fsum(values) for values in sums.values()], counts))
+
+
+def _detection(calls: Sequence[tuple[str, Call]]) -> dict[str, object]:
+    """loop_confusion, and how many wrong solutions are found (detection recall, arXiv:2511.11373, Figure 5; no verdict finds
+    none), and how many that are called wrong are (precision)."""
+    known = [(problem, call) for problem, call in calls if call.is_of_right is not None]
+    of_wrong = [(problem, float(call.verdict is False)) for problem, call in known if not call.is_of_right]
+    called_wrong = [(problem, float(not call.is_of_right)) for problem, call in known if call.verdict is False]
+    return {
+        "loop_confusion": _confusion(call for _, call in known),
+        "detection_recall": _accuracy(of_wrong),
+        "detection_precision": _accuracy(called_wrong),
+    }
+
+
+def _confusion(calls: Iterable[Call]) -> Confusion:
+    """Counts of (actual correctness of the first input, verdict); a solution whose judge failed is not counted."""
+    counts = Counter(
+        "none"
+        if call.verdict is None
+        else f"{'right' if call.is_of_right else 'wrong'}_{'correct' if call.verdict else 'wrong'}"
+        for call in calls
+        if call.is_of_right is not None
+    )
+    return Confusion(**counts)
+
+
+def _balanced(asked: Answered) -> AgentEstimate:
+    """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
+
+    The probe has equally many of both classes unless the team could not provide them; n is their sum.
+    """
+    problems = {name: i for i, name in enumerate(dict.fromkeys(p.problem for p in (*asked.right, *asked.wrong)))}
+
+    def counts(probed: Sequence[Probed], verdict: bool) -> tuple[Array, Array]:
+        hits, all_of = np.zeros(len(problems)), np.zeros(len(problems))
+        for each in probed:
+            all_of[problems[each.problem]] += 1
+            hits[problems[each.problem]] += each.call.verdict is verdict
+        return hits, all_of
+
+    of_right, of_wrong = ratio(*counts(asked.right, True)), ratio(*counts(asked.wrong, False))
+    n = len(asked.right) + len(asked.wrong)
+    found = estimate_of(len(problems), n, lambda weights: (of_right(weights) + of_wrong(weights)) / 2)
+    confusion = _confusion(each.call for each in (*asked.right, *asked.wrong))
+    return AgentEstimate(**found.model_dump(), confusion=confusion)
+
+
+def _repairs(asked: Answered) -> AgentEstimate:
+    repaired = _accuracy((each.problem, each.call.correct) for each in asked.wrong)
+    known = [each for each in asked.right if each.call.correct is not None]
+    broken = _accuracy((each.problem, 1 - (each.call.correct or 0.0)) for each in known)
+    return AgentEstimate(**repaired.model_dump(), breaks=broken)
+
+
+def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:
+    if not calls:
+        return None
+    tokens = [call.tokens for _, call in calls]
+    cut = sum(call.is_cut for _, call in calls) / len(calls)
+    return Length(mean=math.fsum(tokens) / len(tokens), longest=max(tokens), cut=cut)
+
+
+def _means(draws: Sequence[Draw]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for draw in draws:
+        total.update(draw.team)
+    return {name: value / len(draws) for name, value in total.items()}
+
+
+def eval_metrics(found: Evaluation) -> dict[str, float]:
+    """eval/... of a step's line: of each row its mean, low and high; detection_recall and detection_precision of each Verifier,
+    response_length of each agent; system and alone, at the most draws, of pass_at, majority_at and short_majority_at; tokens and
+    spent an episode. Those of a set have its name before theirs."""
+    metrics: dict[str, float] = {}
+
+    def note(name: str, value: Estimate | None) -> None:
+        if value is not None and value.mean is not None:
+            metrics.update({name: value.mean, f"{name}/low": value.low, f"{name}/high": value.high})
+
+    for prefix, each in {"eval": found, **{f"eval/{name}": each for name, each in found.sets.items()}}.items():
+        for name, row in {**each.agents, "alone": each.alone, "system": each.system}.items():
+            note(f"{prefix}/{name}", row)
+        for name, agent in each.agents.items():
+            note(f"{prefix}/{name}/detection_recall", agent.detection_recall)
+            note(f"{prefix}/{name}/detection_precision", agent.detection_precision)
+            if agent.length is not None:
+                metrics[f"{prefix}/{name}/response_length"] = agent.length.mean
+        for name, of_k in (("alone", each.alone_at), ("system", each.system_at)):
+            for kind in AtK.model_fields:
+                values: dict[int, Estimate] = getattr(of_k, kind)
+                note(f"{prefix}/{name}/{kind}_{max(values, default=0)}", values[max(values)] if values else None)
+        episodes, spent = max(1, each.num_episodes), [used.spent for used in each.usage.values()]
+        metrics[f"{prefix}/tokens"] = sum(used.output_tokens for used in each.usage.values()) / episodes
+        if any(value is not None for value in spent):
+            metrics[f"{prefix}/spent"] = sum(value or 0.0 for value in spent) / episodes
+    return metrics
