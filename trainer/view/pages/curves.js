@@ -1,0 +1,121 @@
+// Metrics over steps: smoothed, of several runs over each other, one cursor for all charts.
+
+import { html, useAnswer, useEffect, useMemo, useRef, useState, COLORS, ask, go, number } from "./lib.js";
+
+const { uPlot } = window;
+const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+const FADED = 0.22;
+
+export function Curves({ run, runs, url }) {
+  const smoothing = Number(url.get("smooth") ?? 0) || 0;
+  const others = url.getAll("with").map(Number).filter((each) => runs[each] && each !== run);
+  const wanted = (url.get("find") ?? "").toLowerCase();
+  const { data: charts } = useAnswer("charts", { run }, runs[run].last_metrics ?? -1);
+  const visible = (charts ?? []).filter((chart) =>
+    wanted ? chart.series.some((each) => each.key.toLowerCase().includes(wanted)) || chart.title.toLowerCase().includes(wanted) : chart.is_main).slice(0, 40);
+  return html`<main>
+    <div class="bar">
+      <input type="search" placeholder="any metric" aria-label="any metric" value=${url.get("find") ?? ""} onInput=${(e) => go({ find: e.target.value }, true)} />
+      <label>smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(e) => go({ smooth: Number(e.target.value) || null }, true)} /> ${smoothing.toFixed(2)}</label>
+      ${runs.map((each, i) => i !== run && html`<label><input type="checkbox" checked=${others.includes(i)}
+        onChange=${() => go({ with: others.includes(i) ? others.filter((o) => o !== i) : [...others, i] })} /> with ${each.name}</label>`)}
+      ${others.length > 0 && html`<span class="legend">${[run, ...others].map((each, i) => html`<span><span class=${`dash r${i % 4}`}></span>${runs[each].name}</span>`)}</span>`}
+    </div>
+    ${charts && !charts.length && html`<p class="muted">No step has been logged yet.</p>`}
+    <div class="grid">${visible.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} runs=${[run, ...others]} smoothing=${smoothing}
+      tick=${[run, ...others].map((each) => runs[each].last_metrics).join()} />`)}</div>
+  </main>`;
+}
+
+function Chart({ chart, runs, smoothing, tick }) {
+  const [curves, setCurves] = useState(null);
+  const [at, setAt] = useState(null);
+  const names = chart.series.map((each) => each.key).slice(0, 64);
+  useEffect(() => {
+    let isOver = false;
+    Promise.all(runs.map((run) => ask("curves", { run, name: names }))).then((found) => isOver || setCurves(found), () => {});
+    return () => { isOver = true; };
+  }, [runs.join(), names.join(), tick]);
+  const lines = useMemo(() => curves && linesOf(chart, curves, smoothing), [curves, smoothing]);
+  return html`<section class="card"><h3>${chart.title} <span class="muted small">${chart.unit}</span></h3>
+    ${lines && html`<${Plot} lines=${lines} onCursor=${setAt} title=${chart.title} />
+      <p class="legend">${lines.series.slice(0, names.length).map((line, i) => html`<span><i class=${COLORS[i % 8]}></i>${chart.series[i].label} <b>${number(valueAt(lines, line, at), 4)}</b></span>`)}
+        <span>${at === null ? "" : `step ${lines.steps[at]}`}${lines.every > 1 ? `, each point the mean of ${lines.every} steps` : ""}</span></p>`}
+  </section>`;
+}
+
+// The series of all runs over the steps that any of them has. values: smoothed; raw: as measured.
+function linesOf(chart, curves, smoothing) {
+  const steps = [...new Set(curves.flatMap((run) => run.flatMap((curve) => curve.steps)))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, i) => [step, i]));
+  const series = [];
+  let every = 1;
+  curves.forEach((run, r) => run.forEach((curve, i) => {
+    const raw = new Array(steps.length).fill(undefined);
+    curve.steps.forEach((step, k) => { raw[place.get(step)] = curve.values[k]; });
+    series.push({ raw, values: smoothed(raw, smoothing), color: i % 8, dash: DASHES[r % 4] });
+    every = Math.max(every, curve.every);
+  }));
+  return { steps, series, every, isSmooth: smoothing > 0 };
+}
+
+// Exponential moving average that begins at the first value; gaps stay.
+function smoothed(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return value;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return mean / total;
+  });
+}
+
+function valueAt(lines, line, at) {
+  if (at !== null) return line.values[at] ?? null;
+  return line.values.findLast((value) => value !== null && value !== undefined) ?? null;
+}
+
+// What a class's colour is now: canvas knows no CSS variables.
+function colorOf(name) {
+  const probe = document.createElement("span");
+  probe.className = `color ${name}`;
+  document.body.append(probe);
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
+
+function Plot({ lines, onCursor, title }) {
+  const place = useRef(null);
+  useEffect(() => {
+    const draw = () => {
+      const muted = colorOf("muted");
+      const rule = colorOf("ruled");
+      const axis = { stroke: muted, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "11px system-ui, sans-serif" };
+      const all = lines.isSmooth ? [...lines.series.map((line) => ({ ...line, values: line.raw, alpha: FADED })), ...lines.series] : lines.series;
+      const plot = new uPlot({
+        width: place.current.clientWidth, height: 200, legend: { show: false }, scales: { x: { time: false } },
+        cursor: { sync: { key: "curves" }, drag: { x: true, y: false } },
+        axes: [{ ...axis, size: 30 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 4)) }],
+        series: [{}, ...all.map((line) => ({ stroke: colorOf(`c${line.color}`), width: 1.6, dash: line.dash, alpha: line.alpha ?? 1, spanGaps: false, points: { show: lines.steps.length < 60 } }))],
+        hooks: { setCursor: [(self) => onCursor(self.cursor.idx ?? null)] },
+      }, [lines.steps, ...all.map((line) => line.values)], place.current);
+      return plot;
+    };
+    let plot = draw();
+    const again = () => { plot.destroy(); plot = draw(); };
+    const wide = new ResizeObserver(() => plot.setSize({ width: place.current.clientWidth, height: 200 }));
+    wide.observe(place.current);
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    scheme.addEventListener("change", again);
+    addEventListener("theme", again);
+    return () => {
+      wide.disconnect();
+      scheme.removeEventListener("change", again);
+      removeEventListener("theme", again);
+      plot.destroy();
+    };
+  }, [lines]);
+  return html`<div class="chart" ref=${place} role="img" aria-label=${title}></div>`;
+}
