@@ -24,6 +24,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
@@ -33,6 +34,7 @@ from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.evaluate.identity import evaluation_identity
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
@@ -73,6 +75,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
+        console.keep_warnings(directory.warnings)
         beat = None
         if world_size() > 1:  # from now on a rank waits for the others as long as they beat
             beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
@@ -174,7 +177,10 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         kind = BackgroundScheduler if config.rollout.overlap else Scheduler
         scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
         stack.callback(scheduler.close)
-        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team))
+        mover = None
+        if config.rollout.rebalance:
+            mover = Rebalancer(team.pools, in_turn=not config.rollout.overlap, say=console.message)
+        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team), mover)
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:
@@ -187,6 +193,8 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
         policies=config.policies,
+        sets=checked.eval_sets,
+        identity=evaluation_identity(config),
     )
 
 

@@ -28,7 +28,7 @@ import traceback  # noqa: E402
 import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
-from marsrl.trainer.read_config import ConfigError, read_config  # noqa: E402
+from marsrl.trainer.config.read import ConfigError, read_config  # noqa: E402
 from marsrl.trainer.runs.failure import say_last  # noqa: E402
 
 RANK_0_PRINTS_S = 30.0
@@ -97,9 +97,13 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                     lines = resume_lines(directory, checked.config)
                 directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
     except (ConfigError, ValueError, OSError) as error:
+        from marsrl.trainer.config.explain import help_line
+
         if is_first:
-            is_of_a_file = isinstance(error, OSError) and error.filename and error.strerror
-            say_last(f"marsrl: {error.filename}: {error.strerror}" if is_of_a_file else f"marsrl: {error}")  # type: ignore[union-attr]
+            text = f"{error}{help_line(str(error))}"
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                text = f"{error.filename}: {error.strerror}"
+            say_last(f"marsrl: {text}")
         else:
             time.sleep(RANK_0_PRINTS_S)  # torchrun ends everybody when the first rank fails: that must not be this one
         return 2

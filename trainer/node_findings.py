@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 
 from marsrl.rollout.config import is_started_here
 from marsrl.rollout.engines.refusals import num_engine_gpus
+from marsrl.rollout.environment import environment
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.doctor import Finding
 from marsrl.trainer.placement import with_backend
@@ -58,15 +56,15 @@ def gpu_findings() -> list[Finding]:
     peers = "one GPU alone" if num == 1 else f"all {num} GPUs reach each other's memory"
     if cut_off:
         peers = f"no direct way between {', '.join(cut_off)}: NCCL goes through host memory there (nvidia-smi topo -m)"
-    with contextlib.suppress(OSError):
-        driver = " ".join(_DRIVER.read_text(encoding="utf-8").splitlines()[0].partition(":")[2].split())
-        return [
-            Finding("gpu", "driver", True, driver),
-            *_libraries(),
-            Finding("gpu", "peer access", not cut_off, peers),
-        ]
-    unknown = Finding("gpu", "driver", False, f"{_DRIVER} cannot be read: its version is not known")
-    return [unknown, *_libraries(), Finding("gpu", "peer access", not cut_off, peers)]
+    return [_driver(), *_libraries(), Finding("gpu", "peer access", not cut_off, peers)]
+
+
+def _driver() -> Finding:
+    try:
+        first = _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return Finding("gpu", "driver", False, f"{_DRIVER} cannot be read: its version is not known")
+    return Finding("gpu", "driver", True, " ".join(first.partition(":")[2].split()))
 
 
 def _libraries() -> list[Finding]:
@@ -141,9 +139,10 @@ def ray_findings(config: RunConfig) -> list[Finding]:
 def config_findings(config: RunConfig, ranks: Ranks) -> list[Finding]:
     """What would become of a run with these settings on hosts like this one: where everything is, or what is refused."""
     started = f"torchrun --nnodes {ranks.num_nodes} --nproc-per-node {ranks.per_node}"
-    with _variables(LOCAL_WORLD_SIZE=ranks.per_node, WORLD_SIZE=ranks.num_nodes * ranks.per_node):
+    world_size = ranks.num_nodes * ranks.per_node
+    with environment(LOCAL_WORLD_SIZE=str(ranks.per_node), WORLD_SIZE=str(world_size)):
         try:
-            checked = preflight(config, ranks.num_nodes * ranks.per_node)
+            checked = preflight(config, world_size)
         except (ValueError, OSError) as error:
             return [Finding("config", started, False, f"refused: {error}")]
     lines = [Finding("config", started, True, "passes every check of a dry run"), *_backends(checked.config)]
@@ -157,23 +156,10 @@ def _backends(config: RunConfig) -> list[Finding]:
         return [
             Finding("config", "engines", True, f"rollout.engine={config.rollout.engine}: kernels of ours, as above")
         ]
-    from marsrl.rollout.engines.vllm.engine import engine_arguments
+    from marsrl.rollout.engines.vllm.arguments import engine_arguments
 
     device, dtype = ("cuda" if torch.cuda.is_available() else "cpu"), "bfloat16"
     words = engine_arguments("", config.rollout.vllm, dtype=dtype, max_model_len=1, seed=0, sleeps=False, device=device)
     return [
         Finding("config", "engines", True, f"vLLM on {device}, experts by its {words.get('moe_backend', 'own choice')}")
     ]
-
-
-@contextlib.contextmanager
-def _variables(**values: int) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from marsrl.rollout.config import RolloutConfig, is_started_here
 from marsrl.rollout.engines.refusals import TrainerHost
+from marsrl.rollout.pool.rebalance import outlook
 from marsrl.trainer.config import RunConfig, SyncBackend
 
 
@@ -25,8 +26,7 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 
 def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
     rollout = config.rollout
-    between_processes = rollout.placement != "local" and rollout.engine != "scripted"
-    if config.sync.directory is not None or not between_processes or not (on_gpus or config.sync.cpu_twin):
+    if config.sync.directory is not None or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
         return "shm"
     return "ipc" if rollout.placement == "colocated" else "nccl"
 
@@ -83,12 +83,12 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
         in_slots = (
             rollout.ray_address is not None and is_started_here(rollout.ray_address) and rollout.placement != "local"
         )
-        if in_slots and rollout.engine != "scripted":
+        if in_slots:
             waiting = [Share(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)]
             return hosts + [Host("engine host", (share,)) for share in waiting]
         shares = [Share(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
         return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
-    if rollout.placement == "local" or rollout.engine == "scripted":
+    if rollout.placement == "local":
         shares = [Share(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
         return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
     if rollout.placement == "colocated":
@@ -126,7 +126,7 @@ def _filled(
 
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
     """For people: a line a host, hosts that look alike in one; then how weights travel."""
-    hosts, lines = placement(config, host, world_size), list[str]()
+    hosts, lines, rollout = placement(config, host, world_size), list[str](), config.rollout
     numbers = {"trainer host": 0, "engine host": 0, "this host": 0}
     while hosts:
         first = hosts[0]
@@ -143,7 +143,19 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
     if numbers["engine host"]:
         has = f"{host.num_gpus} GPUs" if host.num_gpus else "a slot"
         lines[-1] += f" (taken to have {has} each, and not known yet)"
+    if rollout.rebalance:
+        lines.append(f"rebalance: {rebalance_outlook(config, has_gpus=bool(host.num_gpus))}")
     return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}"]
+
+
+def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
+    """What rollout.rebalance can move, in words. has_gpus: an engine takes some, else a slot."""
+    asked = {agent.policy for agent in config.agents.values()}
+    of = {
+        name: config.rollout_of(name) for name, each in config.policies.items() if each.openai is None and name in asked
+    }
+    takes = {name: {"GPU": each.vllm.tensor_parallel if has_gpus else 1.0} for name, each in of.items()}
+    return outlook({name: each.engines for name, each in of.items()}, takes)
 
 
 _TRAVEL: dict[SyncBackend, str] = {

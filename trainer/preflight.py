@@ -24,18 +24,20 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tasks.data import find_repeats, read_problems
+from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
 from marsrl.rollout.tasks.own_task import own_problems
-from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
+from marsrl.rollout.tasks.protocol import EVALUATION_SET, Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
-from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, PolicyConfig, RunConfig
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
+from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.placement import placement_lines, with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
 from marsrl.trainer.plan.needs import shortages_here
-from marsrl.trainer.read_config import ConfigError
 from marsrl.trainer.schools.registry import school_of, who_is_taught
 
 _LOOKED_AT = 64  # prompts, where all fit
@@ -56,6 +58,7 @@ class Checked:
     host: TrainerHost
     placement: tuple[str, ...]  # which GPU of which host has which rank or engine, in words
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
+    eval_sets: tuple[HeldOut, ...] = ()  # of data.eval, where that is a list
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def text(self, *, with_config: bool) -> str:
@@ -102,7 +105,7 @@ def preflight(
         _check_layouts(config)
         _check_wandb(config)
     _check_machine(config, host)
-    train, held_out, num_skipped = read_data(config) if given is None else ((), given, 0)
+    train, held_out, sets, num_skipped = read_data(config) if given is None else ((), given, (), 0)
     of_train, of_eval = ("data.train", "data.eval") if not is_own(config.task) else ("problems", "held_out")
     warnings = [*find_repeats(train).sentences(of_train), *find_repeats(held_out).sentences(of_eval)]
     num_held_out = 0
@@ -152,13 +155,16 @@ def preflight(
             warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     if config.judge is not None:
         warnings += _check_judge(config.judge, {of_train: train if trains else (), of_eval: held_out})
-    _check_sync_backend(config)
+    if (reason := why_not_backend(config, has_cuda=torch.cuda.is_available())) is not None:
+        raise ConfigError(reason)
     _check_extra(config)
     warnings += _slow_records(config, host)
     plan = batch_plan(config, world_size)
     warnings += _check_prompts(config, task, orchestration, len(train) if trains else 0)
     where = placement_lines(config, host, world_size)
-    return Checked(config, plan, task, num_skipped, num_held_out, host, tuple(where), tuple(warnings), curators)
+    return Checked(
+        config, plan, task, num_skipped, num_held_out, host, tuple(where), tuple(warnings), sets, curators=curators
+    )
 
 
 def _check_something_trains(config: RunConfig) -> None:
@@ -288,26 +294,26 @@ def _check_files(model: str, shape: ModelShape) -> None:
         )
 
 
-def _check_sync_backend(config: RunConfig) -> None:
-    """The machine has what sync.backend needs."""
-    import torch
-
+def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
+    """What sync.backend needs of a machine and does not find; None: nothing is missing."""
     sync = config.sync
     if sync.backend == "shm":
-        return
-    key, has_cuda = f"sync.backend={sync.backend}", torch.cuda.is_available()
-    if has_cuda and sync.cpu_twin:
-        raise ConfigError(f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false")
-    if not has_cuda and not sync.cpu_twin:
-        raise ConfigError(
+        return None
+    key = f"sync.backend={sync.backend}"
+    if has_cuda:
+        found = f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false"
+        return found if sync.cpu_twin else None
+    if not sync.cpu_twin:
+        return (
             f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=auto, or sync.cpu_twin=true to send "
             f"the same buckets over {'gloo' if sync.backend == 'nccl' else 'shared memory'}"
         )
-    if not has_cuda and config.rollout.engine == "vllm":
-        raise ConfigError(
+    if config.rollout.engine == "vllm":
+        return (
             f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
             "sync.backend=shm and sync.cpu_twin=false, or rollout.engine=local"
         )
+    return None
 
 
 def _slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
@@ -348,6 +354,8 @@ def _check_machine(config: RunConfig, host: TrainerHost) -> None:
     for name, policy in config.trained_policies.items():
         if policy.optimizer.offload and not has_cuda and host.num_ranks:
             raise ConfigError(f"policies.{name}.{NO_OFFLOAD_ON_CPU}")
+        if policy.recompute == "full_offload" and not has_cuda and host.num_ranks:
+            raise ConfigError(f"policies.{name}.{NO_INPUTS_TO_OFFLOAD_ON_CPU}")
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
@@ -406,27 +414,44 @@ def _hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Proble
     return [problem for problem in problems if problem.question not in chosen], held_out
 
 
-def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], int]:
-    """Problems to train on, problems to evaluate on, and the number of lines of data.train and data.eval left out.
+def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], tuple[HeldOut, ...], int]:
+    """Problems to train on, problems to evaluate on, the sets that those are of (() unless data.eval is a list), and the number
+    of lines of data.train and data.eval left out.
 
     Those of the files, nothing where there is no file; or what a user's own task makes of them.
     """
     data = config.data
     how = (data.question_key, data.answer_key, data.on_bad_line)
-    read = (
-        read_train(data.train, config.task, config.run.seed, *how) if data.train else None,
-        read_problems(data.eval, config.task, *how) if data.eval else None,
-    )
-    train, held_out = (found.problems if found else () for found in read)
-    num_skipped = sum(found.num_bad for found in read if found)
+    train: Sequence[Problem] = ()
+    held_out: tuple[Problem, ...] = ()
+    sets: tuple[HeldOut, ...] = ()
+    num_skipped = 0
+    if data.train:
+        found = read_train(data.train, config.task, config.run.seed, *how)
+        train, num_skipped = found.problems, found.num_bad
+    if isinstance(data.eval, str):
+        read = read_problems(data.eval, config.task, *how)
+        held_out, num_skipped = read.problems, num_skipped + read.num_bad
+    elif data.eval:
+        if config.task == "arithmetic":
+            raise ConfigError("data.eval is a list, and task=arithmetic makes its own problems; leave it out")
+        sizes = config.evaluate
+        sets, num_bad = read_eval(data.eval, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat, *how)
+        held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
     if is_own(config.task):
         if isinstance(train, Mixture):
             raise ConfigError(
                 f"data.train has weights, and task={config.task} lists its problems itself, each drawn once an epoch; give "
                 "counts (data.train: [{path, count}, ...])"
             )
-        return *own_problems(config.task, config.task_options, train, held_out), num_skipped
-    return train, held_out, num_skipped
+        own_train, own_held_out = own_problems(config.task, config.task_options, train, held_out)
+        if sets and tuple(own_held_out) != held_out:
+            raise ConfigError(
+                f"data.eval is a list, and task={config.task} has other problems to evaluate on (held_out): give one path, or "
+                "have held_out return self.eval_data"
+            )
+        return own_train, own_held_out, sets, num_skipped
+    return train, held_out, sets, num_skipped
 
 
 def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:

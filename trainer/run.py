@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.ledger import Batch
 from marsrl.rollout.schedule.scheduler import Scheduler
@@ -20,7 +21,9 @@ from marsrl.trainer.data.credit import Credited, drmas_metrics
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch
+from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.report.console import RunConsole
@@ -55,6 +58,7 @@ class Driver:
     team: Team
     scheduler: Scheduler | BackgroundScheduler
     evaluator: Evaluator
+    rebalancer: Rebalancer | None = None
     metrics: MetricsLog | None = None
     spikes: GradSpikes = field(default_factory=GradSpikes)
     before: Evaluation | None = None
@@ -162,6 +166,7 @@ class Run:
             self.driver.metrics = MetricsLog(
                 self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
             )
+            self.directory.forget_evaluations_after(resume_step or 0)
             self.driver.spikes = GradSpikes(row.values for row in read_metrics(self.directory.metrics))
             if restored is not None:
                 self.driver.scheduler.restore(restored.rollout)
@@ -177,6 +182,7 @@ class Run:
         """The steps still to do, 1-based: a step's number is the version that it makes if none is skipped."""
         while self.step < self.config.run.steps:
             self.step += 1
+            self.console.step = self.step
             self.seconds = {}
             self.has_trained = False
             if self.driver is not None:
@@ -189,14 +195,21 @@ class Run:
         return self.standby.during(self._next_batch)
 
     def _next_batch(self) -> Batch:
-        assert self.driver is not None
+        driver = self.driver
+        assert driver is not None
+        if driver.rebalancer is not None and driver.rebalancer.is_due:
+            with driver.scheduler.resting(self.versions):
+                driver.rebalancer.move()
         with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
 
             def progress(num_tokens: int) -> None:
                 bar.update(num_tokens)
                 self.standby.feed_unfed()
 
-            return self.driver.scheduler.next_batch(self.versions, progress)
+            batch = driver.scheduler.next_batch(self.versions, progress)
+        if driver.rebalancer is not None:
+            driver.rebalancer.note_stage()
+        return batch
 
     def agents_of(self, policy: str) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.policy == policy]
@@ -314,9 +327,7 @@ class Run:
             result = self.standby.during(lambda: self._evaluate(f"evaluation at step {step}"))
         if self.driver is None or result is None:
             return
-        for name, found in result.rows.items():
-            if found.mean is not None:
-                self.driver.row[f"eval/{name}"] = found.mean
+        self.driver.row.update(eval_metrics(result))
 
     def record(self, step: int, batch: Batch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
@@ -343,6 +354,9 @@ class Run:
         }
         assert driver.metrics is not None
         driver.row.update(driver.spikes.found(driver.row))
+        driver.row |= {f"rollout/engines/{name}": pool.num_engines for name, pool in driver.team.pools.items()}
+        if driver.rebalancer is not None:
+            driver.row["rollout/engine_moves"] = driver.rebalancer.take_moves()
         cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | tool_shares(batch.metrics)
         cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
         if self.config.judge is not None:
@@ -397,8 +411,8 @@ class Run:
             driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
             driver.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
-        with self.console.progress("probe", unit="episodes") as bar:
-            probe = driver.evaluator.make_probe(self.versions, bar.played)
+        with Kept(self.directory.evaluation(0)) as kept, self.console.progress("probe", unit="episodes") as bar:
+            probe = driver.evaluator.make_probe(self.versions, bar.played, kept)
         driver.before = self._evaluate("evaluation before")
         if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
@@ -408,5 +422,16 @@ class Run:
     def _evaluate(self, name: str) -> Evaluation:
         driver = self.driver
         assert driver is not None
-        with driver.scheduler.resting(), self.console.progress(name, unit="episodes") as bar:
-            return driver.evaluator.evaluate(self.versions, bar.played)
+        folder = self.directory.evaluation(self.step)
+        with driver.scheduler.resting(), Kept(folder) as kept:
+            num_kept, num_draws = driver.evaluator.num_kept(self.versions, kept)
+            if num_kept:
+                self.console.message(f"{name}: {num_kept} of {num_draws} draws are kept")
+            with self.console.progress(name, unit="episodes") as bar:
+                found = driver.evaluator.evaluate(self.versions, bar.played, kept)
+            for pool in driver.team.pools.values():
+                pool.forget_prefixes()  # the next stage finds the engines as if nobody had evaluated
+        if driver.rebalancer is not None:
+            driver.rebalancer.forget()
+        write_json(folder / EVALUATION, found.model_dump(mode="json"))
+        return found

@@ -15,7 +15,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
-from marsrl.trainer.curate.config import CriterionConfig
+from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.curate.rows import Row, Stage, Verdict

@@ -24,8 +24,8 @@ from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
+from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.curate.best_of_n import BestOfN
-from marsrl.trainer.curate.config import BestOfNConfig
 from marsrl.trainer.curate.missing import CurationStopped
 from marsrl.trainer.curate.rows import Row
 from marsrl.trainer.curate.rules import Readable

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from marsrl.trainer.config.curate import NearDuplicatesConfig
 from marsrl.trainer.curate import near_duplicates
-from marsrl.trainer.curate.config import NearDuplicatesConfig
 from marsrl.trainer.curate.near_duplicates import NearDuplicates, as_compared, jaccard, shingled
 from marsrl.trainer.curate.rows import Row, Verdict
 

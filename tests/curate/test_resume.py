@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from curation import CutShort, Killed, rows_of, run
 
-from marsrl.trainer.curate.config import LevelConfig, NearDuplicatesConfig
+from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 from marsrl.trainer.curate.ledger import Ledger
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
 from marsrl.trainer.curate.rows import Row, Verdict

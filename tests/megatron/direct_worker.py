@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,11 @@ class Processes:
     def __len__(self) -> int:
         return len(self.connections)
 
-    def call(self, method: str, arguments: Any) -> list[Timed]:
-        for connection, args in zip(self.connections, arguments, strict=True):
-            connection.send((method, args))
-        answers = [connection.recv() for connection in self.connections]
-        for answer in answers:
+    def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Timed]:
+        for engine, args in arguments.items():
+            self.connections[engine].send((method, args))
+        answers = {engine: self.connections[engine].recv() for engine in arguments}
+        for answer in answers.values():
             if isinstance(answer.value, Exception):
                 raise answer.value
         return answers
@@ -81,7 +82,7 @@ class Processes:
         return answer  # type: ignore[no-any-return]
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        return [answer.value for answer in self.call(method, [args] * len(self))]
+        return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]
 
 
 def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
@@ -156,7 +157,7 @@ def sent_again(
     engines.connections[1].recv()
     channel.send_again(learner, 2, 1)
     alone = engines.ask("held")
-    checked.pool._recovery._num_restarts += 1  # for all that the channel knows it is another process
+    checked.pool.generation += 1  # for all that the channel knows it is another process
     engines.ask("forget")
     channel.publish(learner, 2)
     return [alone, engines.ask("held")]
@@ -177,7 +178,7 @@ def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path)
             channel.publish(learner, 1)
             name = f"{kind.__name__}_{experts}"
             if engines:
-                engines.call("save", [(str(folder / "first.pt"),), (str(folder / f"{name}.pt"),)])
+                engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
                 engines.connections[1].send(("spoil", ("lm_head.weight",)))
                 engines.connections[1].recv()
             try:

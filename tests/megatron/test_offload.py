@@ -97,3 +97,39 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
 def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"optimizer.offload needs optimizer.distributed .*; set distributed=true"):
         OptimizerConfig(offload=True, distributed=False)
+
+
+def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim.install()
+    from marsrl.trainer.learner.megatron import model
+
+    folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=3)
+    samples, kept = sequences(6), list[torch.Tensor]()
+    batches = micro_batches(samples, 2)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        own = Learner(
+            PolicyConfig(recompute="full"), folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=2,
+            total_steps=9, seed=0,
+        )  # fmt: skip
+        own.step(batches, normaliser=num_trained(samples))
+        return {name: parameter.main_grad.clone() for name, parameter in own._model.named_parameters()}
+
+    here, build, to_host = gradients(), model.build_model, model.to_host
+    offloading = {"recompute": "full_offload"}
+    monkeypatch.setattr(model, "build_model", lambda s, layout, p: build(s, layout, p.model_copy(update=offloading)))
+    monkeypatch.setattr(model, "to_host", lambda tensor: kept.append(to_host(tensor)) or kept[-1])
+    away = gradients()
+    assert here and all(torch.equal(gradient, away[name]) for name, gradient in here.items())
+    assert [each.shape[0] for each in kept] == [batch.num_tokens for batch in batches for _ in range(3)]
+    assert {each.shape[1:] for each in kept} == {kept[0].shape[1:]} and kept[0].dim() == 3  # hidden states, no angles
+
+
+def test_a_cpu_refuses_to_move_layers_inputs_to_itself(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"recompute is full_offload: .* no CUDA device here, .*; set full$"):
+        Learner(
+            PolicyConfig(recompute="full_offload"), save_model("qwen3", tmp_path / "m"), objective=PolicyObjective(),
+            mpt=MptConfig(scope="off"), num_agents=2, total_steps=9, seed=0,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron import parallel, shim
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
 
@@ -39,6 +39,28 @@ def device_head() -> Iterator[None]:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
         for where in (chunked_head, tiles):
             changes.enter_context(patch.object(where, "host_buffer", torch.empty))
+        yield
+
+
+@contextmanager
+def inputs_on_host() -> Iterator[None]:
+    """Layers' inputs are bytes that no tensor holds, as they would be in another memory than the device's."""
+    shim.install()
+    from marsrl.trainer.learner.megatron import model
+
+    def offloading(shape: Any, layout: Any, policy: PolicyConfig) -> Any:
+        return build(shape, layout, policy.model_copy(update={"recompute": "full_offload"}))
+
+    def to_host(tensor: torch.Tensor) -> Any:
+        return tensor.detach().view(torch.uint8).numpy().copy(), tensor.dtype
+
+    def to_device(kept: Any, device: torch.device) -> torch.Tensor:
+        return torch.tensor(kept[0], device=device).view(kept[1])
+
+    build = model.build_model
+    with ExitStack() as changes:
+        for name, ours in (("build_model", offloading), ("to_host", to_host), ("to_device", to_device)):
+            changes.enter_context(patch.object(model, name, ours))
         yield
 
 
@@ -88,12 +110,14 @@ def compare(
 ) -> dict[str, Any]:
     """{static, peak: [measured, planned]} of the rank that holds the most, in bytes. reference: of a KL term."""
     optimizer = {"distributed": is_distributed}
+    on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
     config = PolicyConfig.model_validate(
-        {"dtype": dtype, "recompute": recompute, "layout": layout, "optimizer": optimizer}
+        {"dtype": dtype, "recompute": on_cpu, "layout": layout, "optimizer": optimizer}
     )
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     on_gpu = torch.cuda.is_available()
-    with device_head(), CudaBytes() if on_gpu else LiveBytes() as memory:
+    elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()
+    with device_head(), elsewhere, CudaBytes() if on_gpu else LiveBytes() as memory:
         learner = Learner(
             config,
             folder,
@@ -115,7 +139,7 @@ def compare(
         layout=resolved,
         world_size=world,
         dtype=config.dtype,
-        recompute=config.recompute,
+        recompute=recompute,  # type: ignore[arg-type]
         tokens=batches[0].num_tokens,
         num_micro_batches=len(batches),
         head_rows=batches[0].num_tokens,

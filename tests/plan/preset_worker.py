@@ -95,9 +95,9 @@ def planned(words: list[str], folder: Path) -> dict[str, Any]:
 
 def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
     """Dry run and preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+    from marsrl.trainer.config.read import read_config
     from marsrl.trainer.main import main as train
     from marsrl.trainer.preflight import preflight
-    from marsrl.trainer.read_config import read_config
 
     words = says.get("train", [])
     options = dict(itertools.pairwise(words))

@@ -65,10 +65,12 @@ def test_a_model_that_is_not_known_names_those_that_are() -> None:
 
 
 def holds(report: dict[str, Any], tolerance: float) -> None:
-    """working, the peak without what is always there, may be half as far off again."""
+    """working, the peak without what is always there, may be half as far off again, and further where more is planned than
+    is held."""
     for what, allowed in (("static", 0.01), ("peak", tolerance), ("working", 1.5 * tolerance)):
         measured, planned = report[what]
-        assert abs(planned / measured - 1) < allowed, (what, measured, planned, planned / measured)
+        above = 2.5 * tolerance if what == "working" else allowed
+        assert -allowed < planned / measured - 1 < above, (what, measured, planned, planned / measured)
     assert report["stage"][0] == report["stage"][1]
 
 
@@ -76,7 +78,8 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
     ("kind", "recompute", "dtype", "changes"),
     [
         ("qwen3_moe", "none", "bfloat16", {}),
-        ("qwen3_moe", "full", "bfloat16", {}),
+        ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),  # what a layer left behind it would show
+        ("qwen3_moe", "full_offload", "bfloat16", {"num_hidden_layers": 8}),
         ("qwen3_moe", "selective", "float32", {}),
         ("qwen3_moe", "selective", "bfloat16", {}),
         ("qwen3", "selective", "bfloat16", {"intermediate_size": 512}),
@@ -112,6 +115,7 @@ LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str]] = [
     ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", ""),
     ("moe tp2 ep2, reference", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "qwen3_moe"),
     ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16", ""),
+    ("dense pp2, offloaded", "qwen3", {"pipeline": 2}, "full_offload", "bfloat16", ""),
     ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", ""),
     ("moe pp2, reference", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "qwen3"),
     ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16", ""),

@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from marsrl.trainer import cli
+from marsrl.trainer.config.read import CONFIGS, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
@@ -20,7 +22,7 @@ from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.plan.speed import Work, step_time
 from marsrl.trainer.plan.splits import step_seconds
-from marsrl.trainer.read_config import CONFIGS, read_config
+from marsrl.trainer.plan.sync import sync_time
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
@@ -115,7 +117,11 @@ def test_the_plan_and_the_dry_run_refuse_alike(
     assert "- refused: " in capsys.readouterr().out
     assert main(["--dry-run", *words]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"marsrl: {plan['refused'][0]} (") and ": command line" in said and said.count("\n") == 1
+    assert (
+        said.startswith(f"marsrl: {plan['refused'][0]} (")
+        and ": command line" in said
+        and said.count("\nmarsrl: ") == 0
+    )
     assert main(["--dry-run", "rollout.engines=4"]) == 0
     assert main(["--dry-run", f"sync.directory={tmp_path}/none"]) == 2
     assert "which is no folder that can be written to: make it" in capsys.readouterr().err
@@ -239,6 +245,18 @@ def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
     assert step_time(offloaded, WORK, H100, True).optimizer > step_time(SETUP, WORK, H100, True).optimizer
 
 
+def test_layers_inputs_on_the_host_leave_the_gpu_and_cross_pcie_twice() -> None:
+    away = replace(SETUP, recompute="full_offload")
+    here, there = most_loaded_rank(SETUP), most_loaded_rank(away)
+    inputs = 48 * 65536 // 4 * 2048 * 2
+    assert here.activations - there.activations == inputs and there.host == 2 * inputs  # pinned
+    assert there.working == here.working + inputs // 48  # the one that has come back
+    plain, slower = step_time(SETUP, WORK, H100, True), step_time(away, WORK, H100, True)
+    tokens = WORK.tokens / 8  # replicas
+    assert slower.offloading == pytest.approx(2 * 48 * tokens / 4 * 2048 * 2 / (64e9 * hw.LINK_SHARE.value))
+    assert plain.offloading == 0 and slower.total - slower.offloading == pytest.approx(plain.total)
+
+
 def test_an_attention_that_repeats_bitwise_keeps_gigabytes_of_copies() -> None:
     long = replace(SETUP, tokens=98_304)
     plain, repeated = most_loaded_rank(long), most_loaded_rank(replace(long, deterministic=True))
@@ -269,6 +287,83 @@ def test_kv_cache_of_the_published_model() -> None:
     four, all_eight = (engine_memory(replace(setup, tensor_parallel=n), H100) for n in (4, 8))
     assert four.kv_tokens > 2.5 * memory.kv_tokens  # a shard of the weights leaves more room
     assert all_eight.kv_tokens < 1.2 * four.kv_tokens  # 4 KV heads: four of the GPUs hold copies
+
+
+def test_a_cache_of_a_size_of_its_own_is_taken_whatever_the_share_is() -> None:
+    own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
+    memory = engine_memory(own, H100)
+    assert (
+        memory.kv_tokens
+        == 4096 * 2**20 // (98_304 // 2)
+        == engine_memory(replace(own, memory_share=0.5), H100).kv_tokens
+    )
+    assert memory.taken == memory.weights + memory.workspace + 4096 * 2**20 and not memory.fits  # below one sequence
+    assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
+    assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
+    plan = make_plan(
+        read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["rollout.vllm.kv_cache_mib=90000"])[0], 64, "h100-80g"
+    )
+    assert any("kv_cache_mib take 105.1 GiB a GPU of 79.1; lower kv_cache_mib" in note for note in plan.notes)
+    words = ["rollout.placement=colocated", "rollout.overlap=0", "rollout.vllm.kv_cache_mib=8192"]
+    colocated = [
+        make_plan(read_config(CONFIGS / "single_gpu.yaml", more)[0], 1, "h100-80g").policies[0]
+        for more in (words[:2], words)
+    ]
+    shared, sized = (each.configured for each in colocated)
+    assert shared is not None and sized is not None
+    assert sized.needed - sized.memory.peak * 1.05 < shared.needed - shared.memory.peak * 1.05
+
+
+def test_experts_that_lie_whole_are_as_many_bytes_and_the_busiest_gpu_has_more_of_them_to_read() -> None:
+    cut = EngineSetup(MOE, 4, 4, "bfloat16", 0.9, 8, 98_304)
+    whole = replace(cut, spreads_experts=True)
+    assert whole.experts_of_gpu == 32 and cut.experts_of_gpu == 0
+    assert engine_memory(whole, H100).weights == engine_memory(cut, H100).weights
+    uneven = replace(cut, shape=replace(MOE, num_experts=126))
+    more = engine_memory(replace(uneven, spreads_experts=True), H100).weights - engine_memory(uneven, H100).weights
+    assert more == 48 * 3 * 2048 * 768 * 2 * (32 - 126 / 4)  # the fullest of four
+    few, many = (decoding(whole, response=1000.0)[0], decoding(cut, response=1000.0)[0])
+    assert 1.0 < few / many < hw.IMBALANCE.value
+    touched = 1 - (1 - 8 / 128) ** 8
+    assert min(1.0, 1.3 * touched) < 1  # so that more is read; what all touch is not read twice
+    words = ["rollout.vllm.expert_parallel=true"]
+    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(plan, console)
+    assert "whole (expert_parallel), 32 of 128 on a GPU; the busiest of 4 reads and" in console.export_text()
+    assert all(each.engines.spreads_experts == (each.engines.tensor_parallel > 1) for each in plan.policies[0].splits)
+
+
+def test_a_publish_is_counted_by_the_way_that_the_backend_goes() -> None:
+    setup = EngineSetup(MOE, 10, 4, "bfloat16", 0.9, 256, 98_304)
+    memory, model, network = engine_memory(setup, H100), 30_532_122_624 * 2, 50e9 * hw.LINK_SHARE.value
+    files, wire, mapped = (sync_time(backend, setup, memory, 24, 64, H100) for backend in ("shm", "nccl", "ipc"))
+    assert files.gather == pytest.approx(model / network + model / (64e9 * hw.LINK_SHARE.value))
+    assert files.write == pytest.approx(2 * model / hw.HOST_BANDWIDTH.value) and files.send == files.copy == 0
+    assert wire.gather == wire.write == wire.load == mapped.gather == mapped.load == 0
+    assert wire.send == pytest.approx(40 * memory.weights / 24 / network)  # ranks send more than a shard takes
+    assert mapped.send == pytest.approx((40 / 24 + 1) * memory.weights * 23 / 24 / network)  # in one thread both ways
+    assert wire.total < 0.1 * files.total and files.links_alone == wire.links_alone
+    few = sync_time("nccl", replace(setup, num_engines=2), memory, 24, 64, H100)
+    assert few.send == pytest.approx(memory.weights / network)  # bound by the receiver
+    near = sync_time("nccl", replace(setup, num_engines=1), memory, 4, 8, H100)
+    assert near.send == pytest.approx(memory.weights / (450e9 * hw.LINK_SHARE.value))  # one node: NVLink
+    alone = sync_time("ipc", replace(setup, num_engines=1, tensor_parallel=1), memory, 1, 1, H100)
+    assert alone.send == 0 < alone.copy  # the rank and the engine share the GPU
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ([], "nccl"),
+        (["rollout.placement=colocated", "rollout.engines=8", "rollout.overlap=0"], "ipc"),
+        (["sync.backend=shm"], "shm"),
+    ],
+)
+def test_the_plan_s_publish_is_of_the_backend_that_the_run_takes(words: list[str], backend: str) -> None:
+    config = read_config(CONFIGS / "qwen3_8b.yaml", words)[0]
+    (policy,) = make_plan(config, 8, "h100-80g").policies
+    assert policy.sync.backend == backend == with_backend(config, on_gpus=True).sync.backend
 
 
 def decoding(setup: EngineSetup, **changes: object) -> tuple[float, float]:

@@ -25,8 +25,8 @@ from marsrl.rollout.engines.refusals import (
 )
 from marsrl.rollout.engines.vllm.arguments import OWN_ARGUMENTS, checked_extra, engine_arguments
 from marsrl.rollout.engines.vllm.engine import vllm_environment
+from marsrl.trainer.config.read import CONFIGS
 from marsrl.trainer.plan.models import KNOWN
-from marsrl.trainer.read_config import CONFIGS
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
@@ -145,6 +145,11 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
             TrainerHost(8, 8, True),
             r"writes weights to /dev/shm of .* set sync.directory to a folder",
         ),
+        (
+            {"ray_address": "auto", "engines": 40},  # of a cluster that has others: where else would they be
+            TrainerHost(8, 8, False),
+            r"writes weights to /dev/shm of .* rollout.ray_address=auto do not see: set sync.directory to a folder",
+        ),
     ],
 )
 def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any], host: TrainerHost, says: str) -> None:
@@ -163,7 +168,8 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
         ({"vllm": VllmOptions(kv_cache_mib=256)}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
         ({"ray_address": HEAD}, TrainerHost(8, 8, True), "/shared"),
         ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # nccl, ipc
-        ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm"),
+        ({"ray_address": "auto", "engines": 4}, NODE, "/dev/shm"),
+        ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm"),
         ({"vllm": {"tensor_parallel": 2}, "engines": 2}, NODE, "/dev/shm"),
         ({"vllm": {"tensor_parallel": 4}, "placement": "colocated"}, NODE, "/dev/shm"),
         ({"vllm": {"tensor_parallel": 2}, "placement": "local"}, TrainerHost(2, 1, False), "/dev/shm"),

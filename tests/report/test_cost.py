@@ -10,13 +10,15 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
-from marsrl.trainer.report.summary import AgentEstimate, Evaluation, Usage, estimate
+from marsrl.trainer.report.summary import AgentEstimate, Evaluation, ToolUsage, Usage, estimate
 
 COUNTED = {
     "rollout/tokens": 999,
     "cost/solver/input_tokens": 1_000_000,
     "cost/solver/cached_tokens": 250_000,
     "cost/solver/output_tokens": 500_000,
+    "cost/solver/seconds": 40.0,
+    "cost/verifier/seconds": 2.5,
     "cost/verifier/input_tokens": 2_000_000,
     "cost/verifier/cached_tokens": 0,
     "cost/verifier/output_tokens": 100_000,
@@ -37,14 +39,16 @@ def test_agents_and_policies_have_tokens_and_cost_and_one_without_a_price_tokens
         "policy_cost/main/input_tokens": 1_000_000,
         "policy_cost/main/cached_tokens": 250_000,
         "policy_cost/main/output_tokens": 500_000,
+        "policy_cost/main/seconds": 40.0,
         "policy_cost/main/spent": 7.0,
         "policy_cost/judge/input_tokens": 2_000_000,
         "policy_cost/judge/cached_tokens": 0,
         "policy_cost/judge/output_tokens": 100_000,
+        "policy_cost/judge/seconds": 2.5,
     }
     shared = cost_metrics(COUNTED, {"solver": AgentConfig(), "verifier": AgentConfig()}, policies)
     assert shared["policy_cost/main/spent"] == shared["cost/solver/spent"] + shared["cost/verifier/spent"] == 12.0
-    assert "policy_cost/judge/spent" not in shared
+    assert "policy_cost/judge/spent" not in shared and shared["policy_cost/main/seconds"] == 42.5
 
 
 def test_an_episode_takes_from_its_first_ask_to_its_end() -> None:
@@ -63,21 +67,23 @@ def test_an_episode_takes_from_its_first_ask_to_its_end() -> None:
 
 def test_teams_stand_side_by_side_with_what_an_episode_takes() -> None:
     used = {
-        "solver": Usage(policy="big", calls=8, input_tokens=400, output_tokens=1000, spent=0.02),
-        "verifier": Usage(policy="small", calls=4, input_tokens=600, output_tokens=200, spent=0.004),
+        "solver": Usage(policy="big", calls=8, input_tokens=400, output_tokens=1000, spent=0.02, seconds=6.0),
+        "verifier": Usage(policy="small", calls=4, input_tokens=600, output_tokens=200, spent=0.004, seconds=1.0),
     }
     right = AgentEstimate(**estimate(3, 4).model_dump())
     one = Evaluation(agents={"solver": right}, system=estimate(3, 4), num_episodes=4, usage=used)
+    one = one.model_copy(update={"tools": {"search": ToolUsage(calls=6, seconds=0.5)}})
     free = {"solver": used["solver"].model_copy(update={"spent": None})}
     shown = io.StringIO()
     RunConsole(stream=shown).teams(
         [("two.yaml", one, 12.34), ("one.yaml", one.model_copy(update={"usage": free}), 5.0)]
     )
     rows = [" ".join(line.replace("│", " ").split()) for line in shown.getvalue().splitlines()]
-    assert "two.yaml 0.750 (0.301-0.954, n 4) 3.0 250.0 300.0 0.006 12.3" in rows
-    assert "solver (big) 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 0.005" in rows
-    assert "verifier (small) not measured 1.0 150.0 50.0 0.001" in rows
-    assert "one.yaml 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 no price 5.0" in rows
+    assert "two.yaml 0.750 (0.301-0.954, n 4) 3.0 250.0 300.0 0.006 1.75 12.3" in rows
+    assert "solver (big) 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 0.005 1.5" in rows
+    assert "verifier (small) not measured 1.0 150.0 50.0 0.001 0.25" in rows
+    assert "search (tool) 1.5 0.125" in rows
+    assert "one.yaml 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 no price 1.5 5.0" in rows
 
 
 def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:

@@ -138,6 +138,7 @@ def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() ->
         samples.append(said(verdict, agrees))
     found = summarise([make_group(*samples)], version=0)  # type: ignore[arg-type]
     assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
+    assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(2 / 3)  # one was right
     right = summarise([make_group(samples[3], samples[4])], version=0)  # type: ignore[arg-type]
     assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
 

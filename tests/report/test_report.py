@@ -97,6 +97,19 @@ def test_gradient_norms_of_agents_and_policies_are_on_one_chart(tmp_path: Path) 
     assert "<title>small, step 1: 1</title>" in page
 
 
+def test_evaluations_on_the_way_are_one_chart_with_their_intervals(tmp_path: Path) -> None:
+    values = {"eval/system": 0.5, "eval/system/low": 0.4, "eval/system/high": 0.6, "eval/tokens": 900.0}
+    (plan,) = [plan for plan in PLANS if plan.title == "Evaluation"]
+    assert [plan.label(name) for name in values] == ["system", None, None, None]
+    assert plan.label("eval/spent") is None and plan.label("eval/aime25/system") is None
+    run = RunDirectory.create(tmp_path, "a", "p")
+    with MetricsLog(run, tensorboard=False) as log:
+        for step in (1, 2):
+            log.log(step, values)
+    page = write_report(run.path).read_text("utf-8")
+    assert page.count('<polygon class="band') == 1 and "<title>system, step 2: 0.5</title>" in page
+
+
 def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:
     empty = write_report(RunDirectory.create(tmp_path, "empty", "p").path).read_text("utf-8")
     for note in ("No summary.json", "No step has been logged", "No trace.json", "No samples"):

@@ -162,3 +162,12 @@ def test_json_with_nan_is_refused_and_the_old_file_stays(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="null"):
         write_json(path, {"x": float("nan")})
     assert json.loads(path.read_text()) == {"x": 1} and list(tmp_path.iterdir()) == [path]
+
+
+def test_evaluations_of_weights_that_are_trained_again_are_forgotten(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for step in (0, 4, 8, 12):
+        run.evaluation(step).mkdir(parents=True)
+    (run.evaluations / "step_x").mkdir()
+    run.forget_evaluations_after(8)
+    assert sorted(path.name for path in run.evaluations.iterdir()) == ["step_0", "step_4", "step_8", "step_x"]

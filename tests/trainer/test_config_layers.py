@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.read_config import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.runs.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -15,9 +18,14 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
+from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
+from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.evaluate.intervals import estimate_of, mean_of, ratio
+from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.report.summarise_run import meets_gate, missed_gates
-from marsrl.trainer.report.summary import Evaluation
+from marsrl.trainer.report.summary import Evaluation, estimate
 
 VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, probe_size=20, temperature=1.0, top_p=1.0)
@@ -177,3 +185,196 @@ def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> No
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})  # type: ignore[index]
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
+
+
+# ------------------------------------------------------------------ k draws, and intervals
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_draws_that_hold_a_right_one() -> None:
+    for n, c in ((5, 2), (6, 0), (4, 4), (7, 1)):
+        found = pass_at(n, c, [1, 2, 3, 9])
+        for k in (1, 2, 3):
+            choices = list(combinations([True] * c + [False] * (n - c), k))
+            assert found[k] == pytest.approx(sum(map(any, choices)) / len(choices))
+        assert math.isnan(found[9])
+
+
+def said(answer: str | None, correct: float | None = 0.0, tokens: int = 10) -> Said:
+    return Said(correct=correct, answer=answer, tokens=tokens)
+
+
+def test_the_majority_s_answer_counts_and_equals_share() -> None:
+    right = said("7", 1.0)
+    assert majorities([right, right, said("8")], [3])[3][0] == 1
+    assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space makes no other answer
+    assert majorities([right, said("8")], [2])[2][0] == 0.5
+    assert (
+        majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
+    )  # two ways to be right
+    assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # no answer, no vote
+    assert majorities([said(None)] * 2, [2])[2][0] == 0
+    assert math.isnan(majorities([right], [2])[2][0])
+    # of two of {7, 7, 8}: a third of the pairs agree on 7, in the others one of both is right
+    assert majorities([right, right, said("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
+
+
+def test_of_the_shorter_half_the_majority_may_be_another() -> None:
+    draws = [said("7", 1.0, 5), said("7", 1.0, 6), said("8", 0.0, 90), said("8", 0.0, 80), said("8", 0.0, 70)]
+    assert majorities(draws, [5])[5] == (0.0, 1.0)  # 8 by three to two; of the shortest three 7 by two to one
+
+
+def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
+    assert at_k({"p": [said("7", 1.0)], "q": [said("8")]}).pass_at == {}
+    found = at_k({"p": [said("7", 1.0), said("8")], "q": [said("7", 1.0), said("8", None)]})
+    assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # q has one draw
+    assert found.pass_at[1].mean == 0.75
+
+
+def test_an_interval_over_problems_is_as_wide_as_problems_differ_and_draws_do_not_narrow_it() -> None:
+    rng = np.random.default_rng(0)
+    rates = rng.random(40) < 0.5  # each problem always right, or never
+    few, many = (estimate_of(40, 40 * k, ratio(rates * k, [k] * 40)) for k in (1, 32))
+    assert (few.low, few.high) == (many.low, many.high) and few.n == 40 and many.n == 1280
+    assert many.high - many.low == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(40), rel=0.2)
+    wilson = estimate(float(rates.sum()) * 32, 1280)
+    assert many.high - many.low > 4 * (wilson.high - wilson.low)
+    assert few == estimate_of(40, 40, ratio(rates * 1.0, [1.0] * 40))  # seeded
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """400 sets of 60 problems of known rates, 4 draws each: of 95% about 95."""
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(400):
+        rates = rng.beta(2, 2, 60)
+        found = estimate_of(60, 240, ratio(rng.binomial(4, rates), [4] * 60))
+        hits += found.low <= 0.5 <= found.high
+    assert 0.91 < hits / 400 < 0.98
+
+
+def test_where_all_are_right_the_interval_is_that_of_so_many_problems() -> None:
+    found = estimate_of(30, 960, ratio([32.0] * 30, [32.0] * 30))
+    assert found.mean == found.high == 1.0 and found.low == pytest.approx(estimate(30, 30).low)
+    assert mean_of([]).mean is None and mean_of([math.nan]).n == 0
+
+
+# ------------------------------------------------------------------ kept draws, sets, the Solver alone
+
+
+class Stopped(Exception):
+    pass
+
+
+def counting(asked: list[str], most: int | None = None, script: Any = perfect_critics) -> Any:
+    def counted(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        if most is not None and len(asked) == most:
+            raise Stopped
+        asked.append(request.uid)
+        return str(script(request, renderer, rng))
+
+    return counted
+
+
+SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "probe_size": 4})
+
+
+def played(
+    folder: Path, scripted_team: Any, kept: Path | None, asked: list[str], most: int | None = None
+) -> Evaluation:
+    judged = evaluator(folder, scripted_team, counting(asked, most), SMALL)
+    judged.identity = {"team": "five"}
+    if kept is None:
+        judged.make_probe(VERSIONS)
+        return judged.evaluate(VERSIONS)
+    with Kept(kept) as held:
+        judged.make_probe(VERSIONS, kept=held)
+        return judged.evaluate(VERSIONS, kept=held)
+
+
+def test_an_evaluation_that_was_killed_goes_on_with_what_has_ended(tmp_path: Path, scripted_team: Any) -> None:
+    unbroken, asked = [], []
+    expected = played(tmp_path / "a", scripted_team, None, unbroken)
+    folder = tmp_path / "kept"
+    for life, most in enumerate((9, 20, 30)):
+        with pytest.raises(Stopped):
+            played(tmp_path / f"b{life}", scripted_team, folder, [], most)
+        with (folder / DRAWS).open("ab") as file:
+            file.write(b'{"key": "torn')  # kill -9 in the middle of a line
+    assert played(tmp_path / "c", scripted_team, folder, asked) == expected
+    draws = read_draws(folder)
+    assert len(draws) == 16 and 0 < len(asked) < len(unbroken)
+    again: list[str] = []
+    assert played(tmp_path / "d", scripted_team, folder, again) == expected and not again
+
+
+def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:
+    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
+    with Kept(tmp_path / "kept") as kept:
+        judged.evaluate(VERSIONS, kept=kept)
+        assert judged.num_kept(VERSIONS, kept) == (16, 16)
+        assert judged.num_kept({"main": 1}, kept) == (0, 16)
+        assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
+        more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
+        assert more.num_kept(VERSIONS, kept) == (16, 24)
+
+
+def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: Path, scripted_team: Any) -> None:
+    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
+    asked: list[str] = []
+    judged = evaluator(tmp_path / "b", scripted_team, counting(asked), SMALL)
+    found = judged.evaluate(VERSIONS)
+    assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
+    assert found.alone.mean == found.agents["solver"].mean and found.system.mean == 1.0
+    assert list(found.alone_at.pass_at) == [1, 2] and found.alone_at.pass_at[1].mean == pytest.approx(found.alone.mean)
+    assert (found.alone_at.pass_at[2].mean or 0) >= (found.alone_at.majority_at[2].mean or 0)
+    verifier = found.agents["verifier1"]
+    assert verifier.detection_recall is not None and verifier.detection_recall.mean == 1.0
+    assert verifier.detection_precision is not None and verifier.detection_precision.mean == 1.0
+    assert verifier.length is not None and verifier.length.longest >= verifier.length.mean > 1
+    metrics = eval_metrics(found)
+    assert metrics["eval/system"] == 1.0 and metrics["eval/system/low"] < 1 and "eval/alone/pass_at_2" in metrics
+    assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
+
+
+def test_a_verifier_that_flags_everything_finds_all_and_is_precise_by_chance(
+    tmp_path: Path, scripted_team: Any
+) -> None:
+    found = evaluator(tmp_path, scripted_team, always_wrong).evaluate(VERSIONS).agents["verifier1"]
+    assert found.detection_recall is not None and found.detection_recall.mean == 1.0
+    assert found.detection_precision is not None and 0.2 < (found.detection_precision.mean or 0) < 0.8
+
+
+def test_sets_have_their_own_numbers_and_counts_and_are_one_together(tmp_path: Path, scripted_team: Any) -> None:
+    judged = evaluator(tmp_path, scripted_team, perfect_critics)
+    problems = judged.task.held_out(12, 0)
+    judged = replace(judged, sets=(HeldOut("easy", problems[:4], 3), HeldOut("hard", problems[4:], 1)))
+    found = judged.evaluate(VERSIONS)
+    assert {name: (each.num_problems, each.num_episodes) for name, each in found.sets.items()} == {
+        "easy": (4, 12),
+        "hard": (8, 8),
+    }
+    assert found.num_episodes == 20 and found.system.n == 20
+    assert list(found.sets["easy"].system_at.pass_at) == [1, 2, 3] and not found.sets["hard"].system_at.pass_at
+    assert list(found.rows)[:4] == ["easy/alone", "easy/system", "hard/alone", "hard/system"]
+    metrics = eval_metrics(found)
+    assert {"eval/system", "eval/easy/system", "eval/hard/solver", "eval/easy/alone/pass_at_3"} <= metrics.keys()
+    assert Evaluation.model_validate_json(found.model_dump_json()) == found
+
+
+def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Path, scripted_team: Any) -> None:
+    def cut_first(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        if request.uid.endswith("/solver:0"):
+            return "= " * 60
+        is_report = is_verifier(request)
+        return (
+            perfect_critics(request, renderer, rng)
+            if is_report
+            else f"Answer: {answer_of(words_of(request, renderer))}"
+        )
+
+    config = SMALL.model_copy(update={"compat": "marsrl"})
+    found = evaluator(tmp_path, scripted_team, cut_first, config).evaluate(VERSIONS)
+    solver = found.agents["solver"]
+    assert (solver.mean, solver.n, found.usage["solver"].calls) == (1.0, 16, 32)
+    assert found.alone is not None and found.alone.mean == 1.0
+    strict = evaluator(tmp_path / "s", scripted_team, cut_first, SMALL).evaluate(VERSIONS)
+    assert strict.agents["solver"].mean == strict.system.mean == 0.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began, resume_lines
 from marsrl.trainer.warm_start import name_of, recipe_of

@@ -25,7 +25,6 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"ray_address": "here"}, {}, True, "nccl"),
         ({"placement": "colocated"}, {}, True, "ipc"),
         ({"placement": "local"}, {}, True, "shm"),
-        ({"engine": "scripted"}, {}, True, "shm"),
         ({}, {"directory": "/shared"}, True, "shm"),
         ({}, {"backend": "shm"}, True, "shm"),
         ({"placement": "colocated"}, {}, False, "shm"),
@@ -81,3 +80,18 @@ def test_without_gpus_engines_are_in_slots_of_hosts_that_join() -> None:
         "trainer host 2: CPU: ranks 2-3",
         "engine hosts 1-2: CPU: main engines 0-1 (taken to have a slot each, and not known yet)",
     ]
+
+
+def test_rebalance_says_what_can_move() -> None:
+    wide = {"frozen": True, "model": "/m", "engines": 1, "vllm": {"tensor_parallel": 2}}
+    verifier = {"verifier1": {"policy": "judge"}, "verifier2": {"policy": "judge"}}
+    both: dict[str, Any] = {"policies": {"main": {}, "judge": wide}, "agents": verifier}
+    both["credit"] = {"train_agents": ["solver", "corrector1", "corrector2"]}
+    moving = {"engines": 2, "rebalance": True}
+    assert "nothing to move" in lines(NODE, 4, moving, **both)[-1]  # two GPUs do not come free with one
+    assert "found main 2, judge 1" in lines(NODE, 4, moving, **both)[-1]
+    wide["engines"] = 2
+    assert "an engine from judge to main (2 in its place), by" in lines(NODE, 2, moving, **both)[-1]
+    assert "from main to judge, judge to main, by" in lines(CPUS, 1, moving, **both)[-1]
+    with pytest.raises(ValueError, match=r"rollout\.rebalance .* rollout\.placement is local"):
+        config_of({**moving, "placement": "local"})

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import ConfigError, read_config
 
 
 def refusal(*words: str) -> str:
@@ -109,9 +109,6 @@ def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_f
     assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
     assert read_config(None, words[-1:])[0].max_kept == {}
     assert "agents.corrector2.top_k is 50, above loss.max_support = 40, " in refusal(*words, "loss.max_support=40")
-    said = refusal(*words, "rollout.engine=scripted")
-    assert "agents.solver.top_p and agents.solver.top_k are 0.9 and -1, and rollout.engine=scripted" in said
-    assert "set rollout.engine=local or vllm, or top_p=1 and top_k=-1" in said
 
 
 def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
@@ -218,7 +215,6 @@ def test_later_words_win() -> None:
     [
         (("sync.backend=nccl", "rollout.placement=local"), "rollout.placement=local the engines live in the trainer's"),
         (("sync.backend=nccl", "rollout.placement=colocated"), "NCCL refuses two processes on one GPU"),
-        (("sync.backend=ipc", "rollout.engine=scripted"), "rollout.engine=scripted has none"),
         (("sync.backend=ipc",), "gives engines GPUs of their own: set sync.backend=nccl"),
         (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
         (("sync.backend=shm", "sync.cpu_twin=true"), "sync.backend=shm is for weights in files, which need no GPU"),

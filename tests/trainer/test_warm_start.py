@@ -17,11 +17,11 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
 from marsrl.rollout.tasks.facts_tokenizer import write_facts_tokenizer
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
 from marsrl.trainer.schools.registry import SCHOOLS, school_of

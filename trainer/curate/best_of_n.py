@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.types import Problem
-from marsrl.trainer.curate.answers import Answers, key_of
-from marsrl.trainer.curate.config import BestOfNConfig
+from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.curate.missing import MissingShare
 from marsrl.trainer.curate.rows import Row, Verdict
 from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.runs.answers import Answers, key_of
 
 _UNDECIDED = "undecided"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,9 +16,10 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.tasks.data import data_files
 from marsrl.rollout.types import Problem
-from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.curate import CriterionConfig
+from marsrl.trainer.config.read import ConfigError, models_given, read_config
 from marsrl.trainer.curate.best_of_n import BestOfN
-from marsrl.trainer.curate.config import CriterionConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
 from marsrl.trainer.curate.pipeline import Pipeline
@@ -27,7 +27,7 @@ from marsrl.trainer.curate.report import write_report
 from marsrl.trainer.curate.rows import Stage, read_inputs
 from marsrl.trainer.curate.rules import Level, Readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
-from marsrl.trainer.read_config import ConfigError, models_given, read_config
+from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock
@@ -128,24 +128,6 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
         answers = out / "stages" / BestOfN.name / "answers.jsonl"
         stages.append(BestOfN(section.best_of_n, team_identity(alone), partial(_open_evaluator, alone), answers))
     return stages
-
-
-def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
-    """What tells its answers from another's: the model, by its name or path, and the server."""
-    served = {"base_url", "model", "prompt"}
-    return policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
-
-
-def team_identity(config: RunConfig) -> dict[str, Any]:
-    """What tells the team's answers from another's."""
-    include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
-    return {
-        **config.model_dump(mode="json", include=include),
-        "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "max_turns": config.rollout.max_turns,
-        "seed": config.run.seed,
-    }
 
 
 @contextmanager

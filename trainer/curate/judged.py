@@ -15,11 +15,11 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Samplin
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish
-from marsrl.trainer.curate.answers import Answers, key_of
-from marsrl.trainer.curate.config import CriterionConfig
+from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import MissingShare
 from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows that are read ahead, so that every engine has enough to do
 _WAIT_S = 1.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from marsrl.trainer.curate.config import NearDuplicatesConfig
+from marsrl.trainer.config.curate import NearDuplicatesConfig
 from marsrl.trainer.curate.rows import Row, Verdict
 
 _BATCH = 1024  # rows whose hashes are computed by one call

@@ -17,10 +17,10 @@ from typing import Any
 import pydantic
 
 from marsrl.rollout.config import Settings
-from marsrl.trainer.curate.answers import key_of
 from marsrl.trainer.curate.ledger import Ledger, Tally
 from marsrl.trainer.curate.rows import Row, Stage, encoded, from_line
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.runs.answers import key_of
 from marsrl.trainer.runs.directory import names_file, write_json
 
 _VERDICT_FILES = (

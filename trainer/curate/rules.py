@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marsrl.rollout.tasks.data import lookup
-from marsrl.trainer.curate.config import LevelConfig
+from marsrl.trainer.config.curate import LevelConfig
 from marsrl.trainer.curate.rows import Row, Verdict
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, raise_bad_targets
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.config import NO_OFFLOAD_ON_CPU, MptConfig, PolicyConfig
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.data.packing import Clip, PackedBatch
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
@@ -94,6 +95,8 @@ class Learner:
             raise ValueError(reason)
         if policy.optimizer.offload and not torch.cuda.is_available():
             raise ValueError(NO_OFFLOAD_ON_CPU)
+        if policy.recompute == "full_offload" and not torch.cuda.is_available():
+            raise ValueError(NO_INPUTS_TO_OFFLOAD_ON_CPU)
         parallel.start(layout, seed)
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.engines import EngineSetup
 from marsrl.trainer.plan.plan import Plan, PolicyPlan
 from marsrl.trainer.plan.ranking import Option, best_of_each_layout
+from marsrl.trainer.plan.sync import SyncTime
 
 _ROWS = 8  # layouts in the table
 _UNFIT = 4  # of those that do not fit
@@ -135,6 +138,7 @@ def _engines(policy: PolicyPlan) -> Table:
     engine, rollout, sync = policy.engine, policy.rollout, policy.sync
     table = Table(title="engines and weight sync", title_justify="left", show_header=False)
     for name, value in (
+        *_where_experts_lie(policy.engines),
         ("an engine GPU", f"weights {engine.weights / 2**30:.1f} GiB, KV cache {engine.kv_cache / 2**30:.1f} GiB"),
         (
             "KV cache",
@@ -151,14 +155,32 @@ def _engines(policy: PolicyPlan) -> Table:
             f"{rollout.prefilled / 1e6:.1f} M tokens read in {_duration(rollout.prefill)} of these: a group's once, and what "
             "goes on in another stage or under new weights again",
         ),
-        (
-            "weight sync",
-            f"{_duration(sync.total)}: gather {_duration(sync.gather)}, file {_duration(sync.write)}, checksums "
-            f"{_duration(sync.checksum)}, load {_duration(sync.load)}; the links alone {_duration(sync.links_alone)}",
-        ),
+        ("weight sync", _sync_words(sync)),
     ):
         table.add_row(Text(name), Text(value))
     return table
+
+
+def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
+    """A line about the experts of an engine over several GPUs."""
+    num_gpus, num_experts = engines.tensor_parallel, engines.shape.num_experts
+    if num_gpus == 1 or not num_experts:
+        return []
+    words = f"a part of each of {num_experts} on every one of {num_gpus} GPUs"
+    if engines.experts_of_gpu:
+        words = (
+            f"whole (expert_parallel), {engines.experts_of_gpu} of {num_experts} on a GPU; the busiest of {num_gpus} reads and "
+            f"computes {hw.IMBALANCE.value:g} times the mean"
+        )
+    return [("experts", words)]
+
+
+def _sync_words(sync: SyncTime) -> str:
+    """Its parts, those that take time."""
+    parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
+    parts |= {"buckets": sync.copy, "checksums": sync.checksum}
+    listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
+    return f"{_duration(sync.total)} by {sync.backend}: {listed}; the links alone {_duration(sync.links_alone)}"
 
 
 def _splits(policy: PolicyPlan) -> Table:

@@ -1,4 +1,4 @@
-"""The engines of a policy: what fits beside their weights, how fast they decode, how long new weights take to arrive."""
+"""The engines of a policy: what fits beside their weights, and how fast they decode."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Literal
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import SIZE
-from marsrl.trainer.plan.parameters import active_elements, elements
+from marsrl.trainer.plan.parameters import active_elements, active_expert_elements, elements
 
 
 @dataclass(frozen=True)
 class EngineSetup:
     """Engines of one policy. memory_share: of a GPU's memory that an engine may take. longest: tokens of a sequence.
 
-    kv_cache: fp8 holds keys and values in one byte a number; auto: in dtype.
+    kv_cache: fp8 holds keys and values in one byte a number; auto: in dtype. cache_bytes: of them on each GPU, whatever
+    memory_share is; None: what memory_share leaves. spreads_experts: each whole on one of the engine's GPUs.
     """
 
     shape: ModelShape
@@ -27,6 +28,13 @@ class EngineSetup:
     max_num_seqs: int
     longest: int
     kv_cache: Literal["auto", "fp8"] = "auto"
+    cache_bytes: float | None = None
+    spreads_experts: bool = False
+
+    @property
+    def experts_of_gpu(self) -> int:
+        """Whole experts on the fullest GPU; 0: none is whole, or there are none."""
+        return -(-self.shape.num_experts // self.tensor_parallel) if self.spreads_experts else 0
 
     @property
     def num_gpus(self) -> int:
@@ -40,19 +48,24 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine, and what its KV cache holds. kv_cache is negative where the weights do not fit."""
+    """Bytes on one GPU of an engine, and what its KV cache holds. kv_cache is negative where the weights do not fit.
+
+    taken: of the GPU, all of it. has_room: and that is there.
+    """
 
     weights: float
     workspace: float
     kv_cache: float
+    taken: float
+    has_room: bool
     kv_bytes_per_token: float
     kv_tokens: int  # of one engine, over its GPUs
     longest_sequences: float  # of maximal length, held at once
 
     @property
     def fits(self) -> bool:
-        """vLLM starts: the cache holds a sequence of maximal length."""
-        return self.longest_sequences >= 1
+        """vLLM starts: there is room for the cache, and in it for a sequence of maximal length."""
+        return self.has_room and self.longest_sequences >= 1
 
 
 @dataclass(frozen=True)
@@ -82,35 +95,26 @@ class RolloutTime:
     prefilled: float
 
 
-@dataclass(frozen=True)
-class SyncTime:
-    """Seconds of one publish through files in /dev/shm, and what the links alone would take."""
-
-    gather: float
-    write: float
-    checksum: float
-    load: float
-    links_alone: float
-
-    @property
-    def total(self) -> float:
-        return self.gather + self.write + self.checksum + self.load
-
-
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     """Keys and values of all layers: 2 L K D e."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * (1 if dtype == "fp8" else SIZE[dtype])
 
 
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
-    """memory x share - weights of a GPU - workspace is KV cache. More GPUs than KV heads hold copies of these."""
+    """memory x share - weights of a GPU - workspace is KV cache, where that has no size of its own. More GPUs than KV heads
+    hold copies of these."""
     weights = _cut_bytes(setup, touched=1.0) + _whole_bytes(setup)
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
     weights += embedding if elements(setup.shape).head else 0.0  # looked up, not read
-    cache = gpu.memory_bytes * setup.memory_share - weights - hw.ENGINE_WORKSPACE.value
+    workspace, cache = hw.ENGINE_WORKSPACE.value, setup.cache_bytes
+    if cache is None:
+        cache = gpu.memory_bytes * setup.memory_share - weights - workspace
     per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
     tokens = max(0, int(cache // (per_token / _kv_parts(setup))))
-    return EngineMemory(weights, hw.ENGINE_WORKSPACE.value, cache, per_token, tokens, tokens / setup.longest)
+    taken = weights + workspace + cache
+    return EngineMemory(
+        weights, workspace, cache, taken, taken <= gpu.memory_bytes, per_token, tokens, tokens / setup.longest
+    )
 
 
 def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: Demand) -> RolloutTime:
@@ -118,6 +122,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
     iteration = host + max(bytes / bandwidth, 2 P_active c / peak) + collectives
     bytes     = of a GPU: weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
+    experts that lie whole on the GPUs: those of the busiest, touched and products times the imbalance (read once each at most)
     collectives = 2 L (latency + 2 c H e (t-1)/t / NVLink)            attention and MLP of each layer, t = TP > 1
     seconds   = tail(segments) samples response / (engines c / iteration) + prefill
     prefilled = samples prompt / group + samples max(0, response / stage - 1/2) length (+ engines c length with overlap)
@@ -130,11 +135,13 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
     concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
+    touched = min(1.0, touched * _imbalance(setup))
     traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)
     traffic += concurrency * length * memory.kv_bytes_per_token / _kv_parts(setup)
     by_memory = traffic / (gpu.bandwidth * hw.DECODE_SHARE.value)
     peak = tensor * gpu.flops * hw.GEMM_SHARE.value
-    by_flops = 2 * active_elements(shape) * concurrency / peak
+    active = active_elements(shape) + (_imbalance(setup) - 1) * active_expert_elements(shape)
+    by_flops = 2 * active * concurrency / peak
     collectives = 0.0
     if tensor > 1:
         num_bytes = 2 * concurrency * shape.hidden_size * SIZE[setup.dtype] * (tensor - 1) / tensor
@@ -147,7 +154,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     if demand.overlaps:
         prefilled += setup.num_engines * concurrency * length
     scores = 2 * shape.num_heads * shape.head_size * shape.num_layers * length
-    prefill = prefilled * (2 * active_elements(shape) + scores) / (setup.num_engines * peak)
+    prefill = prefilled * (2 * active + scores) / (setup.num_engines * peak)
     decode = hw.tail(demand.segments) * demand.samples * demand.response / (setup.num_engines * rate)
     return RolloutTime(decode + prefill, concurrency, rate, prefill, prefilled)
 
@@ -155,8 +162,18 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Of one GPU: the weights that are cut over an engine's GPUs, of the experts the share that is read."""
     counts, size = elements(setup.shape), SIZE[setup.dtype]
-    of_layers = counts.layer_cut + counts.layer_experts * touched
+    of_layers = counts.layer_cut + counts.layer_experts * touched * _expert_share(setup) * setup.tensor_parallel
     return (setup.shape.num_layers * of_layers + (counts.head or counts.embedding)) * size / setup.tensor_parallel
+
+
+def _expert_share(setup: EngineSetup) -> float:
+    """Of all experts' weights, those on the fullest GPU."""
+    return setup.experts_of_gpu / setup.shape.num_experts if setup.experts_of_gpu else 1 / setup.tensor_parallel
+
+
+def _imbalance(setup: EngineSetup) -> float:
+    """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
+    return hw.IMBALANCE.value if setup.experts_of_gpu else 1.0
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
@@ -200,20 +217,3 @@ def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu) -
 
 def _seconds(load: Load, num_engines: int, gpu: hw.Gpu) -> float:
     return rollout_time(replace(load.setup, num_engines=num_engines), load.memory, gpu, load.demand).seconds
-
-
-def sync_time(shape: ModelShape, dtype: str, gpu: hw.Gpu, num_gpus: int) -> SyncTime:
-    """One file written by rank 0, read by every engine; checksums on both sides, the engines' all at once.
-
-    links_alone: every engine GPU receives its weights over one network adapter (NVLink within a node), nothing else.
-    """
-    num_bytes = elements(shape).total * SIZE[dtype]
-    link = (gpu.nvlink if num_gpus <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
-    pcie = gpu.pcie * hw.LINK_SHARE.value
-    return SyncTime(
-        gather=num_bytes / link + num_bytes / pcie,
-        write=2 * num_bytes / hw.HOST_BANDWIDTH.value,
-        checksum=2 * num_bytes / hw.CHECKSUM.value,
-        load=num_bytes / hw.HOST_BANDWIDTH.value + num_bytes / pcie,
-        links_alone=num_bytes / link,
-    )

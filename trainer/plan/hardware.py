@@ -81,7 +81,12 @@ PINNED = Constant(
 )
 LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
 IMBALANCE = Constant("busiest rank's experts over the mean", 1.3, "", f"{_ASSUMED}: router without a balancing loss")
-HEAD_ROWS = Constant("rows of logits held at once", 2048, "rows", "chunk of the fused head on GPUs, float32")
+HEAD_ROWS = Constant(
+    "rows of logits held at once",
+    2880,
+    "rows",
+    "768 of float32 logits and 4,224 of bfloat16 gradients, fused head on GPUs",
+)
 PROCESS_BYTES = Constant("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes", _ASSUMED)
 FRAGMENTATION = Constant("lost to fragmentation", 0.05, "share of the peak", _ASSUMED)
 ENGINE_WORKSPACE = Constant("engine's activations and graphs", 3 * _GIB, "bytes", _ASSUMED)
@@ -91,6 +96,12 @@ HOST_BANDWIDTH = Constant(
 )
 CHECKSUM = Constant(
     "checksum of weights, one process", 4.2e9, "bytes/s", "measured on one core of a busy 2.5 GHz Xeon, bound by memory"
+)
+CHECKSUM_MOVES = Constant(
+    "bytes moved a byte of a checksum on a GPU", 31, "", "PyTorch's operations of rollout/weights/checksum.py, counted"
+)
+PIECE_S = Constant(
+    "host time of a piece of a tensor that is sent", 50e-6, "s", f"{_ASSUMED}: some ten operations of PyTorch"
 )
 HOST_ADAM = Constant("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", f"{_ASSUMED}: 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
@@ -126,6 +137,8 @@ ASSUMPTIONS = (
     ITERATION_S,
     HOST_BANDWIDTH,
     CHECKSUM,
+    CHECKSUM_MOVES,
+    PIECE_S,
     HOST_ADAM,
     GPUS_PER_NODE,
     POSITIVE_SHARE,

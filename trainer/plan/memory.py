@@ -16,7 +16,7 @@ from marsrl.trainer.learner.megatron.mapping import padded_rows
 from marsrl.trainer.plan.hardware import BLOCKS, PINNED
 from marsrl.trainer.plan.parameters import RankElements, rank_elements
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "full_offload"]
 SIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -51,6 +51,10 @@ class Training:
         return SIZE[self.dtype]
 
     @property
+    def remakes_layers(self) -> bool:
+        return self.recompute in ("full", "full_offload")
+
+    @property
     def tokens_of_rank(self) -> int:
         """T / CP."""
         return -(-self.tokens // self.layout.context)
@@ -69,7 +73,7 @@ class RankMemory:
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
     `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
     float32 gradient of the output layer.
-    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it, in pinned memory.
+    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it; layers' inputs; in pinned memory.
     """
 
     stage: int
@@ -115,6 +119,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
     saved += setup.num_micro_batches * batch_bytes(setup)
     head = head_bytes(setup) if is_last else 0
+    offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
     layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
     # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
     update = 0 if setup.offloads_optimizer else optimizer // (3 if setup.dtype == "bfloat16" else 2)
@@ -129,7 +134,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the three above
-        host=round(optimizer / 12 * (12 + 4 * PINNED.value)) if setup.offloads_optimizer else 0,  # and the gradients
+        host=round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
     )
 
 
@@ -147,7 +152,7 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
     """What one layer keeps of one micro-batch for its backward.
 
-    full: its input, T H e / t. none, with sequence parallelism:
+    full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
 
         norms      2 T/t (H norm + 4); QK-norm: T/t (N D q + K D k + 4 (N + K))
                    fused: norm = q = e, k = 0 (it is a view); else norm = q = 8, k = 8 in bfloat16, 4 in float32
@@ -162,8 +167,8 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     s, layout, e = setup.shape, setup.layout, setup.size
     t, tokens = layout.tensor, setup.tokens_of_rank
     local = tokens / t
-    if recompute == "full":
-        return round(local * s.hidden_size * e)
+    if recompute in ("full", "full_offload"):
+        return round(local * s.hidden_size * e) if recompute == "full" else 0
     heads, kv = s.num_heads / t, s.num_kv_heads / t
     is_selective = recompute == "selective"
     norm = e if setup.has_fused_norm else 8
@@ -187,13 +192,14 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
 
 def remade_bytes(setup: Training) -> int:
-    """What recomputation makes again at once: a layer; selective: one norm's output and copies, and the MLP or the
-    experts' activation: R F/ETP e 3."""
+    """What recomputation makes again at once: a layer (full_offload: and its input, which comes back); selective: one norm's
+    output and copies, and the MLP or the experts' activation: R F/ETP e 3."""
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
-    if setup.recompute == "full":
-        return layer_bytes(setup, "none")
+    if setup.remakes_layers:
+        back = layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
+        return layer_bytes(setup, "none") + back
     of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * (e + (e if setup.has_fused_norm else 8))
     if s.num_experts:
         return round(of_norm + setup.rows * 3 * s.ffn_size / layout.expert_tensor * e)
@@ -214,7 +220,9 @@ def batch_bytes(setup: Training) -> int:
 def head_bytes(setup: Training) -> int:
     """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
 
-    T/t (H norm + 4) + T (H e [hidden] + H e [its gradient] + 40) + 4 V/t H [float32 gradient] + rows (4 V/t + 8 H)
+    T/t (H norm + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H)
+
+    The gradient of its weight goes to megatron's buffer as it is formed.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
@@ -222,7 +230,7 @@ def head_bytes(setup: Training) -> int:
     norm = setup.size if setup.has_fused_norm else 8
     total = tokens / setup.layout.tensor * (s.hidden_size * norm + 4)
     total += tokens * (2 * s.hidden_size * setup.size + 40)
-    return round(total + 4 * width * s.hidden_size + rows * (4 * width + 8 * s.hidden_size))
+    return round(total + rows * (4 * width + 8 * s.hidden_size))
 
 
 def attention_copies_bytes(setup: Training) -> int:

@@ -48,7 +48,7 @@ class Needs:
 
     @property
     def host_bytes(self) -> float:
-        """Of the fullest node: the optimizer's state of its ranks, and files of weights."""
+        """Of the fullest node: what its ranks offload, and files of weights."""
         ranks = min(self.job.world_size, int(hw.GPUS_PER_NODE.value))
         return (self.configured.memory.host * ranks if self.configured else 0) + self.weight_files
 
@@ -62,7 +62,8 @@ def needs_of(
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
     work = _work(config, name, response)
     setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
-    kept = 0.0 if rollout.placement == "disaggregated" else gpu.memory_bytes * setup.memory_share
+    engine = engine_memory(setup, gpu)
+    kept = 0.0 if rollout.placement == "disaggregated" else engine.taken
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
     job = _job(config, policy, shape, trainers, tokens, work, kept)
     layout = resolve(policy.layout)
@@ -82,7 +83,7 @@ def needs_of(
         configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
         setup=setup,
-        engine=engine_memory(setup, gpu),
+        engine=engine,
         demand=Demand(
             work.sequences,
             response,
@@ -99,7 +100,15 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
     """What does not fit by the formulas, in sentences: on this GPU and on a host of it."""
     name, engine, configured = needs.name, needs.engine, needs.configured
     allowed = gpu.memory_bytes * needs.setup.memory_share
-    if not engine.kv_tokens:
+    has_own_cache = needs.setup.cache_bytes is not None
+    room = "rollout.vllm.kv_cache_mib" if has_own_cache else "rollout.vllm.gpu_memory_utilization"
+    if not engine.has_room:
+        yield (
+            f"an engine of policy {name} does not fit: its weights, workspace and rollout.vllm.kv_cache_mib take "
+            f"{engine.taken / GIB:.1f} GiB a GPU of {gpu.memory_bytes / GIB:.1f}; lower kv_cache_mib, raise "
+            "rollout.vllm.tensor_parallel, or take larger GPUs"
+        )
+    elif not engine.kv_tokens and not has_own_cache:
         yield (
             f"an engine of policy {name} does not fit: its weights take {engine.weights / GIB:.1f} GiB a GPU of "
             f"{allowed / GIB:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization or "
@@ -108,7 +117,7 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
     elif not engine.fits:
         yield (
             f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB a GPU for keys and values, {engine.kv_tokens:,} "
-            f"tokens, and vLLM wants room for one sequence of {needs.longest:,}: raise rollout.vllm.gpu_memory_utilization or "
+            f"tokens, and vLLM wants room for one sequence of {needs.longest:,}: raise {room} or "
             "rollout.vllm.tensor_parallel, or lower rollout.max_response_tokens"
         )
     if configured is not None and not configured.fits:
@@ -118,9 +127,10 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
         )
     if needs.host_bytes > gpu.host_memory:
         yield (
-            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for the optimizer's state "
-            f"and for weights on their way to the engines, and has {gpu.host_memory / GIB:.0f}: set "
-            f"policies.{name}.optimizer.offload=false, or sync.directory to a folder on a disk"
+            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for what is offloaded "
+            f"to it and for weights on their way to the engines, and has {gpu.host_memory / GIB:.0f}: set "
+            f"policies.{name}.optimizer.offload=false, another policies.{name}.recompute than full_offload, or sync.directory "
+            "to a folder on a disk"
         )
 
 
@@ -154,6 +164,8 @@ def _engine_setup(rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShap
         vllm.max_num_seqs,
         longest,
         "fp8" if vllm.kv_cache_dtype.startswith("fp8") else "auto",
+        None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,
+        vllm.expert_parallel,
     )
 
 

@@ -62,12 +62,23 @@ def elements(shape: ModelShape) -> Elements:
     )
 
 
+@lru_cache(maxsize=64)
+def num_tensors(shape: ModelShape) -> int:
+    """Of the model as Hugging Face has it, each expert's by itself."""
+    return sum(len(hf_shapes(shape, unit)) for unit in units(shape, 1))
+
+
 def active_elements(shape: ModelShape) -> int:
     """Numbers that take part in one token's forward pass, the embedding's rows left out (they are looked up)."""
     e = elements(shape)
-    experts = e.layer_experts * shape.experts_per_token // shape.num_experts if shape.num_experts else 0
     head = e.head or e.embedding
-    return head + e.num_layers * (e.layer_cut + e.layer_whole + experts)
+    return head + e.num_layers * (e.layer_cut + e.layer_whole) + active_expert_elements(shape)
+
+
+def active_expert_elements(shape: ModelShape) -> int:
+    """Of these, the experts'."""
+    e = elements(shape)
+    return e.num_layers * (e.layer_experts * shape.experts_per_token // shape.num_experts) if shape.num_experts else 0
 
 
 def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements:

@@ -6,20 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from marsrl.rollout.config import MOST_RANKS
-from marsrl.rollout.engines.refusals import TrainerHost, num_engine_gpus, why_not_cut, wider_than_a_host
+from marsrl.rollout.engines.refusals import (
+    TrainerHost,
+    names_other_hosts,
+    num_engine_gpus,
+    why_not_cut,
+    wider_than_a_host,
+)
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.placement import with_backend
+from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.placement import rebalance_outlook, with_backend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.engines import (
     EngineMemory,
+    EngineSetup,
     Load,
     RolloutTime,
-    SyncTime,
     rollout_time,
     slowest,
     split_engines,
-    sync_time,
 )
 from marsrl.trainer.plan.models import find_shape, warm_start_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
@@ -27,8 +33,8 @@ from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.ranking import Option, options
 from marsrl.trainer.plan.speed import Work
 from marsrl.trainer.plan.splits import Split, splits, step_seconds
-from marsrl.trainer.preflight import refusals_of, within_positions
-from marsrl.trainer.read_config import ConfigError
+from marsrl.trainer.plan.sync import SyncTime, sync_time
+from marsrl.trainer.preflight import refusals_of, why_not_backend, within_positions
 from marsrl.trainer.schools.registry import school_of
 
 
@@ -52,6 +58,7 @@ class PolicyPlan:
     configured: Option | None
     why_not_configured: str | None
     options: tuple[Option, ...]
+    engines: EngineSetup
     engine: EngineMemory
     rollout: RolloutTime
     sync: SyncTime
@@ -126,7 +133,8 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         )
     trainers = num_gpus - engine_gpus
     of_node = int(hw.GPUS_PER_NODE.value)
-    host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others=num_gpus > of_node)
+    has_others = names_other_hosts(config.rollout.ray_address)
+    host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
     policies, notes = [], _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
     loads: dict[str, Load] = {}
     for name, policy in config.trained_policies.items():
@@ -148,7 +156,9 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
         )
-    refused = tuple(dict.fromkeys([*refusals_of(config, host), *_refused_engines(config, loads)]))
+    of_backend = why_not_backend(config, has_cuda=True)
+    found = [*refusals_of(config, host), *_refused_engines(config, loads), *([of_backend] if of_backend else [])]
+    refused = tuple(dict.fromkeys(found))
     constants = tuple(hw.constants(gpu))
     overlap = config.rollout.overlap
     return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
@@ -186,7 +196,7 @@ def _policy(
     shape = find_shape(policy.model) if policy.model else _made_shape(config, name, policy)
     config = within_positions(config, name, shape.max_positions)
     needs = needs_of(config, name, shape, trainers, gpu, mean_response)
-    sync = sync_time(shape, policy.dtype, gpu, num_gpus)
+    sync = sync_time(config.sync.backend, needs.setup, needs.engine, trainers, num_gpus, gpu)
     load, rollout = Load(needs.setup, needs.engine, needs.demand), config.rollout
     is_alone = rollout.placement == "disaggregated" and len(config.policies) == 1
     planned = PolicyPlan(
@@ -200,12 +210,13 @@ def _policy(
         configured=needs.configured,
         why_not_configured=needs.why_not_configured,
         options=tuple(options(needs.job, gpu)),
+        engines=needs.setup,
         engine=needs.engine,
         rollout=rollout_time(needs.setup, needs.engine, gpu, needs.demand),
         sync=sync,
         fits=needs.fits and needs.host_bytes <= gpu.host_memory,
         host_bytes=needs.host_bytes,
-        splits=tuple(splits(needs.job, load, sync.total, rollout.overlap, num_gpus, gpu)) if is_alone else (),
+        splits=tuple(splits(needs.job, load, config.sync.backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
     notes = [*_notes_on_lengths(config, planned), *shortages(needs, gpu)]
     return planned, load, notes + _notes_on_layouts(planned, needs, gpu)
@@ -252,7 +263,7 @@ def _notes_on_layouts(planned: PolicyPlan, needs: Needs, gpu: hw.Gpu) -> list[st
     configured = planned.configured
     if configured is not None and configured.memory.host:
         notes.append(
-            f"policy {planned.name}: the optimizer's state is in CPU memory: {configured.memory.host / GIB:.0f} GiB a rank; "
+            f"policy {planned.name}: offloaded to CPU memory are {configured.memory.host / GIB:.0f} GiB a rank; "
             f"with weights on their way {planned.host_bytes / GIB:.0f} GiB a node of {gpu.host_memory / GIB:.0f}"
         )
     if not best.fits:
@@ -283,7 +294,11 @@ def _notes_on_staleness(config: RunConfig) -> list[str]:
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     notes = []
     if config.sync.backend != "shm":
-        notes.append(f"sync.backend={config.sync.backend} has not run on GPUs yet; planned as if it wrote files")
+        notes.append(
+            f"sync.backend={config.sync.backend} has not run on GPUs yet; the seconds of a publish are formulas alone"
+        )
+    elif config.sync.directory is not None:
+        notes.append(f"sync.directory={config.sync.directory}: planned as if it were as fast as the host's memory")
     if config.rollout.placement == "colocated":
         notes.append(
             "rollout.placement=colocated: engines give their memory back while the trainer trains; planned as if they kept "
@@ -291,4 +306,6 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
         )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")
+    if config.rollout.rebalance:
+        notes.append(f"planned with the engines as they begin: {rebalance_outlook(config, has_gpus=True)}")
     return notes

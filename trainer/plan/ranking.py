@@ -12,7 +12,7 @@ from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Work:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one update, by what takes them. bubble: ranks of a pipeline that wait for their turn. scoring: forward
-    passes before it (reference, old log-probs)."""
+    passes before it (reference, old log-probs). offloading: of layers' inputs, there and back."""
 
     linear: float
     experts: float
@@ -49,6 +49,7 @@ class StepTime:
     data_parallel: float
     optimizer: float
     scoring: float
+    offloading: float
 
     @property
     def total(self) -> float:
@@ -71,13 +72,14 @@ def step_time(
     bubble      (PP - 1) / micro-batches of the above
     DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
     optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory
+    offloading  2 L T/t H e over PCIe, in turn with the rest
     """
     shape, layout, e = setup.shape, setup.layout, setup.size
     counts = elements(shape)
     ranks_of_replica = layout.tensor * layout.pipeline * layout.context
     replicas = setup.world_size / ranks_of_replica
     tokens = work.tokens / replicas  # of one data-parallel place
-    again = 1.0 if setup.recompute == "full" else 0.0
+    again = 1.0 if setup.remakes_layers else 0.0
     flops = gpu.flops
     dense = counts.layer_cut + counts.layer_whole
     mlp = 0 if shape.num_experts else 3 * shape.hidden_size * shape.ffn_size
@@ -129,6 +131,9 @@ def step_time(
         data_parallel=_data_parallel(setup, gpu),
         optimizer=_optimizer(setup, gpu),
         scoring=sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored),
+        offloading=2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
+        if setup.recompute == "full_offload"
+        else 0.0,
     )
 
 

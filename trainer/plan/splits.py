@@ -9,9 +9,11 @@ from typing import Literal
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import why_not_cut
+from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time
 from marsrl.trainer.plan.ranking import Job, Option, options
+from marsrl.trainer.plan.sync import sync_time
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stands on one node
 _MAX_NUM_SEQS = 256  # vLLM's default; more requests make its steps longer, not its cache larger
@@ -40,7 +42,7 @@ def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Seq
     return (max(rollout, update) if overlap else rollout + update) + sum(syncs)
 
 
-def splits(job: Job, load: Load, sync_s: float, overlap: int, num_gpus: int, gpu: hw.Gpu) -> list[Split]:
+def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu) -> list[Split]:
     """The fastest of each way to decode, one policy alone; the shortest step first.
 
     Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes where there are several.
@@ -57,7 +59,8 @@ def splits(job: Job, load: Load, sync_s: float, overlap: int, num_gpus: int, gpu
                 continue
             engines = replace(setup, num_engines=num_engines)
             time = rollout_time(engines, memory, gpu, load.demand)
-            seconds = step_seconds([time.seconds], [update.time.total], [sync_s], overlap)
+            sync = sync_time(backend, engines, memory, count, num_gpus, gpu)
+            seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
             way = (setup.tensor_parallel, setup.kv_cache)
             if way not in best or seconds < best[way].step_s:
                 best[way] = Split(count, engines, time.concurrency, time.seconds, update, seconds)
@@ -67,10 +70,11 @@ def splits(job: Job, load: Load, sync_s: float, overlap: int, num_gpus: int, gpu
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
     """Those that the model can be cut for; a cache in FP8 of a model in bfloat16."""
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
+    most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
-        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor)) is None:
-            most = max(now.max_num_seqs, _MAX_NUM_SEQS)
-            yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache)
+        spreads = now.spreads_experts and tensor > 1
+        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor, expert_parallel=spreads)) is None:
+            yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
 
 
 def _fastest(job: Job, gpu: hw.Gpu) -> Option | None:

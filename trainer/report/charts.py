@@ -17,7 +17,9 @@ from marsrl.trainer.report.trace import MARKS, Span
 NUM_COLORS = 8
 MAX_SPANS = 3000  # a browser draws this many rectangles at once without stutter
 
-Points = Sequence[tuple[int, float | None]]
+Points = Sequence[tuple[float, float | None]]
+Bands = Mapping[str, Sequence[tuple[float, float, float]]]
+"""By series: (x, low, high)."""
 
 _WIDTH, _HEIGHT = 480, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 30
@@ -25,12 +27,22 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 30
 
 def visible(text: str) -> str:
     """Text in which nothing hides: control characters as pictures, direction overrides and broken surrogates named."""
-    return "".join(_VISIBLE.get(c) or (f"⟨U+{ord(c):04X}⟩" if 0xD800 <= ord(c) <= 0xDFFF else c) for c in text)
+    return text.translate(_VISIBLE)
 
 
-_VISIBLE = {chr(c): chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
-_VISIBLE |= {chr(c): f"⟨U+{c:04X}⟩" for c in (*range(0x7F, 0xA0), 0x2028, 0x2029, 0xFEFF, 0xFFFE, 0xFFFF)}
-_VISIBLE |= {chr(c): f"⟨U+{c:04X}⟩" for c in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_NAMED = (
+    *range(0x7F, 0xA0),
+    0x61C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+    0xFEFF,
+    0xFFFE,
+    0xFFFF,
+)
+_VISIBLE = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
+_VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in (*_NAMED, *range(0xD800, 0xE000))}
 
 
 def headline(rows: Sequence[tuple[str, Estimate | None, Estimate | None]]) -> Markup:
@@ -57,22 +69,35 @@ def headline(rows: Sequence[tuple[str, Estimate | None, Estimate | None]]) -> Ma
     return _svg(left + width + 60, row * len(rows) + 24, shapes, "before and after")
 
 
-def curves(series: Mapping[str, Points], label: str) -> Markup:
-    """One line a series over the steps; a missing value breaks the line. At least one finite value is needed."""
+def curves(series: Mapping[str, Points], label: str, *, bands: Bands | None = None, axis: str = "step") -> Markup:
+    """One line a series; a missing value breaks the line. At least one finite value is needed.
+
+    bands: intervals around the lines. axis: what x is; steps are whole numbers.
+    """
+    bands = bands or {}
     steps = [step for points in series.values() for step, value in points if value is not None]
     values = [value for points in series.values() for _, value in points if value is not None]
+    values += [bound for band in bands.values() for _, *bounds in band for bound in bounds]
     low, high = _padded(min(values), max(values))
     x_of = _scale(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
     y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
-    shapes = _axes(min(steps), max(steps), low, high)
+    shapes = _axes(min(steps), max(steps), low, high, whole=axis == "step")
     for index, (name, points) in enumerate(series.items()):
         color = f"c{index % NUM_COLORS}"
+        if band := bands.get(name):
+            outline = [(x, bottom) for x, bottom, _ in band] + [(x, top) for x, _, top in reversed(band)]
+            path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in outline)
+            shapes.append(Markup('<polygon class="band {}" points="{}"/>').format(color, path))
+            whiskers = band if len(band) <= 80 else ()
+            shapes.extend(
+                _line(x_of(x), y_of(bottom), x_of(x), y_of(top), f"line {color}") for x, bottom, top in whiskers
+            )
         for run in _runs(points):
             path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in run)
             shapes.append(Markup('<polyline class="line {}" points="{}"/>').format(color, path))
         shown = [(step, value) for step, value in points if value is not None]
         for step, value in shown if len(shown) <= 80 else ():
-            title = f"{name}, step {step}: {value:.4g}"
+            title = f"{name}, {axis} {step:,.6g}: {value:.4g}"
             shapes.append(
                 Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}</title></circle>').format(
                     color, x_of(step), y_of(value), visible(title)
@@ -83,7 +108,7 @@ def curves(series: Mapping[str, Points], label: str) -> Markup:
 
 def stacked(series: Mapping[str, Points], label: str) -> Markup:
     """A bar a step, cut into the series (seconds); a missing value adds nothing."""
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: dict[float, dict[str, float]] = {}
     for name, points in series.items():
         for step, value in points:
             by_step.setdefault(step, {})[name] = max(0.0, value or 0.0)
@@ -98,7 +123,7 @@ def stacked(series: Mapping[str, Points], label: str) -> Markup:
             value = parts.get(name, 0.0)
             if value > 0:
                 top, bottom = y_of(below + value), y_of(below)
-                x, title = _LEFT + (step - first + 0.1) * slot, f"step {step}, {name}: {value:.3g} s"
+                x, title = _LEFT + (step - first + 0.1) * slot, f"step {step:g}, {name}: {value:.3g} s"
                 shapes.append(_rectangle(x, top, 0.8 * slot, bottom - top, f"c{index % NUM_COLORS}", title))
                 below += value
     return _svg(_WIDTH, _HEIGHT, shapes, label)
@@ -138,9 +163,9 @@ def timeline(spans: Sequence[Span]) -> tuple[Markup, dict[str, str], int]:
     return _svg(left + width + 30, row * len(lanes) + 24, shapes, "timeline"), colors, len(spans) - len(shown)
 
 
-def _runs(points: Points) -> list[list[tuple[int, float]]]:
+def _runs(points: Points) -> list[list[tuple[float, float]]]:
     """The stretches without a missing value."""
-    runs: list[list[tuple[int, float]]] = [[]]
+    runs: list[list[tuple[float, float]]] = [[]]
     for step, value in points:
         if value is None:
             runs.append([])
@@ -149,7 +174,9 @@ def _runs(points: Points) -> list[list[tuple[int, float]]]:
     return [run for run in runs if run]
 
 
-def _axes(first: int, last: int, low: float, high: float, inset: float = 0.0) -> list[Markup]:
+def _axes(
+    first: float, last: float, low: float, high: float, inset: float = 0.0, *, whole: bool = True
+) -> list[Markup]:
     y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     x_of = _scale(first, last, _LEFT + inset, _WIDTH - _RIGHT - inset)
     shapes = []
@@ -157,8 +184,8 @@ def _axes(first: int, last: int, low: float, high: float, inset: float = 0.0) ->
         shapes.append(_line(_LEFT, y_of(tick), _WIDTH - _RIGHT, y_of(tick), "grid"))
         shapes.append(_text(_LEFT - 6, y_of(tick) + 4, f"{tick:.4g}", "tick end"))
     for tick in _ticks(first, last, 6):
-        if tick == int(tick):
-            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick)}", "tick middle"))
+        if not whole or tick == int(tick):
+            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick)}" if whole else f"{tick:.3g}", "tick middle"))
     return shapes
 
 
@@ -194,7 +221,7 @@ class _scale:
 
 def _svg(width: float, height: float, shapes: Sequence[Markup], label: str) -> Markup:
     return Markup('<svg viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">{}</svg>').format(
-        width, height, label, Markup("").join(shapes)
+        width, height, visible(label), Markup("").join(shapes)
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -13,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.report.summary import Estimate, Evaluation, Summary, Usage, compared
+from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, Usage, compared
+from marsrl.trainer.runs.directory import names_file
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
 
@@ -105,11 +108,20 @@ class RunConsole:
         self.is_quiet = rank != 0
         self._console = Console(file=stream or sys.stderr, quiet=self.is_quiet, highlight=False)
         self._plain_interval_s = plain_interval_s
+        self._kept: Path | None = None
+        self.step = 0  # of the run, as its warnings say it
 
     def message(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
+    def keep_warnings(self, path: Path) -> None:
+        """From now on warnings are appended to this file too, with the step that they were given in."""
+        self._kept = path
+
     def warning(self, text: str) -> None:
+        if self._kept is not None and not self.is_quiet:
+            with names_file(self._kept), open(self._kept, "ab") as file:
+                file.write(json.dumps({"step": self.step, "text": text}).encode("ascii") + b"\n")
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     @contextmanager
@@ -138,7 +150,7 @@ class RunConsole:
         """The table before / after with 95% intervals; nothing where nothing was evaluated."""
         if summary.before is None and summary.after is None:
             return
-        title = Text(f"{summary.name}: held-out problems, 95% Wilson intervals")
+        title = Text(f"{summary.name}: held-out problems, 95% intervals over problems")
         table = Table(title=title, title_justify="left", pad_edge=False)
         for heading in ("", "before", "after", "change"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
@@ -148,19 +160,25 @@ class RunConsole:
 
     def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
         """A table of (name, evaluation, its seconds): how good each team is, and what an episode of it takes, by agent."""
-        table = Table(title=Text("per episode; seconds of the whole evaluation"), title_justify="left", pad_edge=False)
-        for heading in ("", "correct", "calls", "input tokens", "output tokens", "cost", "seconds"):
+        title = Text("per episode, seconds of engines and tools among it; the last column is the whole evaluation's")
+        table = Table(title=title, title_justify="left", pad_edge=False)
+        for heading in ("", "correct", "calls", "input tokens", "output tokens", "cost", "engine s", "seconds"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name, evaluation, seconds in evaluated:
             episodes, used = max(1, evaluation.num_episodes), evaluation.usage
             table.add_row(
                 Text(name), _cell(evaluation.system), *_per_episode([*used.values()], episodes), f"{seconds:.1f}"
             )
+            for row, found in _rows_at(evaluation):
+                table.add_row(Text(f"  {row}"), _cell(found))
             for agent, own in used.items():
                 cell = _cell(evaluation.agents.get(agent))
                 table.add_row(Text(f"  {agent} ({own.policy})"), cell, *_per_episode([own], episodes), "")
             if (judge := evaluation.judge) is not None:
                 table.add_row(Text(f"  judge ({judge.policy})"), "", *_per_episode([judge], episodes), "")
+            for tool, ran in evaluation.tools.items():
+                cells = f"{ran.calls / episodes:,.1f}", "", "", "", f"{ran.seconds / episodes:,.3g}", ""
+                table.add_row(Text(f"  {tool} (tool)"), "", *cells)
             for what, value in evaluation.team.items():
                 table.add_row(Text(f"  {what}"), "", f"{value:,.1f}")
         if not self._console.is_terminal:
@@ -168,14 +186,28 @@ class RunConsole:
         self._console.print(table)
 
 
+def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
+    """Each set's system and first agent alone; of several draws, what the most of them are worth."""
+    rows = []
+    for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
+        rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []
+        rows += [(f"{prefix}system", each.system)] if prefix else []
+        for kind in AtK.model_fields:
+            values: dict[int, Estimate] = getattr(each.system_at, kind)
+            rows += [(f"{prefix}{kind.removesuffix('_at')}@{max(values)}", values[max(values)])] if values else []
+    return rows
+
+
 def _per_episode(used: Sequence[Usage], episodes: int) -> list[str]:
-    """Cells: calls, tokens in and out, and cost, where all have a price."""
+    """Cells: calls, tokens in and out, cost, where all have a price, and seconds of engines, where they are known."""
     spent = [each.spent for each in used]
     known = [value for value in spent if value is not None]
+    seconds = [each.seconds for each in used if each.seconds is not None]
     sums = (sum(getattr(each, what) for each in used) / episodes for what in ("calls", "input_tokens", "output_tokens"))
     return [
         *(f"{value:,.1f}" for value in sums),
         f"{sum(known) / episodes:.3g}" if len(known) == len(spent) else "no price",
+        f"{sum(seconds) / episodes:.3g}" if len(seconds) == len(used) else "",
     ]
 
 

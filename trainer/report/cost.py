@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.types import Sample
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.summary import JudgeUsage, Usage
 
@@ -17,10 +16,11 @@ _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 def cost_metrics(
     counted: Mapping[str, float], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
 ) -> dict[str, float]:
-    """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, spent} of one step.
+    """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, seconds, spent} of one step.
 
     Args:
-        counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens} (rollout/schedule/ledger.py).
+        counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
+            (rollout/schedule/ledger.py).
 
     `spent` is in the currency of policies.<name>.price; a policy without a price has none.
     """
@@ -31,7 +31,7 @@ def cost_metrics(
             if settings.policy != name or f"cost/{agent}/output_tokens" not in counted:
                 continue
             used = [counted[f"cost/{agent}/{what}"] for what in _COUNTED]
-            own = dict(zip(_COUNTED, used, strict=True))
+            own = dict(zip(_COUNTED, used, strict=True)) | {"seconds": counted[f"cost/{agent}/seconds"]}
             if policy.price is not None:
                 own["spent"] = metrics[f"cost/{agent}/spent"] = policy.price.of(*used)
             sums = {what: sums.get(what, 0) + value for what, value in own.items()}
@@ -89,19 +89,26 @@ def judge_usage(counted: Mapping[str, float], policy: str, price: PriceConfig | 
 
 
 def usage(
-    samples: Sequence[Sample], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
+    used: Mapping[str, Sequence[tuple[int, int, float]]],
+    agents: Mapping[str, AgentConfig],
+    policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """What each agent used for these samples, whose prompts are all new to the engine, and what they waited for too."""
+    """What each agent used; used: {agent: (input tokens, decoded tokens, seconds of an engine) of each of its calls}, whose
+    prompts are all new to the engine, and what they waited for too."""
     found = {}
     for agent, settings in agents.items():
-        own = [sample for sample in samples if sample.agent == agent]
-        written = sum(int(s.is_sampled.sum()) for s in own)
-        tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in own) - written, written
+        own = used.get(agent, ())
+        tokens = sum(each[0] for each in own), sum(each[1] for each in own)
         price = policies[settings.policy].price if settings.policy in policies else None
         spent = None if price is None else price.of(tokens[0], 0, tokens[1])
         if own:
             found[agent] = Usage(
-                policy=settings.policy, calls=len(own), input_tokens=tokens[0], output_tokens=tokens[1], spent=spent
+                policy=settings.policy,
+                calls=len(own),
+                input_tokens=tokens[0],
+                output_tokens=tokens[1],
+                spent=spent,
+                seconds=math.fsum(each[2] for each in own),
             )
     return found
 

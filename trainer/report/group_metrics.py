@@ -43,6 +43,7 @@ def summarise(
         verdicts/{agent}/fraction_wrong, missing        of readable verdicts; share of samples without one
         verdicts/{agent}/recall_wrong                   of readable verdicts about wrong solutions, the share that says "wrong"
                                                         (detection recall, arXiv:2511.11373, Figure 5)
+        verdicts/{agent}/precision_wrong                of the verdicts "wrong" about known solutions, the share that is true
         rollout/groups, samples, tokens, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
     """
     groups = list(groups)
@@ -136,6 +137,8 @@ def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     of_wrong = [agrees for verdict, agrees in judged if verdict == (agrees == 0)]
     if of_wrong:
         metrics[f"verdicts/{agent}/recall_wrong"] = _mean(of_wrong)
+    if called_wrong := [agrees for verdict, agrees in judged if not verdict]:
+        metrics[f"verdicts/{agent}/precision_wrong"] = _mean(called_wrong)
     return metrics
 
 

@@ -110,11 +110,12 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     Raises:
         ValueError: another line is no metrics object; says which.
     """
-    return [row for row, _ in _parse(path)]
+    return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
-def _parse(path: Path) -> list[tuple[MetricsRow, bytes]]:
-    lines = path.read_bytes().split(b"\n")
+def parse_metrics(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
+    """Every whole line of what was read of a file, and what it says; path: for the error of `read_metrics`."""
+    lines = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
         try:
@@ -132,7 +133,7 @@ def _parse(path: Path) -> list[tuple[MetricsRow, bytes]]:
 
 def _truncate(path: Path, last_step: int) -> int | None:
     """Drop the lines after last_step and a torn line; returns the last step left."""
-    kept = [(row, line) for row, line in _parse(path) if row.step <= last_step]
+    kept = [(row, line) for row, line in parse_metrics(path.read_bytes(), path) if row.step <= last_step]
     write_atomically(path, b"".join(line + b"\n" for _, line in kept))
     return kept[-1][0].step if kept else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 class ChartPlan:
     """A chart: its title, its unit, and the metrics on it, as prefix + anything + suffix.
 
-    of_policies: where a run has several policies, their names stand before the prefix.
+    of_policies: where a run has several policies, their names stand before the prefix. middle: a regular expression of what is
+    between prefix and suffix. A metric with <name>/low and <name>/high beside it has its interval around it.
     """
 
     title: str
@@ -41,6 +43,7 @@ class ChartPlan:
     is_stacked: bool = False
     of_policies: bool = False
     is_optional: bool = False  # left out where nothing was recorded
+    middle: str = ".*"
 
     def label(self, name: str) -> str | None:
         """What the metric is called on the chart; None where it is not on it."""
@@ -50,6 +53,8 @@ class ChartPlan:
         if name == "timing_s/total" or not (rest.startswith(self.prefix) and rest.endswith(self.suffix)):
             return None
         middle = rest[len(self.prefix) : len(rest) - len(self.suffix)].strip("/")
+        if not re.fullmatch(self.middle, middle):
+            return None
         return "/".join(part for part in (policy, middle) if part) or name.rpartition("/")[2]
 
 
@@ -73,6 +78,9 @@ PLANS = (
         "Trainer and rollout probabilities", "|p_train - p_rollout|", "train_rollout/prob_diff_", of_policies=True
     ),
     ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
+    ChartPlan("Engines' time per step, by agent", "seconds", "cost/", "/seconds", is_optional=True),
+    ChartPlan("Staleness", "policy versions", "rollout/staleness_", is_optional=True),
+    ChartPlan("Evaluation", "share of held-out problems", "eval/", is_optional=True, middle="(?!tokens$|spent$)[^/]+"),
     ChartPlan("Cost per step", "in the currency of policies.*.price", "cost/", "/spent", is_optional=True),
     ChartPlan("Time per step", "seconds", "timing_s/", is_stacked=True),
 )
@@ -141,14 +149,20 @@ def page_environment(folder: Path) -> Environment:
 
 def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:
     names = dict.fromkeys(name for row in rows for name in row.values)
+    on_it = {name: label for name in names if (label := plan.label(name)) is not None}
     series = {
-        label: [(row.step, row.values[name]) for row in rows if name in row.values]
-        for name in names
-        if (label := plan.label(name)) is not None
+        label: [(row.step, row.values[name]) for row in rows if name in row.values] for name, label in on_it.items()
     }
     series = {name: points for name, points in series.items() if any(value is not None for _, value in points)}
     if not series:
         return Chart(plan, None, ())
-    draw = charts.stacked if plan.is_stacked else charts.curves
+    bands = {label: band for name, label in on_it.items() if (band := _band(name, rows))}
+    drawn = charts.stacked(series, plan.title) if plan.is_stacked else charts.curves(series, plan.title, bands=bands)
     legend = tuple((name, f"c{index % charts.NUM_COLORS}") for index, name in enumerate(series))
-    return Chart(plan, draw(series, plan.title), legend if len(series) > 1 else ())
+    return Chart(plan, drawn, legend if len(series) > 1 else ())
+
+
+def _band(name: str, rows: Sequence[MetricsRow]) -> list[tuple[int, float, float]]:
+    """(step, low, high) where an interval was recorded."""
+    found = [(row.step, row.values.get(f"{name}/low"), row.values.get(f"{name}/high")) for row in rows]
+    return [(step, low, high) for step, low, high in found if low is not None and high is not None]

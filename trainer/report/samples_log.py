@@ -108,11 +108,31 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
     Raises:
         ValueError: the file is damaged, or a line is no sample; says which.
     """
+    return (sample for _, sample in _read(path, None))
+
+
+def read_sample(path: Path, line: int) -> SampleRecord:
+    """The sample on a line of a file, from 1; the others are not parsed.
+
+    Raises:
+        ValueError: the file is gone, damaged, or has no such line.
+    """
+    try:
+        for _, sample in _read(path, line):
+            return sample
+    except FileNotFoundError:
+        pass
+    raise ValueError(f"{path} has no line {line} (any more: a step that is played again has a new file)")
+
+
+def _read(path: Path, wanted: int | None) -> Iterator[tuple[int, SampleRecord]]:
+    """(line, sample); wanted: of this line alone."""
     number = 0
     try:
         with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            for number, line in enumerate(io.BufferedReader(stream), start=1):  # noqa: B007 - for the message below
-                yield _from_json(json.loads(line))
+            for number, line in enumerate(io.BufferedReader(stream), start=1):
+                if wanted in (None, number):
+                    yield number, _from_json(json.loads(line))
     except (zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}, line {number}: is no sample ({error!r}); the file is damaged") from error
 

@@ -39,7 +39,7 @@ class Schema(BaseModel):
 
 
 class Estimate(Schema):
-    """A measured proportion with its 95% Wilson interval. mean is null where n = 0."""
+    """A measured proportion of n samples with its 95% interval. mean is null where n = 0."""
 
     mean: float | None = Field(ge=0, le=1)
     low: float = Field(ge=0, le=1)
@@ -56,7 +56,7 @@ class Estimate(Schema):
 
 
 def estimate(successes: float, n: int) -> Estimate:
-    """successes of n, with the interval."""
+    """successes of n independent samples, with Wilson's interval."""
     low, high = wilson_interval(successes, n)
     return Estimate(mean=successes / n if n else None, low=low, high=high, n=n)
 
@@ -71,27 +71,64 @@ class Confusion(Schema):
     none: int = Field(0, ge=0)
 
 
+class Length(Schema):
+    """Tokens of completions: their mean, the longest, and the share that hit the most tokens there may be."""
+
+    mean: float = Field(ge=0)
+    longest: int = Field(ge=0)
+    cut: float = Field(ge=0, le=1)
+
+
 class AgentEstimate(Estimate):
     """How often an agent is right: on fixed inputs where the team has it probed, else in the evaluation's episodes.
 
     Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
-    accuracy; confusion counts its verdicts there, loop_confusion those in the episodes. Of any other the fixed inputs are
-    wrong ones, and breaks is how often it turns a right one wrong.
+    accuracy; confusion counts its verdicts there, loop_confusion those in the episodes, of which detection_recall is the share
+    of wrong solutions that it calls wrong, and detection_precision that of the solutions called wrong that are. Of any other the
+    fixed inputs are wrong ones, and breaks is how often it turns a right one wrong. length: of its completions in the episodes.
     """
 
     confusion: Confusion | None = None
     loop_confusion: Confusion | None = None
+    detection_recall: Estimate | None = None
+    detection_precision: Estimate | None = None
     breaks: Estimate | None = None
+    length: Length | None = None
+
+
+class AtK(Schema):
+    """What k draws of a problem are worth, by k; n of each estimate: problems that have so many.
+
+    pass_at: the chance that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: that the answer
+    given most often is. short_majority_at: the same of the shorter half of the k alone, rounded up (short-m@k, Hassid et al.,
+    arXiv:2505.17813).
+    """
+
+    pass_at: dict[int, Estimate] = Field(default_factory=dict)
+    majority_at: dict[int, Estimate] = Field(default_factory=dict)
+    short_majority_at: dict[int, Estimate] = Field(default_factory=dict)
 
 
 class Usage(Schema):
-    """What an agent used in an evaluation. spent: by policies.<name>.price; null without one."""
+    """What an agent used in an evaluation. spent: by policies.<name>.price; null without one. seconds: of its policy's engines
+    (docs/own_team.md); null where it was not measured."""
 
     policy: str
     calls: int = Field(ge=0)
     input_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
     spent: float | None = Field(None, ge=0)
+    seconds: float | None = Field(None, ge=0)
+
+
+class ToolUsage(Schema):
+    """What a tool did in an evaluation. seconds: of its runs; a call that was answered from memory has none."""
+
+    calls: int = Field(0, ge=0)
+    seconds: float = Field(0.0, ge=0)
+
+    def __add__(self, other: ToolUsage) -> ToolUsage:
+        return ToolUsage(calls=self.calls + other.calls, seconds=self.seconds + other.seconds)
 
 
 class JudgeUsage(Usage):
@@ -106,21 +143,34 @@ class JudgeUsage(Usage):
 class Evaluation(Schema):
     """One row set of the table: each agent that was asked, in the order of play, and the whole team.
 
-    usage: by agent, of the episodes that `system` is of; judge: of their answers, null where no model judged them; team: means of
-    the orchestration's own metrics over them, by name.
+    Intervals are by bootstrap over problems (trainer/evaluate/intervals.py). system is avg@k: the mean over k draws of every
+    problem; alone: the same of the first agent's own answers in the same episodes (Orchestration.alone), null where it does not
+    solve. system_at, alone_at: of several draws. sets: each of data.eval's, where that is a list; here all of them together.
+    usage: by agent, of the episodes that `system` is of; tools: by name, of the same; judge: of their answers, null where no
+    model judged them; team: means of the orchestration's own metrics over them, by name.
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
     system: Estimate
+    alone: Estimate | None = None
+    system_at: AtK = AtK()
+    alone_at: AtK = AtK()
+    sets: dict[str, Evaluation] = Field(default_factory=dict)
+    num_problems: int = Field(0, ge=0)
     num_episodes: int = Field(0, ge=0)
     usage: dict[str, Usage] = Field(default_factory=dict)
+    tools: dict[str, ToolUsage] = Field(default_factory=dict)
     judge: JudgeUsage | None = None
     team: dict[str, float] = Field(default_factory=dict)
 
     @property
     def rows(self) -> dict[str, Estimate]:
         """By name, in the order of the table."""
-        return {**self.agents, "system": self.system}
+        sets: dict[str, Estimate] = {}
+        for name, found in self.sets.items():
+            sets |= {f"{name}/alone": found.alone} if found.alone is not None else {}
+            sets[f"{name}/system"] = found.system
+        return {**sets, **self.agents, "system": self.system}
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:

@@ -22,12 +22,19 @@ _ENGINE_WORK = {
 
 
 def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
-    """A lane for every engine; engines are numbered over the policies, in order of the pools."""
+    """A lane for every engine; engines are numbered over the policies, in order of the pools, as they begin.
+
+    One more of a policy, which rollout.rebalance has moved, has the policy's name.
+    """
     first = 0
     for pool in pools:
+        lanes = [f"engine/{first + replica}" for replica in pool.engines]
 
-        def note(replica: int, method: str, start: float, end: float, first: int = first) -> None:
-            trace.add_wall(f"engine/{first + replica}", WallSpan(_ENGINE_WORK.get(method, method), start, end))
+        def note(
+            replica: int, method: str, start: float, end: float, lanes: list[str] = lanes, name: str = pool.name
+        ) -> None:
+            lane = lanes[replica] if replica < len(lanes) else f"engine/{name} {replica}"
+            trace.add_wall(lane, WallSpan(_ENGINE_WORK.get(method, method), start, end))
 
         pool.on_call = note
         first += pool.num_engines

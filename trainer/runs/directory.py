@@ -4,9 +4,11 @@ runs/<name>/
     lock                      held by the run that writes here, names its process (lock.py)
     config.yaml               the resolved settings
     metrics.jsonl             one object a step            (metrics.py)
+    evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
     tensorboard/              the same, as event files
     samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
     trace.json                who was busy when            (trace.py)
+    warnings.jsonl            what the run warned of       (console.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
     bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model
@@ -19,6 +21,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,6 +205,10 @@ class RunDirectory:
         return self.path / "evaluation_before.json"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -212,6 +219,10 @@ class RunDirectory:
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
+
+    @property
+    def warnings(self) -> Path:
+        return self.path / "warnings.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -232,6 +243,16 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    def evaluation(self, step: int) -> Path:
+        """Where the evaluation of the weights after `step` goes."""
+        return self.evaluations / f"step_{step}"
+
+    def forget_evaluations_after(self, step: int) -> None:
+        """Remove those of weights that went with the process that made them, and are trained again."""
+        for folder in self.evaluations.glob("step_*"):
+            if folder.name[5:].isdecimal() and int(folder.name[5:]) > step:
+                shutil.rmtree(folder)
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint taken after `step` goes."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 BEAT_S = 5.0  # at most; a short run.silence_s makes it shorter
 GRACE_S = 10.0  # for the main thread to come back from a collective; then the process ends without it
+_GONE_S = 1.0  # for a thread that waits for a store that is gone
 
 
 class RankLost(RuntimeError):
@@ -82,7 +83,8 @@ class Heartbeat:
     ) -> None:
         self._error = error
         self._left.set()
-        self._thread.join(timeout=GRACE_S)  # a store that does not answer must not hold up the way out
+        # a store that does not answer must not hold up the way out; of one that is known to be gone nothing more comes
+        self._thread.join(timeout=GRACE_S if self._reason is None else _GONE_S)
         if self._reason is not None and error is not None and not isinstance(error, RankLost):
             raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 

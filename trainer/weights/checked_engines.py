@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison, TrainerScores, comparison_sequences
 
 
@@ -28,7 +29,7 @@ class Delivered:
 class CheckedEngines:
     """A pool whose engines must prove what they hold and what they compute with it.
 
-    shards: of each engine, what each of its workers holds of the model.
+    shards: of each engine that serves, what each of its workers holds of the model: the same of all.
     """
 
     def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
@@ -43,14 +44,19 @@ class CheckedEngines:
         infos = pool.infos()
         for engine, info in enumerate(infos if settings else ()):
             _compare_settings(settings or {}, info, engine)
-        self.pool, self.shards = pool, [info.shards for info in infos]
+        self.pool, self.shards_of_each = pool, infos[0].shards
         self._comparison = EngineComparison()
         self._sequences = comparison_sequences(vocab_size)
         pool.score(self._sequences)
 
+    @property
+    def shards(self) -> list[tuple[EngineShard, ...]]:
+        return [self.shards_of_each] * self.pool.num_engines
+
     def check(self, delivered: Delivered, version: int) -> None:
         """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names."""
-        for engine, (expected, receipt) in enumerate(zip(delivered.expected, delivered.receipts, strict=True)):
+        answers = zip(self.pool.engines, delivered.expected, delivered.receipts, strict=True)
+        for engine, expected, receipt in answers:
             _compare(expected, receipt, version, engine)
 
     def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:

@@ -90,7 +90,7 @@ class DirectChannel(WeightChannel):
         self._server: dist.TCPStore | None = None
         self._connections: list[Connection] = []
         self._agreement: Agreement | None = None
-        self._num_restarts = 0  # of the engines, when that was made
+        self._generation = 0  # of the engines, when that was made
         self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
@@ -110,10 +110,11 @@ class DirectChannel(WeightChannel):
                 self._agree(held)
                 self._send(held)
                 return None
-            pool, shards = self._engines.pool, self._engines.shards
+            pool = self._engines.pool
             pool.stand_by()
-            if pool.num_restarts != self._num_restarts:
-                self._num_restarts, self._agreement = pool.num_restarts, None
+            shards = self._engines.shards
+            if pool.generation != self._generation:
+                self._generation, self._agreement = pool.generation, None
             self._agree(held, [shard for of_engine in shards for shard in of_engine])
             updates = [WeightUpdate("", version, plans) for plans in _by_engine(self._receive_plans(), shards)]
             receipts, expected = _side_by_side(lambda: pool.update_weights(updates), lambda: self._send(held))
@@ -135,7 +136,7 @@ class DirectChannel(WeightChannel):
                 again._send(held)
                 return None
             pool = self._engines.pool
-            again._agree(held, self._engines.shards[engine])
+            again._agree(held, self._engines.shards_of_each)
             update = WeightUpdate("", version, tuple(again._receive_plans()))
             return _side_by_side(lambda: _survived(pool.hand(engine, update)), lambda: again._send(held))[0]
         finally:

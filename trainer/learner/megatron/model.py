@@ -8,7 +8,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.functional import silu
 
 from marsrl.rollout.model_shape import ModelShape
@@ -27,6 +30,37 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+_RECOMPUTE["full_offload"] = _RECOMPUTE["full"]  # and OffloadingBlock
+
+
+class OffloadingBlock(TransformerBlock):
+    """Layers that are made again from their inputs, which wait in the host's memory for their backward.
+
+    Of megatron-core 0.16.1's own, cpu_offloading excludes recomputation, and fine_grained_activation_offloading keeps pinned
+    buffers by shape and counts on as many micro-batches in each step, where ours differ; both want TransformerEngine.
+    """
+
+    def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        """Every layer's input has the shape of the first one's; what else it keeps (the angles) all layers share."""
+
+        def keep(tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
+            return (to_host(tensor), tensor.device) if tensor.shape == hidden_states.shape else tensor
+
+        def give(kept: Tensor | tuple[Tensor, torch.device]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else to_device(*kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, give):
+            return super()._checkpointed_forward(hidden_states=hidden_states, **others)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory. Like the way back it is one more operation of the GPU's stream, and nobody waits for it."""
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return kept.copy_(tensor.detach(), non_blocking=True)
+
+
+def to_device(kept: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(kept.shape, dtype=kept.dtype, device=device).copy_(kept, non_blocking=True)
 
 
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
@@ -107,12 +141,25 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
     )
 
 
+def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:
+    """Of a layer that is made again in the backward, its dispatcher would hold the graph, and by it the layer's input and the
+    gradient of that, until the layer's next forward."""
+    dispatcher = layer.token_dispatcher
+    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+
+
 def build_model(
     shape: ModelShape, layout: Layout, policy: PolicyConfig
 ) -> tuple[PolicyModel, DistributedDataParallel, TransformerConfig]:
     """The bare model, the same wrapped for training, and megatron's config of both."""
     config = transformer_config(shape, layout, policy)
     model = bare_model(shape, layout, config)
+    if policy.recompute == "full_offload":
+        model.decoder.__class__ = OffloadingBlock
+    if config.recompute_granularity == "full":
+        for layer in model.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.register_forward_hook(_forget_routing)
     wrapped = Float16Module(config, model) if config.bf16 else model
     ddp = DistributedDataParallel(
         config,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config_origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
+from marsrl.trainer.config.keys import as_written, nearest
+from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"  # in a checkout, and in an installed package
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 
 
@@ -196,11 +196,11 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
     """One line a problem: the key, what is wrong with it, the nearest right key for an unknown one, where it was given."""
     lines = []
     for problem in error.errors(include_url=False):
-        where = _as_written(problem["loc"])
+        where = as_written(problem["loc"])
         key, place = ".".join(where), origin.place(where)
         given = f" ({place})" if place else ""
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key; {_nearest(where)}{given}")
+            lines.append(f"{key}: unknown key; {nearest(where)}{given}")
         elif problem["type"] == "value_error":
             reason = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
             placed = origin.with_places(reason)
@@ -208,64 +208,3 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
         else:
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}){given}")
     return "\n".join(lines)
-
-
-def _nearest(where: Sequence[str]) -> str:
-    """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
-    models: list[type[BaseModel]] = [RunConfig]
-    parent: list[str] = []
-    for part in where[:-1]:
-        models = _sections(models, part)
-        parent.append(part)
-    siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
-    everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(RunConfig)}
-    if where[-1] in everywhere:
-        return f"did you mean {everywhere[where[-1]]}?"
-    near = difflib.get_close_matches(where[-1], siblings, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {'.'.join([*parent, near[0]])}?"
-    near = difflib.get_close_matches(where[-1], everywhere, n=1, cutoff=0.75)
-    if near:
-        return f"did you mean {everywhere[near[0]]}?"
-    return f"keys of {'.'.join(parent) or 'the config'}: {', '.join(siblings)}"
-
-
-def _as_written(place: Sequence[str | int]) -> list[str]:
-    """A key as the user writes it: pydantic also names the kind of a section that has several (tools.search.index.corpus)."""
-    where: list[str] = []
-    models: list[type[BaseModel]] = [RunConfig]
-    for part in map(str, place):
-        kinds = {kind: each for each in models for kind in get_args(_kind(each))} if len(models) > 1 else {}
-        if part in kinds:
-            models = [kinds[part]]
-        else:
-            where.append(part)
-            models = _sections(models, part)
-    return where
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation
-
-
-def _sections(models: Sequence[type[BaseModel]], part: str) -> list[type[BaseModel]]:
-    """The models below one key; a mapping like `agents` counts its free names as transparent."""
-    fields = [model.model_fields[part] for model in models if part in model.model_fields]
-    return [below for field in fields for below in _held(field.annotation)] if fields else list(models)
-
-
-def _held(annotation: Any) -> list[type[BaseModel]]:
-    """The models of an annotation: itself, an optional one, those of a mapping, the kinds of a section."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _held(part)]
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        free = "<name>." if get_origin(field.annotation) is dict else ""
-        for below in _held(field.annotation):
-            keys += _all_keys(below, f"{prefix}{name}.{free}")
-    return keys

@@ -11,9 +11,8 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
-from marsrl.trainer.curate.rows import encoded
 from marsrl.trainer.runs.directory import names_file
 
 Answer = TypeVar("Answer")
@@ -26,7 +25,7 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(Generic[Answer]):
-    """Those of one stage, by key.
+    """By key, in one file.
 
     read: what is held of an answer as it stands in the file; None where it is none.
     """
@@ -37,12 +36,7 @@ class Answers(Generic[Answer]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115 - close() does
-        end = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break  # torn: it was being written when the process died
-            end += len(line)
-            self._hold(line)
+        end = self._read_all(self._file)
         with names_file(path):
             self._file.truncate(end)
             self._file.seek(end)
@@ -53,9 +47,13 @@ class Answers(Generic[Answer]):
     def __getitem__(self, key: str) -> Answer:
         return self._held[key]
 
+    def get(self, key: str) -> Answer | None:
+        """None where there is none."""
+        return self._held.get(key)
+
     def add(self, key: str, answer: Mapping[str, Any]) -> None:
         """Kept when this returns, unless the machine itself dies."""
-        line = encoded({"key": key, "answer": answer})
+        line = json.dumps({"key": key, "answer": answer}, allow_nan=False).encode("ascii") + b"\n"
         with names_file(self._path):
             self._file.write(line)
             self._file.flush()
@@ -67,6 +65,25 @@ class Answers(Generic[Answer]):
             with names_file(self._path):
                 os.fsync(self._file.fileno())
             self._file.close()
+
+    @classmethod
+    def read(cls, path: Path, read: Callable[[Any], Answer | None]) -> list[Answer]:
+        """What a file holds, which another process may be writing: nothing of it is changed."""
+        held = cls.__new__(cls)
+        held._read, held._held = read, {}
+        with path.open("rb") as file:
+            held._read_all(file)
+        return list(held._held.values())
+
+    def _read_all(self, file: BinaryIO) -> int:
+        """Bytes of whole lines."""
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # torn: it was being written when the process died
+            end += len(line)
+            self._hold(line)
+        return end
 
     def _hold(self, line: bytes) -> None:
         try:

@@ -1,0 +1,138 @@
+"""`marsrl config`, `marsrl init --from-run`, `marsrl completion`, `marsrl --help`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marsrl.trainer.cli import GROUPS, build_parser, main
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.explain import as_markdown, help_line, page_of
+from marsrl.trainer.config.keys import every_key, key_names
+from marsrl.trainer.config.read import read_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path, capsys) -> None:
+    (tmp_path / "my.yaml").write_text("run:\n  seed: 7\nagents:\n  solver:\n    stop: ['</s>']\n")
+    words = ["--config", str(tmp_path / "my.yaml"), "run.steps=3"]
+    text = shown(capsys, "config", *words)
+    (tmp_path / "again.yaml").write_text(text)
+    assert read_config(tmp_path / "again.yaml")[0] == read_config(tmp_path / "my.yaml", ["run.steps=3"])[0]
+    with_places = shown(capsys, "config", "--origin", *words)
+    assert yaml.safe_load(with_places) == yaml.safe_load(text)
+    lines = {line.strip() for line in with_places.splitlines()}
+    assert {"steps: 3  # command line", f"seed: 7  # {tmp_path}/my.yaml:2", "wandb: null  # default"} <= lines
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("run.steps", ["run.steps: integer > 0, default 32", "policy updates", "here: 3 (command line)"]),
+        ("loss.kl", ["none or k1 or k2 or k3", "here: none (default)", "more: docs/credit.md"]),
+        ("policies.main.layout.tensor", ["integer > 0", "here: 1 (default)", "docs/parallelism.md"]),
+        ("policies.main", ["section", "dtype: float32", "layout: {...}"]),
+        ("agents", ["mapping of name to section", "solver:"]),
+        ("task_options.min_ops", ["here: 2 (command line)"]),
+        ("tools.search.top_k", ["integer > 0 and <= 100", "here: none, as tools.search is not set"]),
+        ("agents.<name>.top_p", ["default 1", "here: none, as agents.<name> is not set"]),
+    ],
+)
+def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
+    text = shown(capsys, "config", "--explain", key, "run.steps=3", "task_options.min_ops=2")
+    assert all(part in text for part in parts), text
+
+
+def test_every_key_can_be_explained(capsys) -> None:
+    """But those below a section that is not there."""
+    settings, _ = read_config(None)
+    for name in RunConfig.model_fields:
+        assert shown(capsys, "config", "--explain", name).startswith(f"{name}: ")
+    assert len(key_names()) > 300 and settings
+
+
+def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
+    assert main(["config", "--explain", "rollout.segmnts"]) == 2
+    assert "rollout.segmnts: unknown key; did you mean rollout.segments?" in capsys.readouterr().err
+
+
+def test_the_page_of_the_settings_is_that_of_the_models() -> None:
+    """`marsrl config --markdown > docs/config.md` makes it again."""
+    assert (ROOT / "docs/config.md").read_text("utf-8") == as_markdown()
+
+
+def test_every_key_has_a_page_that_exists() -> None:
+    assert {page for name in key_names() if not (ROOT / (page := page_of(name))).is_file()} == set()
+
+
+def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:
+    assert main(["config", "rollout.segmnts=3"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean rollout.segments?" in error and "docs/" not in error  # there is no such key to explain
+    assert main(["config", "loss.kl=k3"]) == 2
+    assert capsys.readouterr().err.endswith("(more: docs/credit.md, marsrl config --explain loss.kl)\n")
+    assert help_line("something else happened") == "" and help_line("") == ""
+    assert help_line("agents.solver.top_p is 3").endswith("--explain agents.solver.top_p)")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.steps=3", "agents.solver.temperature=0.9", "run.name=x"],
+        ["preset=cpu_solver_verifier", "policies.solver.optimizer.lr=0.001"],
+        ["orchestration=debate", "orchestration_options.rounds=3"],
+        ["--config", "qwen3_8b", "task=math", "policies.main.model=/models/x", "data.train=p.jsonl"],
+        ["task=qa", "preset=none", "policies.main.model=/models/x", "rollout.group_size=5"],
+    ],
+)
+def test_a_run_s_settings_become_a_file_that_gives_them_again(words: list[str], tmp_path: Path, capsys) -> None:
+    path, settings = (words[1], words[2:]) if words[0] == "--config" else (None, words)
+    config, origin = read_config(path, settings)
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(f"# settings: {origin}\n{yaml.safe_dump(config.model_dump(mode='json'))}")
+    out = tmp_path / "mine.yaml"
+    assert shown(capsys, "init", "--from-run", str(run), str(out)) == f"{out}\n"
+    again = read_config(out)[0]
+    assert again.run.name is None
+    assert again.model_copy(update={"run": config.run}) == config
+    written = yaml.safe_load(out.read_text())
+    assert len(str(written)) < 700, written  # what differs, and no more
+    assert main(["init", "--from-run", str(run), str(out)]) == 2 and "exists" in capsys.readouterr().err
+    assert main(["init", "--from-run", str(tmp_path), str(out)]) == 2 and "no config.yaml" in capsys.readouterr().err
+
+
+def test_help_names_every_command_once_in_one_short_line(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    named = [name for names in GROUPS.values() for name in names]
+    commands = next(action.choices for action in build_parser()._actions if action.dest == "command")
+    assert sorted(named) == sorted(commands or ())
+    lines = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("  -h")]
+    assert [line.split()[0] for line in lines] == named and max(map(len, lines)) < 125
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_is_told_the_commands(shell: str, tmp_path: Path, capsys) -> None:
+    script = shown(capsys, "completion", shell)
+    assert all(name in script for names in GROUPS.values() for name in names)
+    if shell == "bash" and shutil.which("bash"):
+        (tmp_path / "script").write_text(script)
+        ask = 'source "$0"; COMP_WORDS=(marsrl pl); COMP_CWORD=1; _shtab_marsrl; echo "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", ask, tmp_path / "script"], capture_output=True, text=True)
+        assert done.stdout == "plan\n", done.stderr
+
+
+def test_kinds_of_a_section_are_each_explained() -> None:
+    assert {"tools.search.corpus", "tools.search.url", "tools.search.base_url"} <= {key.name for key in every_key()}

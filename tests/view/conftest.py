@@ -1,0 +1,39 @@
+"""One hostile run and one viewer for all tests of the viewer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("report", "docs"))]
+
+from hostile_run import make_hostile_run
+from made_up_run import make_run
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A hostile run, and a harmless one that has not finished."""
+    root = tmp_path_factory.mktemp("runs")
+    return [make_hostile_run(root / "a"), make_run(root / "b", finished=False, num_steps=3).path]
+
+
+@pytest.fixture(scope="session")
+def viewer(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address that `marsrl view` prints, token and all."""
+    environment = {**os.environ, "MARSRL_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    command = [sys.executable, "-m", "marsrl.trainer.cli", "view", *map(str, runs)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("open http://127.0.0.1:"), said
+        yield said.split()[1]
+    finally:
+        process.terminate()
+        process.wait()

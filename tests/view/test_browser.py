@@ -1,0 +1,146 @@
+"""The pages in a real Chromium, over a run whose every text is an attack."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
+PAGES = (
+    "page=samples",
+    "page=samples&sample=6.1",  # 1 MB on one line
+    "page=samples&sample=6.3&view=diff",
+    "page=samples&sample=6.3",  # tool calls
+    "page=samples&sample=6.4",  # its own parent
+    "page=curves&smooth=0.6&with=1",
+    "page=pipeline",
+    "page=warnings",
+    "page=nowhere&run=99&sample=x.y&agent=%3Cscript%3E",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip(found.stdout.strip())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, everything that its console said, and every address that it asked."""
+
+    def __init__(self, context: BrowserContext) -> None:
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page: Page = context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, address: str) -> None:
+        """Go there, and wait until all that is on its way is shown."""
+        self.page.goto(address)
+        self.page.wait_for_selector("main")
+        self.page.wait_for_load_state("networkidle")
+
+    def wait_until(self, is_so: str, timeout_s: float = 30.0) -> None:
+        """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
+        end = time.monotonic() + timeout_s
+        while not self.page.evaluate(is_so):
+            assert time.monotonic() < end, f"never so: {is_so}"
+            self.page.wait_for_timeout(30)
+
+
+@pytest.fixture
+def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    seen = Watched(context)
+    seen.page.goto(viewer)
+    indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
+    seen.wait_until(indexed, timeout_s=60)
+    yield seen
+    context.close()
+
+
+def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched, viewer: str) -> None:
+    origin = viewer.partition("?")[0]
+    for scheme, width in (("light", 1280), ("dark", 390)):
+        watched.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        watched.page.set_viewport_size({"width": width, "height": 844})
+        for query in PAGES:
+            watched.open(f"{origin}?{query}")
+            too_wide = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert too_wide <= 0, f"{query} is {too_wide} pixels wider than {width}"
+            assert "PWNED" not in watched.page.title()
+    assert not watched.complaints
+    assert not [address for address in watched.asked if not address.startswith(origin)]
+    watched.page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
+    assert "Content Security Policy" in " ".join(watched.complaints)
+
+
+def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched, viewer: str) -> None:
+    watched.open(f"{viewer.partition('?')[0]}?sample=6.3")
+    watched.page.wait_for_selector("details.tool")
+    assert watched.page.locator("details.tool").count() == 2
+    text = watched.page.locator(".side").inner_text()
+    assert "<script>document.title" in text and not set(text) & set("\x00\x1b\u202e\u2067\x9b")
+    text = watched.page.locator(".side").text_content() or ""
+    assert "⟨U+202E⟩" in text and "⟨U+D800⟩" in text and "{{7*191}}" in text
+    assert watched.page.locator(".segments rect").count() == 3
+    watched.page.get_by_text("what it changed").click()
+    watched.page.wait_for_selector("text=too long to be compared")
+
+
+def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?run=1")
+    page.keyboard.press("j")
+    page.wait_for_selector(".item.here")
+    first = page.url
+    page.keyboard.press("j")
+    watched.wait_until(f"location.href !== {first!r}")
+    page.keyboard.press("k")
+    watched.wait_until(f"location.href === {first!r}")
+    page.select_option("select[aria-label=agent]", "verifier1")
+    watched.wait_until("[...document.querySelectorAll('.item b')].every(b => b.innerText === 'verifier1')")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("nowhere")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=No sample passes this filter")
+    shared = page.url
+    assert "agent=verifier1" in shared and "words=nowhere" in shared
+    watched.open(shared)  # a link shows what its sender saw
+    page.wait_for_selector("text=No sample passes this filter")
+    page.get_by_text("clear").click()
+    page.wait_for_selector(".item")
+    page.locator(".item").first.click()
+    page.wait_for_selector(".chip.here")
+    above = page.locator(".detail h2").inner_text()
+    page.keyboard.press("u")
+    watched.wait_until(f"document.querySelector('.detail h2').innerText !== {above!r}")
+    page.get_by_text("its life in the pipeline").click()
+    page.wait_for_selector("rect.hot")
+    page.get_by_role("button", name="zoom to it").click()
+    watched.wait_until("location.search.includes('low_s')")
+    assert not watched.complaints
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
+    color = "getComputedStyle(document.body).backgroundColor"
+    watched.page.emulate_media(color_scheme="light")
+    light = watched.page.evaluate(color)
+    watched.page.emulate_media(color_scheme="dark")
+    dark = watched.page.evaluate(color)
+    assert light != dark
+    watched.page.keyboard.press("t")
+    assert watched.page.evaluate(color) == light

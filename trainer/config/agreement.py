@@ -1,0 +1,242 @@
+"""What the sections of a config demand of each other. Every rule raises ValueError: what was found, what would be right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.orchestrations.registry import find_orchestration
+from marsrl.rollout.rewards.config import JudgeConfig
+from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.config.policy import PolicyConfig
+from marsrl.trainer.config.sections import SyncConfig
+
+if TYPE_CHECKING:
+    from marsrl.trainer.config.run_config import RunConfig
+
+NO_OFFLOAD_ON_CPU = (
+    "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no CUDA device "
+    "here, where the state is in host memory anyway; set false"
+)
+
+NO_INPUTS_TO_OFFLOAD_ON_CPU = (
+    "recompute is full_offload: it moves layers' inputs from a GPU's memory to the host's, and PyTorch sees no CUDA device here, "
+    "where they are in host memory anyway; set full"
+)
+
+
+def check_agreement(config: RunConfig, *, trains: bool) -> None:
+    """Of a config whose sections are each right.
+
+    Args:
+        trains: False where nothing is trained, and every policy may be frozen.
+
+    Raises:
+        ValueError: two sections contradict each other.
+    """
+    for name, policy in config.policies.items():
+        _check_policy(f"policies.{name}", policy)
+    if not config.trained_policies and trains:
+        raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
+    for name, agent in config.agents.items():
+        _check_agent(config, name, agent, is_trained=trains and config.credit.trains(name))
+    _check_tools(config)
+    if config.judge is not None:
+        _check_judge(config, config.judge)
+    _check_sync(config.sync, config.rollout)
+    _check_colocated_engines(config)
+    _check_gate(config)
+    _check_credit(config)
+    _check_reference(config)
+
+
+def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained: bool) -> None:
+    if (agent.max_response_tokens or 0) > config.rollout.max_response_tokens:
+        raise ValueError(
+            f"agents.{name}.max_response_tokens is {agent.max_response_tokens}, above rollout.max_response_tokens = "
+            f"{config.rollout.max_response_tokens}: raise that"
+        )
+    if agent.policy not in config.policies:
+        raise ValueError(
+            f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(config.policies)})"
+        )
+    policy = config.policies[agent.policy]
+    if agent.stop and policy.openai:
+        raise ValueError(
+            f"agents.{name}.stop is set, and policies.{agent.policy}.openai answers: its completions come without the "
+            "text that ended them; give the agent a policy with an engine of ours, or leave stop out"
+        )
+    if is_trained and policy.frozen:
+        raise ValueError(
+            f"agents.{name} is trained, but its policy {agent.policy} is frozen"
+            f"{' and served by policies.' + agent.policy + '.openai' if policy.openai else ''}"
+            f": name the agents to train in credit.train_agents (now {_listed(config.credit.train_agents)}), "
+            f"without {name}"
+        )
+    if name in config.max_kept:
+        _check_truncation(config, name, agent)
+
+
+def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
+    """Of a trained agent with top_p or top_k."""
+    if config.loss.truncation == "refuse":
+        raise ValueError(
+            f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "
+            "needs 1 and -1: with loss.truncation=refuse the trainer's log-probs are of the untruncated "
+            "distribution; set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
+        )
+    if agent.top_k > config.loss.max_support:
+        raise ValueError(
+            f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, and of a trained "
+            f"agent every token that is kept is recorded: set loss.max_support={agent.top_k}, or lower top_k"
+        )
+
+
+def _check_tools(config: RunConfig) -> None:
+    for name in find_orchestration(config.orchestration).tools:
+        if name not in config.tools.names:
+            known = ", ".join(ToolsConfig.model_fields)
+            raise ValueError(
+                f"orchestration={config.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
+                f"set tools.{name}.kind (docs/tools.md)"
+            )
+
+
+def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
+    key = f"judge.policy is {judge.policy!r}"
+    policy = config.policies.get(judge.policy)
+    if policy is None:
+        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    if not policy.frozen:
+        raise ValueError(
+            f"{key}, which is trained: a judge that changes with those it judges says nothing of them; name a policy of its "
+            "own, `policies.judge: {frozen: true, model: DIRECTORY}`"
+        )
+    if policy.openai is not None:
+        return
+    agents = [name for name, agent in config.agents.items() if agent.policy == judge.policy]
+    if agents:
+        raise ValueError(
+            f"{key}, whose engines answer for agents.{agents[0]} too: the judge has engines of its own, which judge while "
+            f"others decode; give it another policy of the same model, or put policies.{judge.policy} behind a server "
+            "(engine: openai), which both can ask"
+        )
+    rollout = config.rollout
+    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+        raise ValueError(
+            f"{key}, and with rollout.overlap={rollout.overlap} it judges while others decode, which two vLLM engines in one "
+            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
+            "rollout.overlap=0"
+        )
+
+
+def _check_colocated_engines(config: RunConfig) -> None:
+    for name, policy in config.policies.items():
+        if config.rollout.placement == "colocated" and policy.engines not in (None, config.rollout.engines):
+            raise ValueError(
+                f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every "
+                f"policy on each trainer rank's GPU, rollout.engines={config.rollout.engines}: leave it out, or set "
+                "rollout.placement=disaggregated"
+            )
+
+
+def _check_gate(config: RunConfig) -> None:
+    clips = {n: (agent.clip_low, agent.clip_high) for n, agent in config.agents.items() if config.credit.trains(n)}
+    if config.mpt.scope == "batch" and len(set(clips.values())) > 1:
+        name = next(name for name, clip in clips.items() if clip != (None, None))
+        raise ValueError(
+            f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and "
+            "mpt.scope=batch needs all agents' samples in one micro-batch, which has one clip range: set "
+            "mpt.scope=sample or off, or the same range for every trained agent"
+        )
+
+
+def _check_credit(config: RunConfig) -> None:
+    credit = config.credit
+    if credit.balance == "uniform" and not config.has_whole_instances:
+        raise ValueError(
+            "credit.balance=uniform counts an agent's samples for a problem, and with rollout.pipeline=agentic and "
+            "credit.normalise=group a step has parts of them: set rollout.pipeline=trajectory, or credit.normalise=agent"
+        )
+    if not credit.train_agents:
+        raise ValueError("credit.train_agents is empty, and nothing is left to train: name agents, or set it to all")
+    for name in credit.train_agents if credit.train_agents != "all" else ():
+        if name not in config.agents:
+            raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(config.agents)}")
+
+
+def _check_reference(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.kl == "none" and loss.kl_coef:
+        raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+    for name, policy in config.policies.items():
+        if loss.kl != "none" and policy.reference == "none":
+            raise ValueError(
+                f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
+                "an HF directory"
+            )
+
+
+def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
+    if sync.backend in ("auto", "shm"):
+        if sync.cpu_twin and (sync.backend == "shm" or sync.directory is not None):
+            files = "sync.directory" if sync.backend == "auto" else "sync.backend=shm"
+            raise ValueError(
+                f"sync.cpu_twin is true, but {files} is for weights in files, which need no GPU as it is: leave one of them "
+                "out, or set sync.backend=nccl or ipc"
+            )
+        return
+    key = f"sync.backend={sync.backend}"
+    if sync.directory is not None:
+        raise ValueError(f"sync.directory is set, but {key} writes no files; leave one of them out")
+    if sync.backend == "nccl" and rollout.placement == "colocated":
+        raise ValueError(
+            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc"
+        )
+    if rollout.placement == "local":
+        raise ValueError(
+            f"{key} is between processes, and with rollout.placement=local the engines live in the trainer's: set "
+            "another placement, or leave it out"
+        )
+    if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
+        raise ValueError(
+            f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
+            "set sync.backend=nccl, or rollout.placement=colocated"
+        )
+
+
+def _check_policy(key: str, policy: PolicyConfig) -> None:
+    if policy.shape is not None and policy.model is not None:
+        raise ValueError(
+            f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one "
+            "of them to null"
+        )
+    if policy.optimizer.offload and policy.dtype == "float32":
+        raise ValueError(
+            f"{key}.optimizer.offload keeps float32 weights and moments in CPU memory beside bfloat16 weights on the GPU, and "
+            f"{key}.dtype is float32; set dtype=bfloat16, or offload=false"
+        )
+    if (policy.engine == "openai") != (policy.openai is not None):
+        raise ValueError(
+            f"{key}: engine=openai and the section openai (base_url, model) go together; found engine={policy.engine} "
+            f"and {'the' if policy.openai else 'no'} section"
+        )
+    if policy.engine == "openai" and (policy.engines is not None or policy.vllm is not None):
+        raise ValueError(
+            f"{key}.{'engines' if policy.engines else 'vllm'} is of engines here, and {key}.engine=openai has none"
+        )
+    if policy.engine == "openai" and not policy.frozen:
+        raise ValueError(
+            f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the "
+            "log-probs of the distribution that it drew from, and takes no new weights; set frozen=true and leave its "
+            "agents out of credit.train_agents"
+        )
+    if policy.frozen and policy.model is None:
+        raise ValueError(
+            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai its tokenizer and chat "
+            "template are enough)"
+        )
+
+
+def _listed(names: str | tuple[str, ...]) -> str:
+    return names if isinstance(names, str) else ", ".join(names)

@@ -1,0 +1,77 @@
+"""`marsrl init --from-run`: a run's settings as a file that a user would have written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.origin import ConfigError
+from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, read_config
+
+_PRESETS = re.compile(r"preset ([\w.-]+)\.yaml|configs/([\w.-]+)\.yaml")
+_OF_ONE_RUN = ("name", "resume")
+
+
+def write_settings_of(run: Path, out: Path) -> Path:
+    """The file `out`, which read as --config gives the run's settings, but for run.name and run.resume.
+
+    It names the task, the preset that config.yaml says the run was made of, and what differs from these; where the presets
+    of today do not lead there, it inherits nothing (`preset: none`) and has what differs from the keys' defaults.
+
+    Raises:
+        ConfigError: it is not a run's directory, its settings are of another version, or `out` exists.
+    """
+    source = run / "config.yaml"
+    if not source.is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a file that does not")
+    wanted = _settings(read_config(source)[0])
+    comment = source.read_text("utf-8").partition("\n")[0]
+    named = [first or second for first, second in _PRESETS.findall(comment)]
+    presets = [name for name in reversed(named) if name not in DEFAULT_FOR_TASK.values() and _is_shipped(name)]
+    text = f"# what {run.name} was made of, over its presets\n"
+    for preset in ([{"preset": presets[0]}] if presets else [{}]) + [{"preset": "none"}]:
+        own = _own(wanted, preset)
+        if own is None:
+            continue
+        out.write_text(text + yaml.safe_dump({**preset, **own}, sort_keys=False, allow_unicode=False), "ascii")
+        if _settings(read_config(out)[0]) == wanted:
+            return out
+    raise AssertionError(f"{source}: no file gives these settings again")
+
+
+def _is_shipped(name: str) -> bool:
+    return (CONFIGS / f"{name}.yaml").is_file()
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    whole = config.model_dump(mode="json")
+    whole.pop("preset")
+    whole["run"] = {key: value for key, value in whole["run"].items() if key not in _OF_ONE_RUN}
+    return whole
+
+
+def _own(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
+    """What differs from the preset with the same task and team; None where these do not go together."""
+    team = {key: wanted[key] for key in ("task", "orchestration")}
+    try:
+        base, _ = read_config(None, [f"{key}={value}" for key, value in {**preset, **team}.items()], trains=False)
+    except ConfigError:
+        return None
+    return {**team, **_difference(wanted, _settings(base))}
+
+
+def _difference(wanted: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    differs: dict[str, Any] = {}
+    for key, value in wanted.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            if below := _difference(value, base[key]):
+                differs[key] = below
+        elif key not in base or value != base[key]:
+            differs[key] = value
+    return differs

@@ -1,0 +1,172 @@
+"""The settings that there are, read from the models: each key's type, default and meaning, and the nearest to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from marsrl.rollout.config import Settings
+from marsrl.trainer.config import RunConfig
+
+_BOUNDS = (
+    (annotated_types.Gt, "gt", ">"),
+    (annotated_types.Ge, "ge", ">="),
+    (annotated_types.Lt, "lt", "<"),
+    (annotated_types.Le, "le", "<="),
+)
+_FAR = 65_536  # upper bounds from here on only keep typing errors out
+_OR_NULL = " or null"
+_PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A setting or a section of them.
+
+    name: dotted, `<name>` for what the user calls it; kind: its type in words; default: in words, "" where one must be given
+    or where it is a section; below: the models of a section, several where it has kinds; free: are its keys names of the
+    user's?
+    """
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+    below: tuple[type[BaseModel], ...] = ()
+    free: bool = False
+
+
+def every_key(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
+    """All of a model, a section before what it holds, in the order in which they are written."""
+    for name, field in model.model_fields.items():
+        below = tuple(_held(field.annotation))
+        is_free = get_origin(field.annotation) is dict
+        meaning = field.description or (_first_line(below[0]) if below else "")
+        yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
+        for each in below:
+            yield from every_key(each, f"{prefix}{name}.{'<name>.' if is_free else ''}")
+
+
+def key_names() -> list[str]:
+    """Dotted names of all keys and sections, one that several kinds of a section have as often."""
+    return [key.name for key in every_key()]
+
+
+def as_key(where: Sequence[str]) -> str:
+    """The key's name in the models of a key as the user writes it: agents.solver.top_p -> agents.<name>.top_p."""
+    models: list[type[BaseModel]] = [RunConfig]
+    parts, is_name = [], False
+    for part in where:
+        parts.append("<name>" if is_name else part)
+        if is_name:
+            is_name = False
+            continue
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        is_name = any(get_origin(field.annotation) is dict and _held(field.annotation) for field in fields)
+        models = [below for field in fields for below in _held(field.annotation)]
+    return ".".join(parts)
+
+
+def nearest(where: Sequence[str]) -> str:
+    """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
+    models: list[type[BaseModel]] = [RunConfig]
+    parent: list[str] = []
+    for part in where[:-1]:
+        models = _sections(models, part)
+        parent.append(part)
+    siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in key_names()}
+    if where[-1] in everywhere:
+        return f"did you mean {everywhere[where[-1]]}?"
+    near = difflib.get_close_matches(where[-1], siblings, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {'.'.join([*parent, near[0]])}?"
+    near = difflib.get_close_matches(where[-1], everywhere, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean {everywhere[near[0]]}?"
+    return f"keys of {'.'.join(parent) or 'the config'}: {', '.join(siblings)}"
+
+
+def as_written(place: Sequence[str | int]) -> list[str]:
+    """A key as the user writes it: pydantic also names the kind of a section that has several (tools.search.index.corpus)."""
+    where: list[str] = []
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in map(str, place):
+        kinds = {kind: each for each in models for kind in get_args(_kind(each))} if len(models) > 1 else {}
+        if part in kinds:
+            models = [kinds[part]]
+        else:
+            where.append(part)
+            models = _sections(models, part)
+    return where
+
+
+def _kind(model: type[BaseModel]) -> Any:
+    return model.model_fields["kind"].annotation
+
+
+def _sections(models: Sequence[type[BaseModel]], part: str) -> list[type[BaseModel]]:
+    """The models below one key; a mapping like `agents` counts its free names as transparent."""
+    fields = [model.model_fields[part] for model in models if part in model.model_fields]
+    return [below for field in fields for below in _held(field.annotation)] if fields else list(models)
+
+
+def _held(annotation: Any) -> list[type[BaseModel]]:
+    """The models of an annotation: itself, an optional one, those of a mapping, the kinds of a section."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _held(part)]
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    own = model.__doc__ if model.__doc__ and model.__doc__ != Settings.__doc__ else ""
+    return inspect.cleandoc(own).split("\n\n")[0].replace("\n", " ") if own else ""
+
+
+def _type(field: FieldInfo) -> str:
+    words = _words(field.annotation)
+    return words.removesuffix(_OR_NULL) + _bounds(field.metadata) + (_OR_NULL if words.endswith(_OR_NULL) else "")
+
+
+def _words(annotation: Any) -> str:
+    """A type as a user of YAML reads it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return f"{_words(parts[0])}{_bounds(parts[1:])}"
+    if origin is Literal:
+        return " or ".join(str(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(part) for part in parts))
+    if origin is dict:
+        return f"mapping of name to {_words(parts[1])}"
+    if origin in (list, tuple):
+        return f"list of {_words(parts[0])}" if origin is list or Ellipsis in parts else f"{len(parts)} numbers"
+    return _PLAIN.get(annotation, "section")
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    bounds = [
+        (sign, getattr(each, name)) for kind, name, sign in _BOUNDS for each in metadata if isinstance(each, kind)
+    ]
+    found = [f"{sign} {bound:g}" for sign, bound in bounds if bound < _FAR]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,114 @@
+"""What a token is trained towards: credit, loss, and the gate of well-mastered positive tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from marsrl.rollout.config import MOST_TOKENS, Settings
+from marsrl.trainer.config.sections import OFF
+
+ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
+"""`credit.train_agents=solver` means [solver]."""
+
+
+class CreditConfig(Settings):
+    normalise: Literal["group", "agent", "global", "agent_mean", "agent_std"] = Field(
+        "group",
+        description="what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls "
+        "(global), or mean and std of one each; over all policies, agents that are not trained included",
+    )
+    std: Literal["biased", "unbiased"] = "biased"
+    singleton: Literal["zero", "raw"] = "zero"
+    reward_scheme: Literal["agentic", "outcome"] = Field(
+        "agentic", description="outcome: each sample's reward is the mean correctness of the last samples below it"
+    )
+    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = Field(
+        "all",
+        description="agents that have a gradient; the others play, are judged and are compared with all the same (a Solver "
+        "that plays alone: orchestration=solver)",
+    )
+    count_zero_groups: bool = Field(True, description="samples of groups without spread count in the denominator")
+    balance: Annotated[Literal["off", "uniform"], OFF] = Field(
+        "off",
+        description="uniform: of each agent's samples for a problem as many are trained as rollout.group_size has, drawn from "
+        "more, or fewer repeated, after their advantages (MARS)",
+    )
+    denominator: Literal["all", "agent"] = Field(
+        "all",
+        description="whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' "
+        "means then added up",
+    )
+
+    def trains(self, agent: str) -> bool:
+        """Do the agent's samples have a gradient?"""
+        return self.train_agents == "all" or agent in self.train_agents
+
+
+class LossConfig(Settings):
+    """Clipped surrogate of a token (kernels.PolicyObjective), and how tokens are averaged (mini_batches.Average)."""
+
+    aggregation: Literal["token", "sequence", "sequence_sum_constant"] = Field(
+        "token",
+        description="token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2); "
+        "sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)",
+    )
+    old_policy: Literal["pois", "sais", "recompute"] = "pois"
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    ratio: Literal["token", "sequence"] = "token"
+    kind: Literal["clip", "cispo"] = "clip"
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    correction_low: float = Field(0.5, ge=0, description="icepop and sequence_mask; of p_trainer / p_rollout")
+    correction_high: float | None = Field(None, gt=0, description="default: 2 (tis, sequence_mask), 5 (icepop)")
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
+        "none", description="estimate of KL(policy || policies.<name>.reference)"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
+    entropy_coef: float = 0.0
+    truncation: Literal["refuse", "renormalise"] = Field(
+        "refuse",
+        description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
+        "that the sampler kept at that place, which the engine records",
+    )
+    max_support: int = Field(
+        1024,
+        gt=0,
+        le=MOST_TOKENS,
+        description="renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest",
+    )
+
+    @model_validator(mode="after")
+    def _correction_corrects(self) -> LossConfig:
+        if self.old_policy == "sais" and self.correction != "none":
+            raise ValueError(
+                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is to the "
+                "rollout's own log-probs already: set loss.correction=none, or loss.old_policy=pois or recompute"
+            )
+        return self
+
+    @property
+    def upper_bound(self) -> float:
+        """correction_high, or its default."""
+        return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)
+
+
+class MptConfig(Settings):
+    """Dynamic masking of well-mastered positive tokens (UloRL)."""
+
+    scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
+    probability: float = Field(0.99, gt=0, le=1)
+    entropy: float = Field(0.2, gt=0, description="nats; a sample below it masks its mastered tokens")
+    temperature: Literal["sampling", 1] = Field(
+        "sampling",
+        description="at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own",
+    )
+    success: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a sample is positive whose reward (credit.reward_scheme's, before penalties) is at least this and whose "
+        "advantage is above 0",
+    )

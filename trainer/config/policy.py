@@ -1,0 +1,108 @@
+"""policies.<name>: a model, how ranks hold it, its optimizer, its engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from marsrl.rollout.config import MOST, MOST_RANKS, OpenAIOptions, Settings, VllmOptions
+
+
+class LayoutConfig(Settings):
+    """How a policy is cut over ranks (Megatron's sizes)."""
+
+    tensor: int = Field(1, gt=0, le=MOST_RANKS)
+    expert: int = Field(1, gt=0, le=MOST_RANKS)
+    expert_tensor: int | None = Field(None, gt=0, le=MOST_RANKS, description="default: `tensor` for expert 1, else 1")
+    pipeline: int = Field(1, gt=0, le=MOST_RANKS)
+    context: int = Field(1, gt=0, le=MOST_RANKS)
+
+
+class OptimizerConfig(Settings):
+    """AdamW. The paper: 1e-6 constant."""
+
+    lr: float = Field(1e-6, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from lr / warmup_steps")
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate of the last step over `lr`, for a decay")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0, description="global gradient norm")
+    offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
+    distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
+    overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
+    overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> OptimizerConfig:
+        if self.offload and not self.distributed:
+            raise ValueError(
+                "optimizer.offload needs optimizer.distributed (Megatron's precision-aware optimizer); set distributed=true, or "
+                "leave offload out"
+            )
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError(
+                f"optimizer.overlap_param_gather needs optimizer.distributed (found {self.distributed}) and "
+                f"optimizer.overlap_grad_reduce (found {self.overlap_grad_reduce}); set both, or leave it off"
+            )
+        return self
+
+
+class PriceConfig(Settings):
+    """Of a million tokens, in any one currency."""
+
+    input: float = Field(ge=0, description="prompt tokens")
+    cached_input: float | None = Field(
+        None, ge=0, description="prompt tokens from the engine's cache; default: as input"
+    )
+    output: float = Field(ge=0, description="decoded tokens")
+
+    def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
+        """What so many cost; cached_tokens are among input_tokens."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
+        return whole / 1e6
+
+
+class PolicyConfig(Settings):
+    model: str | None = Field(None, description="HF directory (Qwen2.5, Qwen3, Qwen3-MoE); null: the warm-started one")
+    shape: Literal["tiny", "cpu_default"] | None = Field(
+        None, description="size of the warm-started one, as `marsrl init` names it; default: cpu_default"
+    )
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    layout: LayoutConfig = LayoutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    recompute: Literal["none", "selective", "full", "full_offload"] = Field(
+        "none",
+        description="what a layer's backward makes again; selective: norms and MLP or experts' activation; full: all, from the "
+        "layer's input; full_offload: and that waits in CPU memory (GPU only)",
+    )
+    layers: Literal["auto", "transformer_engine", "ours"] = Field(
+        "auto",
+        description="norms and linear layers; auto: TransformerEngine's where it is installed with a GPU, else ours",
+    )
+    deterministic: bool = Field(
+        False,
+        description="on a GPU, attention and embedding add their gradients in a fixed order, which flash-attn does with more "
+        "memory (docs/plan.md); a CPU always does",
+    )
+    router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
+    reference: str = Field(
+        "none",
+        description="frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory",
+    )
+    engines: int | None = Field(
+        None, gt=0, le=MOST_RANKS, description="engine replicas of this policy; default: rollout.engines"
+    )
+    vllm: VllmOptions | None = Field(None, description="of this policy's engines; what it leaves out is rollout.vllm's")
+    price: PriceConfig | None = Field(
+        None, description="of a million tokens: what agents spend is logged (cost/<agent>/spent) and evaluated"
+    )
+    frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
+    engine: Literal["openai"] | None = Field(
+        None,
+        description="openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine",
+    )
+    openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")

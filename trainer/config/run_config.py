@@ -1,0 +1,167 @@
+"""The settings of a run, as a whole. What its sections demand of each other is in agreement.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+from marsrl.rollout.engines.protocol import Records
+from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
+from marsrl.rollout.rewards.config import JudgeConfig
+from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.config.agreement import check_agreement
+from marsrl.trainer.config.curate import CurateConfig
+from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
+from marsrl.trainer.config.policy import PolicyConfig
+from marsrl.trainer.config.sections import DataConfig, RunSection, SyncConfig, TrainerConfig
+from marsrl.trainer.config.warm_start import WarmStartConfig
+
+
+class RunConfig(Settings):
+    preset: Literal["none"] = Field(
+        "none",
+        description="in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is "
+        "resolved: none",
+    )
+    run: RunSection = RunSection()
+    task: str = Field(
+        "arithmetic",
+        description="arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)",
+    )
+    task_options: dict[str, int | float | str | bool | None] = Field(
+        default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
+    )
+    data: DataConfig = DataConfig()
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
+    orchestration: str = Field(
+        "verifier_corrector",
+        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
+        "plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool "
+        "(Dr. MAS; docs/search.md); debate; or your own, FILE.py:CLASS (docs/own_team.md)",
+    )
+    orchestration_options: dict[str, int | float | str | bool | None] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)",
+    )
+    agents: dict[str, AgentConfig] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="the orchestration's agents; defaults for those not given",
+    )
+    tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
+    judge: JudgeConfig | None = Field(
+        None,
+        description="a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges",
+    )
+    rollout: RolloutConfig = RolloutConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")
+    credit: CreditConfig = CreditConfig()
+    loss: LossConfig = LossConfig()
+    mpt: MptConfig = MptConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    sync: SyncConfig = SyncConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+    @property
+    def trains_whole(self) -> bool:
+        """Are all samples of a rollout instance trained in one step, because their credit is computed over all of them?"""
+        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
+
+    @property
+    def curators(self) -> dict[str, PolicyConfig]:
+        """The policies that nobody but `marsrl curate` asks: judges of its stages."""
+        named = {judge.policy for judge in self.curate.judges.values()}
+        used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
+        return {name: policy for name, policy in self.policies.items() if name in named - used}
+
+    def without_curators(self) -> RunConfig:
+        curators = self.curators
+        left = {name: policy for name, policy in self.policies.items() if name not in curators}
+        return self.model_copy(update={"policies": left})
+
+    @property
+    def has_whole_instances(self) -> bool:
+        """Does a step hold whole rollout instances?"""
+        return self.trains_whole or self.rollout.pipeline == "trajectory"
+
+    def rollout_of(self, policy: str) -> RolloutConfig:
+        """`rollout` with the policy's own engines and vllm."""
+        own = self.policies[policy]
+        return self.rollout.model_copy(
+            update={"engines": own.engines or self.rollout.engines, "vllm": own.vllm or self.rollout.vllm}
+        )
+
+    @property
+    def max_kept(self) -> dict[str, int]:
+        """Of each trained agent that leaves tokens out (top_p, top_k): how many its sampler keeps at a place, at most."""
+        return {
+            name: self.loss.max_support
+            for name, agent in self.agents.items()
+            if self.credit.trains(name) and (agent.top_p < 1 or agent.top_k > 0)
+        }
+
+    def records_of(self, policy: str) -> Records:
+        """What the policy's engines are asked about tokens beside log-probs."""
+        return Records(
+            kept_tokens=any(self.agents[name].policy == policy for name in self.max_kept),
+            experts=policy in self.trained_policies and self.trainer.router_replay == "rollout",
+        )
+
+    @property
+    def served_rollouts(self) -> tuple[RolloutConfig, ...]:
+        """Of each policy that has engines of ours."""
+        return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
+
+    @property
+    def trained_policies(self) -> dict[str, PolicyConfig]:
+        """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
+        return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+
+    def engine_dtype(self, policy: str) -> str:
+        """What the policy's engines compute in."""
+        asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
+        return asked or self.policies[policy].dtype
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
+        """policies.<name>.vllm over rollout.vllm, key by key, so that what is saved says all of it."""
+        rollout, policies = (
+            (given.get(key) for key in ("rollout", "policies")) if isinstance(given, dict) else (None, None)
+        )
+        common = rollout.get("vllm") if isinstance(rollout, dict) else None
+        if not isinstance(common, dict) or not isinstance(policies, dict):
+            return given
+        whole = {
+            name: {**policy, "vllm": {**common, **policy["vllm"]}}
+            if isinstance(policy, dict) and isinstance(policy.get("vllm"), dict)
+            else policy
+            for name, policy in policies.items()
+        }
+        return {**given, "policies": whole}
+
+    @field_validator("agents")
+    @classmethod
+    def _are_the_whole_team(cls, agents: dict[str, AgentConfig], others: ValidationInfo) -> dict[str, AgentConfig]:
+        if "orchestration" not in others.data:  # it is wrong itself, which is said
+            return agents
+        return find_orchestration(others.data["orchestration"]).whole_team(agents)
+
+    @field_validator("orchestration_options")
+    @classmethod
+    def _are_the_team_s(
+        cls, options: dict[str, int | float | str | bool | None], others: ValidationInfo
+    ) -> dict[str, int | float | str | bool | None]:
+        if "orchestration" in others.data:
+            read_options(others.data["orchestration"], options)
+        return options
+
+    @model_validator(mode="after")
+    def _sections_agree(self, given: ValidationInfo) -> RunConfig:
+        """context {"trains": False}: nothing is trained (marsrl curate), so every policy may be frozen."""
+        check_agreement(self, trains=(given.context or {}).get("trains", True))
+        return self

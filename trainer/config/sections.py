@@ -1,0 +1,126 @@
+"""The run, its data, its steps and how weights travel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, SILENCE_S, Settings
+from marsrl.rollout.tasks.config import EvalFile, TrainFile, read_eval_files, read_train_files
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads the word off as false; `mpt.scope=off` means the word."""
+
+
+MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bits
+
+
+class RunSection(Settings):
+    name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
+    dir: str = Field("runs", description="where run directories go")
+    steps: int = Field(32, gt=0, le=MOST, description="policy updates")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
+    resume: Annotated[Literal["off", "auto", "previous"], OFF] = Field(
+        "off",
+        description="auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the "
+        "newest whole one then",
+    )
+    evaluate: bool = Field(True, description="evaluate before and after")
+    eval_every: int = Field(0, ge=0, le=MOST, description="steps between evaluations on the way; 0 = none")
+    checkpoint_every: int = Field(0, ge=0, le=MOST, description="steps between checkpoints; 0 = only the last")
+    keep_checkpoints: int = Field(2, gt=0, le=MOST, description="how many of the last checkpoints stay")
+    keep_every: int = Field(0, ge=0, le=MOST, description="checkpoints of steps divisible by it stay too; 0 = none")
+    async_checkpoint: bool = Field(
+        False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
+    )
+    silence_s: float = Field(
+        SILENCE_S,
+        gt=0,
+        le=LONGEST_S,
+        description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
+    )
+    wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
+
+
+class DataConfig(Settings):
+    train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = Field(
+        None,
+        description="jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); "
+        "null: the task generates problems",
+    )
+    eval: Annotated[str | tuple[EvalFile, ...] | None, BeforeValidator(read_eval_files)] = Field(
+        None,
+        description="problems to evaluate on: a path, or a list of paths and of {path, name, count, repeat}, whose metrics have "
+        "their names (docs/evaluate.md); null: some of data.train's are held out",
+    )
+    question_key: str | None = Field(
+        None, description="default: found from the first line (question, query, problem, prompt)"
+    )
+    answer_key: str | None = Field(
+        None, description="default: found from the first line (answer, final_answer, ans_box, label, ...)"
+    )
+    on_bad_line: Literal["error", "skip"] = "error"
+
+
+class TrainerConfig(Settings):
+    max_tokens_per_micro_batch: int = Field(16384, gt=0, le=MOST_TOKENS)
+    updates_per_step: int = Field(
+        1, gt=0, le=MOST, description="optimizer steps a step, each on its part of the step's groups"
+    )
+    router_replay: Literal["none", "recompute", "rollout"] = Field(
+        "none",
+        description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
+        "or those of decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)",
+    )
+    max_bad_steps: int = Field(
+        3, gt=0, le=MOST, description="consecutive steps with a non-finite loss or gradient before the run stops"
+    )
+    max_empty_steps: int = Field(
+        20,
+        gt=0,
+        le=MOST,
+        description="consecutive steps with samples of which none has a gradient before the run stops",
+    )
+    agent_grad_norm_every: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="steps between measurements of the gradient norm of each agent's share, a forward and backward pass an "
+        "agent; 0 = none",
+    )
+    threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
+
+
+SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
+
+
+class SyncConfig(Settings):
+    backend: SyncBackend = Field(
+        "auto",
+        description="shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the "
+        "same between processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, "
+        "shm without GPUs or where sync.directory is set",
+    )
+    cpu_twin: bool = Field(
+        False, description="without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"
+    )
+    bucket_mib: int = Field(
+        256, gt=0, le=MOST_MIB, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
+    )
+    host: str | None = Field(
+        None,
+        description="address of trainer rank 0 as the hosts of engines reach it, for nccl, ipc and rollout.ray_address=here; "
+        "default: found by the way to the Ray cluster, MASTER_ADDR or the default route",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=LONGEST_S, description="nccl, ipc: a side that does not answer for so long is an error"
+    )
+    directory: str | None = Field(
+        None,
+        description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; "
+        "default: /dev/shm of rank 0's host",
+    )
+    verify_every: int = Field(
+        1, gt=0, le=MOST, description="versions between probe comparisons; checksums are compared every time"
+    )
