@@ -31,6 +31,11 @@ HERE = "tests/docs/test_commands.py"
 RUNS = "tests/docs/test_whole_runs.py"
 PRINTS = Way(f"{HERE}::test_a_command_does_what_it_says", AS_IT_IS)
 ON_A_RUN = Way("tests/integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written", AS_IT_IS)
+VIEWED = Way(
+    "tests/view/test_server.py::test_the_documents_commands_view_a_run",
+    "as it is, of a made-up run; a server is stopped by Ctrl-C",
+    "its pages: tests/view/test_browser.py",
+)
 OWN_MODEL = Way(
     f"{RUNS}::test_a_model_of_ones_own_is_trained",
     FIRST_VERSION,
@@ -67,6 +72,13 @@ QUESTIONS = Way(
     "to the end, smaller and scripted: tests/integration/test_scripted_team.py",
 )
 OUR_MODEL = Way(f"{RUNS}::test_a_team_is_evaluated", AS_IT_IS)
+ALONE = "tests/docs/test_evaluate_alone.py"
+KEPT = Way(
+    f"{ALONE}::test_evaluations_are_kept_and_compared",
+    "to its end, with our own engine, short completions and one Verifier call",
+    "the defaults: tests/docs/test_whole_runs.py::test_a_team_is_evaluated",
+)
+COMPARED = Way(f"{ALONE}::test_evaluations_are_kept_and_compared", "as it is, on what the evaluations left")
 GPUS = Way(
     f"{HERE}::test_a_run_on_gpus_passes_its_checks",
     DRY,
@@ -176,6 +188,12 @@ WAYS = {
     "marsrl init --shape tiny --tokenizer facts /tmp/facts-model": PRINTS,
     "marsrl evaluate task=math policies.main.model=/path/to/Qwen3-0.6B data.eval=problems.jsonl": OUR_MODEL,
     "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl": OUR_MODEL,
+    "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B "
+    '"data.eval=[aime25.jsonl, {path: beyondaime.jsonl, repeat: 4}]" evaluate.repeat=2 --out evaluations/base': KEPT,
+    "marsrl evaluate task=math policies.main.model=/models/trained data.eval=aime25.jsonl --out evaluations/trained "
+    '"policies.other={frozen: true, model: /models/Qwen3-30B-A3B-Thinking-2507}" agents.solver.policy=other': KEPT,
+    "marsrl compare evaluations/base evaluations/trained --html compare.html": COMPARED,
+    "marsrl compare runs/one runs/two --html compare.html": COMPARED,
     "marsrl curate raw.jsonl --out curated": PRINTS,
     "marsrl curate raw.jsonl --out curated curate.level.field=level 'curate.level.keep=[graduate, phd]'": PRINTS,
     "marsrl curate raw.jsonl --out curated curate.near_duplicates.threshold=0.9": PRINTS,
@@ -184,8 +202,32 @@ WAYS = {
         "as it is, to its end, with our own engine and a script in place of the server",
         "its parts: tests/curate/",
     ),
+    **{
+        f"marsrl try --config examples/{name}/run.yaml rollout.group_size={size}": Way(
+            "tests/docs/test_examples.py::test_an_example_is_tried", AS_IT_IS
+        )
+        for name, size in (("own_task", 4), ("own_team", 2))
+    },
+    **{
+        f"python trainer/main.py --config examples/{name}/run.yaml": Way(
+            "tests/docs/test_examples.py::test_an_example_trains",
+            "until its first agent is trained, with a model that says 7 or 8",
+        )
+        for name in ("gsm8k", "own_task", "own_team")
+    },
+    "marsrl config": PRINTS,
+    "marsrl config --origin": PRINTS,
+    "marsrl config --explain rollout.segments": PRINTS,
+    "marsrl config --markdown": PRINTS,
+    "marsrl completion bash": PRINTS,
+    "marsrl init --from-run runs/NAME my.yaml": Way(
+        f"{HERE}::test_a_run_s_settings_become_a_file", "as it is, on a directory that has only config.yaml"
+    ),
     "marsrl report runs/NAME": ON_A_RUN,
     "marsrl report runs/cpu_default-20260101-120000": ON_A_RUN,
+    "marsrl view runs/NAME": VIEWED,
+    "marsrl view runs/NAME --text": VIEWED,
+    "marsrl view runs/cpu_default-20260101-120000": VIEWED,
     "marsrl export runs/NAME /models/trained": ON_A_RUN,
     "marsrl export runs/cpu_default-20260101-120000 /models/trained": ON_A_RUN,
     "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64": PRINTS,
@@ -216,6 +258,7 @@ WAYS = {
     "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
     "python benchmarks/learning.py preset=cpu_dual_system --seeds 0 1": PLAYED,
+    "python benchmarks/ablations.py marsrl --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
@@ -242,6 +285,10 @@ WAYS = {
     ),
     "python benchmarks/curate.py --rows 100000": bench(
         "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
+    ),
+    "python benchmarks/view.py": bench("2,000 samples: tests/view/test_index.py::test_the_benchmark_measures"),
+    "python benchmarks/view.py --samples 10000000": bench(
+        "2,000 samples: tests/view/test_index.py::test_the_benchmark_measures"
     ),
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"

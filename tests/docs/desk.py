@@ -39,7 +39,7 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
-        for name in ("trainer", "configs", "benchmarks", "Makefile"):
+        for name in ("trainer", "configs", "benchmarks", "examples", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,7 +57,8 @@ class Desk:
         (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
-        (folder / "aime25.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+        for name, some in (("aime25", lines[:4]), ("beyondaime", lines[4:6])):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
         """The command's words with paths filled in: model(name) for a model's directory, `rest` for three dots."""

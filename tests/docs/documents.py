@@ -10,7 +10,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
+]
 MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a program, and how its words are written
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
 HELP = (
@@ -22,9 +27,13 @@ HELP = (
             "join",
             "init",
             "try",
+            "config",
+            "completion",
             "evaluate",
             "curate",
             "report",
+            "compare",
+            "view",
             "export",
             "plan",
             "tool",
@@ -147,6 +156,19 @@ def links() -> list[Found]:
                 target = (page.parent / match[1]).resolve()
                 found.append(Found(_name(page), str(target.relative_to(ROOT))))
     return found
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of a page's tables."""
+    lines = (ROOT / "docs" / page).read_text("utf-8").splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
+
+
+def is_on_the_page(name: str) -> bool:
+    """Is a metric, or a pattern of names (actor/<name>/tokens), in docs/metrics.md?"""
+    pattern = re.compile(re.sub(r"<\w+>", "[^/]+", name))
+    named = [each for cells in rows("metrics.md") for each in re.findall(r"`([a-z_0-9]+/[^`]+)`", cells[0])]
+    return any(pattern.fullmatch(each) or re.fullmatch(re.sub(r"<\w+>", ".+", each), name) for each in named)
 
 
 def _help(program: str) -> str:

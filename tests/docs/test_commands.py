@@ -21,6 +21,8 @@ from desk import MODEL, Desk, boxing_model, published_model
 from documents import ROOT, config_blocks
 
 from marsrl.trainer import cli
+from marsrl.trainer.config.explain import as_yaml
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -59,6 +61,8 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
     shown = capsys.readouterr().out
     left = {path.name for path in desk.folder.iterdir()} - before
     match words[:2]:
+        case ["marsrl", "config"] | ["marsrl", "completion"]:  # tests/trainer/test_config_command.py
+            assert len(shown.splitlines()) > 3 and not left
         case ["marsrl", "doctor"]:
             assert "linear_policy_loss" in shown and "megatron-core" in shown and not left
         case ["marsrl", "try"]:
@@ -210,6 +214,15 @@ def test_documents_are_served_until_ctrl_c(command: str, desk: Desk) -> None:
 def test_a_program_is_found_by_its_module(command: str, desk: Desk) -> None:
     assert desk.start([*desk.words(command, Path), "--help"]).wait(100) == 0, desk.console()
     assert "torchrun trainer/main.py task=math" in desk.console()
+
+
+@pytest.mark.parametrize("command", run_by("test_a_run_s_settings_become_a_file"))
+def test_a_run_s_settings_become_a_file(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    config, origin = read_config(None, ["run.steps=5"])
+    Path("runs/NAME").mkdir(parents=True)
+    Path("runs/NAME/config.yaml").write_text(f"# settings: {origin}\n{as_yaml(config)}")
+    assert call(desk.words(command, Path)) == 0, capsys.readouterr().err
+    assert read_config("my.yaml")[0].run.steps == 5
 
 
 PARSE = """

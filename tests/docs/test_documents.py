@@ -14,7 +14,7 @@ from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks,
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.read_config import _all_keys
+from marsrl.trainer.config.keys import key_names
 
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 PICTURES = {
@@ -103,7 +103,7 @@ def settings_named() -> Iterator[Found]:
 
 
 def test_every_setting_that_is_named_is_one() -> None:
-    keys = set(_all_keys(RunConfig))
+    keys = set(key_names())
     sections = {key.rpartition(".")[0] for key in keys}
     named = list(settings_named())
     assert len({found.text for found in named}) > 25

@@ -1,0 +1,25 @@
+"""A task of one's own: remainders of a division, made up here, with half a point for an answer that is one off."""
+
+from marsrl.rollout.tasks.own_task import OwnTask
+
+
+class Remainders(OwnTask):
+    """What is left of a division by a small number."""
+
+    class Options(OwnTask.Options):
+        largest: int = 40  # task_options.largest
+        one_off: float = 0.5
+
+    def problems(self):
+        divisors = (9, 10, 11)
+        return [
+            (f"What is the remainder of {number} divided by {divisor}? Answer in \\boxed{{}}.", str(number % divisor))
+            for number in range(12, self.options.largest)
+            for divisor in divisors
+        ]
+
+    def reward(self, problem, answer):
+        said, right = int(answer), int(problem.answer)  # what is no number raises: a missing reward, never 0
+        if said == right:
+            return 1.0
+        return self.options.one_off if abs(said - right) == 1 else 0.0

@@ -1,0 +1,111 @@
+"""`marsrl evaluate` of a team that trains nothing: agents behind a server, agents of another checkpoint (MarsRL, Table 3)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_by
+from completions_server import Handler, completions_server
+from desk import Desk, boxing_model
+
+from marsrl.trainer import cli
+
+pytestmark = pytest.mark.slow
+CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
+
+
+def without_seconds(found: dict[str, Any]) -> dict[str, Any]:
+    """What no clock measures of an evaluation and its sets."""
+    usage = {agent: used | {"seconds": None} for agent, used in found["usage"].items()}
+    return found | {
+        "usage": usage,
+        "sets": {name: without_seconds(each) for name, each in found.get("sets", {}).items()},
+    }
+
+
+def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_on_two_sets_and_goes_on(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = boxing_model(tmp_path / "model")
+    for name, count in (("aime25", 3), ("beyond aime", 4)):
+        rows = [{"question": f"{name}: what is 7, number {i}?", "answer": "7"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        handler.complete(f"\\boxed{{{7 + body['seed'] % 2}}}")
+
+    with completions_server(reply) as server:
+        words = [
+            "evaluate",
+            "task=math",
+            "agents.solver.policy=served",
+            *(f"agents.{a}.policy=critics" for a in CRITICS),
+        ]
+        words += [
+            f"policies.served={{frozen: true, engine: openai, model: {model}}}",
+            f"policies.served.openai={{base_url: '{server.base_url}', model: m}}",
+            f"policies.critics={{frozen: true, model: {model}, dtype: float32}}",
+            "data.eval=[{path: aime25.jsonl, repeat: 3}, {path: beyond aime.jsonl, count: 2}]",
+            "evaluate={accept_after: 1, max_iterations: 1, probe_size: 2}",
+            "rollout={engine: local, placement: local, max_response_tokens: 40}",
+        ]
+        assert cli.main([*words, "--out", "kept"]) == 0, capsys.readouterr().err
+        first = json.loads(capsys.readouterr().out)
+        num_asked = len(server.bodies)
+        assert {name: (each["num_problems"], each["num_episodes"]) for name, each in first["sets"].items()} == {
+            "aime25": (3, 9),
+            "beyond_aime": (2, 2),
+        }
+        assert first["alone"]["n"] == first["system"]["n"] == 11
+        assert (
+            first["alone"]["mean"] == first["system"]["mean"]
+        )  # critics without a verdict change nothing in one round
+        assert {agent: used["policy"] for agent, used in first["usage"].items()} == {
+            "solver": "served",
+            "verifier1": "critics",
+        }
+        assert list(first["sets"]["aime25"]["system_at"]["pass_at"]) == ["1", "2", "3"]
+        lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
+        Path("kept/draws.jsonl").write_bytes(b"".join(lines[:7]) + lines[7][:30])  # as kill -9 leaves it
+        assert cli.main([*words, "--out", "kept"]) == 0
+        shown = capsys.readouterr()
+        again = json.loads(shown.out)
+        assert without_seconds(again) == without_seconds(first)  # draws that are played again take their own
+        assert again == json.loads(Path("kept/evaluation.json").read_text())
+        assert "7 of 11 draws are kept" in shown.err and len(server.bodies) == num_asked + 4
+
+
+def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    desk, models = Desk(tmp_path), {}
+    own = ["evaluate={accept_after: 1, max_iterations: 1, probe_size: 2}", "rollout={engine: local, placement: local}"]
+    own += ["rollout.max_response_tokens=40", "policies.main.dtype=float32"]
+
+    def model(name: str) -> Path:
+        models[name] = models.get(name) or boxing_model(tmp_path / "models" / name)
+        return models[name]
+
+    commands = [desk.words(each, model)[1:] for each in run_by("test_evaluations_are_kept_and_compared")]
+    for words in (words for words in commands if words[0] == "evaluate"):
+        assert cli.main([*words, *own]) == 0, capsys.readouterr().err
+        result = json.loads(capsys.readouterr().out)
+        assert result == json.loads(Path(words[words.index("--out") + 1], "evaluation.json").read_text())
+        if "evaluate.repeat=2" in words:
+            assert {name: each["num_episodes"] for name, each in result["sets"].items()} == {
+                "aime25": 8,
+                "beyondaime": 8,
+            }
+        else:
+            assert {agent: used["policy"] for agent, used in result["usage"].items()}["solver"] == "other"
+    for name, kept in (("one", "base"), ("two", "trained")):
+        shutil.copytree(f"evaluations/{kept}", f"runs/{name}")
+    for words in (words for words in commands if words[0] == "compare"):
+        assert cli.main(words) == 0, capsys.readouterr().err
+        assert "minus the first run" in capsys.readouterr().out
+        assert "4 problems" in Path("compare.html").read_text()  # aime25's
+        Path("compare.html").unlink()
