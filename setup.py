@@ -41,6 +41,7 @@ REQUIREMENTS = [
     "einops",
     "math-verify",
     "jinja2",
+    "shtab",  # marsrl completion
 ]
 EXTRAS = {
     "megatron": ["megatron-core>=0.16"],
@@ -48,10 +49,11 @@ EXTRAS = {
     "vllm": ["vllm"],
     "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
+    "view": ["fastapi", "uvicorn"],  # marsrl view
     "data": ["pyarrow", "datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
-    "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+    "dev": ["pytest", "hypothesis", "playwright", "ruff", "mypy", "mkdocs"],
 }
 
 
@@ -168,7 +170,8 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=packages,
     package_dir=package_dir,
-    package_data={package: ["*.yaml", "*.j2"] for package in packages},
+    package_data={package: ["*.yaml", "*.j2"] for package in packages}
+    | {f"{NAME}.trainer.view": ["pages/*", "pages/vendor/*"]},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},

@@ -1,8 +1,13 @@
 """Trainings that differ in one choice, on the CPU: what does it change? All seeds are reported, none is chosen.
 
-    python benchmarks/ablations.py drmas [key.sub=value ...] [--seeds 0 1 2] [--json FILE] [--dir DIR]
+    python benchmarks/ablations.py marsrl [key.sub=value ...] [--seeds 0 1 2] [--arms whole ...] [--json FILE] [--dir DIR]
+    python benchmarks/ablations.py drmas
     python benchmarks/ablations.py mars
 
+marsrl  MarsRL without one of its parts, or with another choice: agents' own rewards or the outcome's, who is trained, which
+        answers are judged and repaired, the gate of well-mastered tokens (with the entropy of the first and the last quarter),
+        segments, means over tokens or samples; MarsRL, arXiv:2511.11373, and UloRL, arXiv:2507.19766. The miniature is
+        configs/cpu_default.yaml
 drmas   what a reward is compared with (credit.normalise: agent, global, and mean and deviation of one each), by one policy for
         both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml,
         whose agents' mean rewards differ on purpose
@@ -39,18 +44,32 @@ from namespace import ROOT, map_marsrl
 
 @dataclass(frozen=True)
 class Ablation:
-    """factors: {name of a choice: {value: its settings}}; every combination is a cell. agents: rows of evaluation and rewards.
+    """factors: {name of a choice: {value: its settings}}; every combination is a cell. evaluated: rows of the evaluation.
 
-    counted: metrics whose means over the last quarter of the steps are reported. columns: of the table. ratio: (choice, value,
-    value).
+    agents: whose rewards are told. columns: of the table. ratio: (choice, value, value). counted: metrics whose means over the
+    last quarter of the steps are reported.
     """
 
     preset: str
     factors: Mapping[str, Mapping[str, tuple[str, ...]]]
+    evaluated: tuple[str, ...]
     agents: tuple[str, ...]
     columns: tuple[str, ...]
     ratio: tuple[str, str, str]
     counted: tuple[str, ...] = ()
+
+    def only(self, arms: Sequence[str] | None) -> Ablation:
+        """With these values of the choice `arm`; None: all.
+
+        Raises:
+            ValueError: there is no such choice, or no such value.
+        """
+        if arms is None:
+            return self
+        known = self.factors.get("arm", {})
+        if unknown := [arm for arm in arms if arm not in known]:
+            raise ValueError(f"--arms: there is no {unknown[0]!r}; arms: {', '.join(known) or 'none'}")
+        return dataclasses.replace(self, factors={**self.factors, "arm": {arm: known[arm] for arm in arms}})
 
     def cells(self) -> list[tuple[dict[str, str], list[str]]]:
         """(value of each choice, settings), in order."""
@@ -61,6 +80,8 @@ class Ablation:
         return found
 
 
+CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
+PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers paired, Correctors balanced
 NORMALISE = ("agent", "global", "agent_mean", "agent_std")
 ABLATIONS = {
     "drmas": Ablation(
@@ -70,8 +91,30 @@ ABLATIONS = {
             "normalise": {name: (f"credit.normalise={name}",) for name in NORMALISE},
         },
         ("solver", "verifier"),
+        ("solver", "verifier"),
         ("system", "solver", "grad_norm_max", "grad_norm_p99", "grad_spikes"),
         ("normalise", "agent", "global"),
+    ),
+    "marsrl": Ablation(
+        "cpu_default",
+        {
+            "arm": {
+                "whole": (),
+                "outcome reward": ("credit.reward_scheme=outcome",),
+                "Solver trained": ("credit.train_agents=solver",),
+                "critics trained": ("credit.train_agents=[verifier1,corrector1,verifier2,corrector2]",),
+                **{f"{pick} picks": tuple(f"agents.{agent}.pick={pick}" for agent in CRITICS) for pick in PICKS},
+                "gate off": ("mpt.scope=off",),
+                "gate always": ("mpt.entropy=100.0",),
+                "4 segments": ("rollout.segments=4",),
+                "4 segments, sais": ("rollout.segments=4", "loss.old_policy=sais"),
+                "mean of samples": ("loss.aggregation=sequence",),
+            }
+        },
+        ("solver", "verifier", "corrector"),
+        ("solver", *CRITICS),
+        ("system", "solver", "verifier", "corrector", "entropy_first", "entropy_last"),
+        ("arm", "whole", "outcome reward"),
     ),
     "mars": Ablation(
         "cpu_dual_system",
@@ -84,6 +127,7 @@ ABLATIONS = {
                 "one mean": ("credit.denominator=all",),
             }
         },
+        ("system2",),
         ("system2",),
         ("system", "system2_reward_first", "system2_reward_last", *(f"calls/{name}" for name in ("search", "python"))),
         ("arm", "whole", "without System 1"),
@@ -116,7 +160,7 @@ def train(ablation: Ablation, name: str, folder: Path, settings: Sequence[str]) 
     after = load_summary(folder / name / "summary.json").after
     assert after is not None
     found = {name: estimate.mean for name, estimate in after.rows.items() if estimate.mean is not None}
-    accuracies = {agent: found[agent] for agent in ("system", *ablation.agents)}
+    accuracies = {agent: found[agent] for agent in ("system", *ablation.evaluated)}
     return accuracies | gradients(rows) | rewards(rows, ablation.agents) | last_counts(rows, ablation.counted)
 
 
@@ -132,18 +176,24 @@ def gradients(rows: Sequence[Any]) -> dict[str, float]:
 
 
 def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Mean reward of each agent in the first and the last quarter of the steps, and its inflation over all of them."""
-    quarter = max(1, len(rows) // 4)
-    found = {}
+    """Mean reward of each agent and entropy (nats a token) in the first and the last quarter of the steps, and inflation."""
+    found: dict[str, float] = {}
     for agent in agents:
-        means = [row[f"reward/{agent}/mean"] for row in rows if row.get(f"reward/{agent}/mean") is not None]
+        found |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
         factors = [row.get(f"drmas/{agent}/variance_inflation") for row in rows]
-        found[f"{agent}_reward_first"] = statistics.fmean(means[:quarter])
-        found[f"{agent}_reward_last"] = statistics.fmean(means[-quarter:])
         known = [factor for factor in factors if factor is not None]
         if known:
             found[f"{agent}_inflation"] = statistics.fmean(known)
-    return found
+    return found | quarters("entropy", [row.get("actor/entropy") for row in rows])
+
+
+def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
+    """<name>_first and <name>_last: means over the first and the last quarter of the steps that have one."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {}
+    quarter = max(1, len(known) // 4)
+    return {f"{name}_first": statistics.fmean(known[:quarter]), f"{name}_last": statistics.fmean(known[-quarter:])}
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
@@ -194,6 +244,7 @@ def headline(ablation: Ablation, records: Sequence[dict[str, Any]]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ablation", choices=list(ABLATIONS))
+    parser.add_argument("--arms", nargs="+", help="some of an ablation's arms (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--json", type=Path, help="write every number to this file; trainings that it has are not done again"
@@ -204,7 +255,10 @@ def main() -> int:
     map_marsrl()
     from marsrl.benchmarks.record import surroundings
 
-    ablation = ABLATIONS[words.ablation]
+    try:
+        ablation = ABLATIONS[words.ablation].only(words.arms)
+    except ValueError as error:
+        parser.error(str(error))
     is_there = words.json is not None and words.json.exists()
     records: list[dict[str, Any]] = json.loads(words.json.read_text()) if is_there else []
     if any(not set(ablation.factors) <= record.keys() or record["settings"] != words.settings for record in records):

@@ -37,7 +37,7 @@ from namespace import folder_with_marsrl, map_marsrl
 if __name__ == "__main__":
     map_marsrl()
 
-from marsrl.trainer.curate.config import NearDuplicatesConfig
+from marsrl.trainer.config.curate import NearDuplicatesConfig
 from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, shingled
 
 SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000

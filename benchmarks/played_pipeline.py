@@ -14,9 +14,9 @@ from pathlib import Path
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.build import open_team
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.preflight import Checked, preflight
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.warm_start import warm_start
 

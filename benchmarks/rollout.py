@@ -82,8 +82,8 @@ def play(model_dir: str, problems: int, engines: int, threads: int) -> None:
 
 
 def checked_config(problems: int, *settings: str) -> Checked:
+    from marsrl.trainer.config.read import read_config
     from marsrl.trainer.preflight import preflight
-    from marsrl.trainer.read_config import read_config
 
     stage = (f"rollout.prompts_per_step={problems}", "rollout.max_response_tokens=56")
     return preflight(read_config(None, [*stage, *settings])[0], world_size=1)

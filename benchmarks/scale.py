@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -58,12 +58,12 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group, Problem, Reward
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import plan_micro_batches
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.plan.plan import make_plan
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.runs.directory import RunDirectory
@@ -159,18 +159,19 @@ class Costless(Irreplaceable):
         self.own_cpu_s += time.thread_time() - begin
         return [(replica, Timed(results, 0.0, 0.0)) for replica, results in answers.items()]
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[Timed]:
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
         if method != "generate":
             raise ValueError(f"engines of a benchmark serve generate, not {method}")
-        for replica, (requests, version) in enumerate(arguments):
+        for replica, (requests, version) in arguments.items():
             self.submit(replica, requests, version)
         found: dict[str, DecodeResult] = {}
         while self._due:
             for _, answer in self.collect((), math.inf):
                 found.update((result.uid, result) for result in answer.value)
-        return [Timed([found[request.uid] for request in requests], 0.0, 0.0) for requests, _ in arguments]
+        return {
+            replica: Timed([found[request.uid] for request in requests], 0.0, 0.0)
+            for replica, (requests, _) in arguments.items()
+        }
 
     def abort(self, busy: Sequence[int]) -> None:
         raise NotImplementedError("nothing is interrupted here")

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ class Timers(Irreplaceable):
     def __len__(self) -> int:
         return self._num_engines
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed]:
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
         raise ValueError(f"timers only decode: they have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
@@ -152,7 +152,6 @@ def setup(
 ) -> tuple[Scheduler | EventScheduler, Timers]:
     timers = Timers(8, is_waiting=is_waiting)
     config = RolloutConfig(
-        engine="scripted",
         engines=len(timers),
         prompts_per_step=num_samples // GROUP_SIZE,
         group_size=GROUP_SIZE,

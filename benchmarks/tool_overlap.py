@@ -160,7 +160,7 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
     """All of them, once."""
     renderer, clock = ChatRenderer(folder), Clock()
     config = RolloutConfig(
-        engine="scripted", prompts_per_step=trajectories // GROUP_SIZE, group_size=GROUP_SIZE, pipeline="trajectory",
+        prompts_per_step=trajectories // GROUP_SIZE, group_size=GROUP_SIZE, pipeline="trajectory",
         max_response_tokens=8192, overlap=overlap,
     )  # fmt: skip
     agents = {"system2": AgentConfig(), "system1": AgentConfig(max_input_tokens=1400)}

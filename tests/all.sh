@@ -12,16 +12,18 @@ trap 'kill 0' INT TERM
 
 # The longest first, so that the last ones are short. Files that share runs, engines or ranks are one part.
 parts=(
-  tests/integration  # all that no other part holds
-  tests/engines
-  tests  # the same
   tests/integration/test_default_run.py
   tests/integration/test_miniatures.py
-  tests/integration/test_engines_in_halves.py
+  tests/engines
+  tests  # all that no other part holds
+  tests/integration  # the same
+  tests/integration/test_trainer_engine_sync.py
   tests/megatron
   tests/benchmarks
   tests/kernels
   tests/docs
+  tests/integration/test_engines_in_halves.py
+  tests/integration/test_reward_rises.py
   tests/cluster
   tests/plan
   tests/kernels/interpreter

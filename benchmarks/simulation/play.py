@@ -105,7 +105,6 @@ class Simulation:
             setting.engines, self.cost, lengths, lambda uid: last_token(outcomes, uid), self.clock
         )
         config = RolloutConfig(
-            engine="scripted",
             engines=setting.engines,
             prompts_per_step=setting.problems,
             stage_size=setting.stage_size,

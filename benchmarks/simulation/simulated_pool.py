@@ -7,7 +7,7 @@ engines count real tokens. Nothing of the scheduler, the pool or the team is rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class SimulatedReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Timed]:
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

@@ -116,15 +116,27 @@ class Cases:
         return f"host3 for {CUT_S:g} s in step {step + 1}: trains on to step {run.step()}, no engine given up"
 
     def _engine_host(self, run: Training) -> str:
+        """It is done without at first; then another host joins."""
         step = run.into_a_stage()
         self.box.hosts[2].power_off()
-        lend(self.box.hosts[1], JOIN, self.logs)
         run.until(step + 3, 2 * STEP_S)
-        struck = [row for row in run.rows() if row.values["rollout/engine_restarts"]]
-        if [row.step for row in struck] not in ([step + 1], [step + 2]) or not struck[0].values["rollout/resubmitted"]:
-            raise Loss(f"engines were replaced in the steps {[row.step for row in struck]}, struck in {step + 1}")
-        again = struck[0].values["rollout/resubmitted"]
-        return f"host3 off in step {step + 1}: {again:.0f} requests decoded again on host2, which joined; at step {run.step()}"
+        struck = [row for row in run.rows() if row.values["rollout/resubmitted"]]
+        if [row.step for row in struck] not in ([step + 1], [step + 2]):
+            raise Loss(f"requests were decoded again in the steps {[row.step for row in struck]}, struck in {step + 1}")
+        again, engines = struck[0].values["rollout/resubmitted"], run.rows()[-1].values["rollout/engines/main"]
+        if engines != 1:
+            raise Loss(f"{engines} engines serve after host3 was lost, and nobody has joined")
+        lend(self.box.hosts[1], JOIN, self.logs)
+        alone = run.step()
+        end = time.monotonic() + 2 * STEP_S
+        while run.rows()[-1].values["rollout/engines/main"] != 2:
+            if time.monotonic() > end:
+                raise Loss("host2 has joined, and no engine came to it")
+            run.until(run.step() + 1)
+        return (
+            f"host3 off in step {step + 1}: {again:.0f} requests decoded again on host1, alone up to step {alone}; host2 joined, "
+            f"and has an engine in step {run.step()}"
+        )
 
     def _trainer_host(self, run: Training, number: int, says: str) -> str:
         """A host of trainer ranks is off; the other one's end by themselves, with its name."""

@@ -38,8 +38,9 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
-# Metrics that two runs of the same numbers do not share: clocks, how weights travelled, and the size of rounding itself.
-_OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s")
+# Metrics that two runs of the same numbers do not share: clocks, how weights travelled and to how many engines, and the size of
+# rounding itself.
+_OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s", "rollout/engines/")
 _SUMS = ("actor/", "mpt/")  # of float32 numbers, added up in another order: 2.3e-5 apart at most where it was measured
 _SUMS_DIFFER = 2e-4
 
@@ -182,7 +183,7 @@ def same_metrics(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> st
     num_equal, largest, where = 0, 0.0, ""
     for row, other in zip(rows, others, strict=True):
         for key in row.values.keys() | other.values.keys():
-            if key.startswith(_OWN):
+            if key.startswith(_OWN) or key.endswith("/seconds"):
                 continue
             a, b = row.values.get(key), other.values.get(key)
             if a == b:

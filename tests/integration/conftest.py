@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # small_run, books, which the tests import
+sys.path.insert(0, str(Path(__file__).parent))  # small_run, books, scripted_pool, which the tests import
 from small_run import ARITHMETIC, MAIN, SMALL, TEAM
 
 

@@ -1,6 +1,9 @@
-"""trainer/main.py whose model says by a script what the dual system is to say, and stands still in one phase of a turn.
+"""Runs of trainer/main.py whose model says by a script what the dual system is to say, and stands still in one phase of a turn.
 
-    python tests/integration/dual_worker.py PHASE INSTANCE FOLDER [word of trainer/main.py ...]
+    echo '["LOG", ["PHASE", "INSTANCE", "FOLDER", "word of trainer/main.py", ...]]' | python tests/integration/dual_worker.py
+
+Each line of stdin is a run: a process of its own, forked from this one, which has imported what a run imports. Two lines
+answer: its number, and its exit status when it has ended.
 
 Everything is a run's own, the log-probs of the tokens too; only which token is drawn is told. From the rollout instance of that
 number on, the engine stops in the phase, or with `tools` the server holds its answers, and FOLDER/held says that it is so; the
@@ -9,7 +12,10 @@ trainer waits for that before it publishes, so that its checkpoint keeps a turn 
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -103,7 +109,35 @@ def follow(script: Script) -> None:
     BackgroundScheduler.resting = late_resting  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    follow(Script(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
-    sys.argv = [str(MAIN), *sys.argv[4:]]
+def life(log: str, phase: str, instance: str, folder: str, *words: str) -> None:
+    """One run, in the process that was forked for it."""
+    with open(log, "wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    follow(Script(phase, int(instance), Path(folder)))
+    sys.argv = [str(MAIN), *words]
     runpy.run_path(str(MAIN), run_name="__main__")
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        log, words = json.loads(line)
+        process = multiprocessing.get_context("fork").Process(target=life, args=(log, *words))
+        process.start()
+        print(process.pid, file=answers, flush=True)
+        process.join()
+        print(process.exitcode, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+    for name in (
+        "preloaded",
+        "torch._dynamo",
+        "marsrl.trainer.preflight",
+        "marsrl.trainer.build",
+        "marsrl.trainer.loop",
+    ):
+        importlib.import_module(name)
+    serve()

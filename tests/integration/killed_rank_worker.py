@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from scripted_pool import pools_of
+
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.trainer import build, main
 from marsrl.trainer.learner.learner import Learner
@@ -77,7 +78,7 @@ def _late_once(method: Callable[..., Any]) -> Callable[..., Any]:
 def run(model: str, settings: list[str]) -> int:
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
-    build.make_pool = functools.partial(make_pool, scripted=engine)  # type: ignore[assignment]
+    build.make_pool = pools_of(engine)  # type: ignore[assignment]
     EngineComparison.compare = lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
     if "KILL_AT" in os.environ:
         come_late()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
 
@@ -32,8 +32,8 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> N
     words = [
         "task=math", f"policies.main.model={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.name=own",
         "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=3", "rollout.group_size=4",
-        "rollout.max_response_tokens=24", "run.steps=2",
-        "evaluate={num_problems: 2, probe_size: 8, accept_after: 1, max_iterations: 2}",
+        "rollout.max_response_tokens=12", "run.steps=2",
+        "evaluate={num_problems: 2, probe_size: 4, accept_after: 1, max_iterations: 2}",
     ]  # fmt: skip
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:

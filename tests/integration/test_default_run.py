@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
 from commands import run_by
 from desk import Desk
+from documents import is_on_the_page
 
 from marsrl.trainer import cli
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.placement import with_backend
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
-from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.warm_start import name_of, recipe_of
@@ -36,12 +37,17 @@ def untimed(directory: Path) -> list[dict[str, object]]:
     """metrics.jsonl without what a clock measures."""
 
     def is_timing(name: str) -> bool:
-        return (
-            name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith("_per_s") or name == "sync/seconds"
-        )
+        return name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith(("_per_s", "/seconds"))
 
     rows = read_metrics(directory / "metrics.jsonl")
     return [{"step": row.step} | {k: v for k, v in row.values.items() if not is_timing(k)} for row in rows]
+
+
+def without_seconds(found: Evaluation | None) -> Evaluation:
+    """What no clock measures of it."""
+    assert found is not None
+    usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in found.usage.items()}
+    return found.model_copy(update={"usage": usage})
 
 
 def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
@@ -69,6 +75,12 @@ def test_a_run_leaves_what_it_promises(first_run: Path) -> None:
     assert list((first_run / "tensorboard").iterdir())
     assert "<html" in (first_run / "report.html").read_text()[:200]
     assert (first_run / "checkpoints" / "latest").read_text().strip() == "step_4"
+
+
+def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) -> None:
+    names = {name for row in untimed(first_run) for name in row} | {"timing_s/total", "perf/tokens_per_s"}
+    assert len(names) > 60
+    assert not [name for name in names if "/" in name and not is_on_the_page(name)]
 
 
 def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
@@ -208,5 +220,8 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     resumed = runner.run(*settings, "run.resume=auto")  # type: ignore[attr-defined]
     assert untimed(resumed) == untimed(first_run)  # also of the steps before it was stopped
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
-    assert (ours.before, ours.after) == (theirs.before, theirs.after)
+    assert [without_seconds(ours.before), without_seconds(ours.after)] == [
+        without_seconds(theirs.before),
+        without_seconds(theirs.after),
+    ]
     assert ours.warm_start is not None and ours.warm_start.cached

@@ -13,18 +13,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
 from completions_server import Handler, completions_server
+from scripted_pool import pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer import build
+from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import ConfigError, read_config
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
@@ -67,12 +67,12 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
-    monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
+    monkeypatch.setattr(build, "make_pool", pools_of(engine))
     monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
     with completions_server(verify) as server:
         settings = [
             "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",
-            "rollout.engine=scripted", "rollout.prompts_per_step=2", "rollout.group_size=4",
+            "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
             "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false",
             f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
         ]  # fmt: skip
@@ -119,16 +119,14 @@ def test_each_policy_gets_the_engines_that_it_has(tmp_path: Path, monkeypatch: p
         json.dumps({"question": "7?", "answer": "7"}) + "\n" + json.dumps({"question": "8?", "answer": "8"})
     )
     words = [
-        "task=math", f"data.train={tmp_path / 'p.jsonl'}", "rollout.engine=scripted", "agents.verifier1.policy=judge",
+        "task=math", f"data.train={tmp_path / 'p.jsonl'}", "rollout.engine=local", "agents.verifier1.policy=judge",
         f"policies={{main: {{model: {model}}}, judge: {{model: {model}, engines: 2, vllm: {{max_num_seqs: 5}}}}}}",
     ]  # fmt: skip
     made = {}
 
     def recorded(policy: str, model_dir: str, config: RolloutConfig, **options: Any) -> EnginePool:
         made[policy] = (config.engines, config.vllm.max_num_seqs, [each.engines for each in options["served"]])
-        return make_pool(
-            policy, model_dir, config, scripted=lambda: ScriptedEngine(solve, encode=lambda _: []), **options
-        )
+        return pools_of(lambda: ScriptedEngine(solve, encode=lambda _: []))(policy, model_dir, config, **options)
 
     monkeypatch.setattr(build, "make_pool", recorded)
     checked = preflight(read_config(None, words)[0], world_size=1)

@@ -14,17 +14,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
 from completions_server import Handler, completions_server
+from scripted_pool import pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer import build, cli
+from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.evaluate.command import evaluate_alone
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import ConfigError, read_config
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
@@ -56,7 +56,7 @@ def engines(
             return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
 
         engine = functools.partial(ScriptedEngine, says, encode=lambda text: renderer.encode_trusted(text).tolist())
-        monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
+        monkeypatch.setattr(build, "make_pool", pools_of(engine))
         monkeypatch.setattr(
             EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)
         )  # no log-probs
@@ -73,7 +73,7 @@ def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
     lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [
-        "task=math", "orchestration=solver", f"data.train={data}", "rollout.engine=scripted", f"sync.directory={tmp_path}",
+        "task=math", "orchestration=solver", f"data.train={data}", "rollout.engine=local", f"sync.directory={tmp_path}",
         f"policies.main={{model: {model}, dtype: float32}}",
         f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}",
         "judge={policy: judge, when: always}", "rollout.prompts_per_step=4", "rollout.group_size=8",
@@ -145,7 +145,7 @@ def qa_words(model: Path, base_url: str) -> list[str]:
         f"openai: {{base_url: '{base_url}', model: big, retries: 0, backoff_s: 0.01}}, price: {{input: 1, output: 2}}"
     )
     return [
-        "task=qa", "rollout.engine=scripted", "evaluate.num_problems=6", "judge.policy=judge", f"policies.main.model={model}",
+        "task=qa", "rollout.engine=local", "evaluate.num_problems=6", "judge.policy=judge", f"policies.main.model={model}",
         f"policies.judge={{frozen: true, engine: openai, model: {model}, {server}}}",
     ]  # fmt: skip
 

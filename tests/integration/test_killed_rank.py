@@ -28,7 +28,7 @@ def start(folder: Path, *settings: str, kill_at: int | None = None) -> subproces
     command += [str(Path(__file__).with_name("killed_rank_worker.py")), str(folder / "model")]
     command += [
         "task=math", f"policies.main.model={folder / 'model'}", "policies.main.dtype=float32",
-        f"data.train={folder / 'train.jsonl'}", "rollout.engine=scripted", "rollout.prompts_per_step=1",
+        f"data.train={folder / 'train.jsonl'}", "rollout.engine=local", "rollout.prompts_per_step=1",
         "rollout.group_size=4", "rollout.max_response_tokens=120", "run.evaluate=false",
         f"run.dir={folder}", "run.name=killed", "run.checkpoint_every=1", "run.steps=4", "trainer.threads=1", *settings,
     ]  # fmt: skip

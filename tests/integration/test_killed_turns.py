@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -115,9 +117,10 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
     problems = [{"question": f"what {n} ?", "answer": "7"} for n in range(12)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
     run = RunDirectory(tmp_path / "runs" / "killed")
-    with served(tmp_path / "held") as server:
+    with served(tmp_path / "held") as server, worker() as lives:
         words = [
             "task=qa", f"data.train={tmp_path / 'problems.jsonl'}", f"policies.main.model={tmp_path / 'model'}",
+            "policies.main.dtype=float32",
             "orchestration=dual_system", f"tools.search={{kind: http, url: '{server.url}'}}", "tools.search.timeout_s=3000",
             "tools.search.request_timeout_s=3000", "agents.system1.max_input_tokens=4096", "agents.system2.max_input_tokens=4096",
             "credit.normalise=agent", "credit.reward_scheme=outcome", "mpt.scope=off", "rollout.engine=local",
@@ -132,8 +135,8 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
             server.asked.clear()
             server.held.unlink(missing_ok=True)
             server.holds_from = life + 1 if phase == "tools" else 0
-            lives = [phase, str(life + 1), str(tmp_path), *words, *(["run.resume=auto"] if step else [])]
-            output = end_of(run, lives, life, phase, tmp_path / f"{life}.log")
+            told = [phase, str(life + 1), str(tmp_path), *words, *(["run.resume=auto"] if step else [])]
+            output = end_of(run, lives, told, life, phase, tmp_path / f"{life}.log")
             asked = Counter(server.asked)
             assert not kept & asked.keys(), f"{phase}: asked again for what the checkpoint has: {kept & asked.keys()}"
             assert was_open <= asked.keys() and set(asked.values()) == {1}, (phase, asked, output)
@@ -141,26 +144,41 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
     check_samples(run)
 
 
-def end_of(run: RunDirectory, words: list[str], life: int, phase: str, log: Path) -> str:
-    """A life up to its SIGKILL in the phase, which the checkpoint of step `life` then has; the last one to its end."""
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(WORKER), *words], stdout=out, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, start_new_session=True,
-        )  # fmt: skip
+@contextmanager
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    """What forks the lives; unbuffered, so that select() knows of every answer."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, start_new_session=True,
+    )  # fmt: skip
     try:
-        began = time.monotonic()
-        while process.poll() is None and time.monotonic() - began < LIMIT_S and (not phase or books_of(run)[0] < life):
-            time.sleep(0.1)
-        is_alive = process.poll() is None
+        yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+def end_of(
+    run: RunDirectory, lives: subprocess.Popen[bytes], words: list[str], life: int, phase: str, log: Path
+) -> str:
+    """A life up to its SIGKILL in the phase, which the checkpoint of step `life` then has; the last one to its end."""
+    assert lives.stdin is not None and lives.stdout is not None
+    lives.stdin.write(json.dumps([str(log), words]).encode() + b"\n")
+    pid = int(lives.stdout.readline())
+    end, has_ended = time.monotonic() + LIMIT_S, False
+    try:
+        while not has_ended and time.monotonic() < end and (not phase or books_of(run)[0] < life):
+            has_ended = bool(select.select([lives.stdout], [], [], 0.1)[0])
+    finally:
+        if not has_ended:
+            os.kill(pid, signal.SIGKILL)
+    status = int(lives.stdout.readline())
     output = log.read_text(errors="replace")[-4000:]
     if phase:
-        assert is_alive and phase in phases(books_of(run)[1]), (phase, phases(books_of(run)[1]), output)
+        assert not has_ended and status == -signal.SIGKILL, output
+        assert phase in phases(books_of(run)[1]), (phase, phases(books_of(run)[1]), output)
     else:
-        assert process.returncode == 0, output
+        assert has_ended and status == 0, output
     return output
 
 

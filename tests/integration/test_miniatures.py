@@ -24,6 +24,8 @@ SMALLER = (
     "warm_start.short_steps=20",
     "warm_start.max_team_steps=40",
     "warm_start.decay_steps=20",
+    "warm_start.table_drills=64",  # what one digit in ten needs is how to say it, not what is right
+    "warm_start.equality_drills=16",
     "trainer.agent_grad_norm_every=2",
     "run.steps=3",
 )

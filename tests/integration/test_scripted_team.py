@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from scripted_pool import pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
-from marsrl.trainer.read_config import read_config
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
@@ -103,13 +103,13 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     CALLS.clear()
     common = [
         "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
-        "rollout.engine=scripted", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
+        "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
         "evaluate.num_problems=3", "evaluate.probe_size=4",
     ]  # fmt: skip
 
     def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
         engine = functools.partial(Recorded, model, says, encode=encode)
-        monkeypatch.setattr(build, "make_pool", functools.partial(make_pool, scripted=engine))
+        monkeypatch.setattr(build, "make_pool", pools_of(engine))
         checked = preflight(read_config(None, [*common, *settings])[0], world_size=1)
         directory = RunDirectory.create(tmp_path / "runs", "scripted", "math_default", checked.config.run.resume)
         directory.write_config(checked.config.model_dump(mode="json"))
@@ -255,7 +255,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
         f"policies.main.model={model}",
         "orchestration=solver",
         "evaluate.repeat=4",
-        "rollout.engine=scripted",
+        "rollout.engine=local",
     ]
     assert cli.main(["evaluate", *asked, "rollout.max_response_tokens=120"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -269,7 +269,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
             f"task: my_task.py:Sevens\n{more or 'orchestration: solver'}\n{policies}"
         )
     one, two = (str(tmp_path / f"{name}.yaml") for name in ("one", "two"))
-    words = ["rollout.engine=scripted", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
+    words = ["rollout.engine=local", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
     assert cli.main(["evaluate", "--config", one, "--compare", two, *words]) == 0
     shown = capsys.readouterr()
     both = json.loads(shown.out)
@@ -282,6 +282,34 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
         "verifier": "judge",
     }
     assert "one.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
+
+
+def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
+    forgot: list[int] = []
+    monkeypatch.setattr(Recorded, "forget_prefixes", lambda self: forgot.append(1))
+    words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
+    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s")
+
+    def steps(*more: str) -> list[dict[str, float]]:
+        run = play(*words, *more, says=searches)
+        rows = [row.values for row in read_metrics(run / "metrics.jsonl")]
+        run.rename(tmp_path / f"run {len(more[0])}")
+        is_same = lambda name: not (name.startswith(of_time) or name.endswith(("seconds", "_s")))  # noqa: E731
+        return [{name: value for name, value in row.items() if is_same(name)} for row in rows]
+
+    without = steps("run.evaluate=false")
+    assert not forgot and without[1]["tools/search/calls"] > 0
+    evaluated = steps("run.eval_every=1")
+    own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
+    assert own == without and forgot
+    assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
+    assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
+    folders = sorted((tmp_path / "run 16" / "evaluations").iterdir())
+    assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
+    assert all({"draws.jsonl", "evaluation.json"} <= {file.name for file in folder.iterdir()} for folder in folders)
 
 
 def test_files_with_weights_are_drawn_after_a_kill_as_if_there_had_been_none(play: Play, tmp_path: Path) -> None:
@@ -371,7 +399,13 @@ def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
     samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
     assert {r.agent for r in samples} == {"solver"} and len(samples) == 2 * 2 * 4
     last = read_metrics(run_directory / "metrics.jsonl")[-1].values
-    assert {name for name in last if name.startswith("eval/")} == {"eval/solver", "eval/system"}
+    rows = {name for name in last if f"{name}/low" in last}
+    assert rows == {"eval/solver", "eval/alone", "eval/system"}
+    assert {name for name in last if name.startswith("eval/")} == {
+        *(f"{row}{bound}" for row in rows for bound in ("", "/low", "/high")),
+        "eval/solver/response_length",
+        "eval/tokens",
+    }
     assert not any(word in name for name in last for word in ("verifier", "verdicts", "corrector", "drmas"))
     assert last["actor/empty_steps"] == 0 and last["actor/grad_norm"] > 0
     summary = load_summary(run_directory / "summary.json")
