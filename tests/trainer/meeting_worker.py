@@ -14,7 +14,10 @@ from marsrl.trainer.runs.collective import all_true, barrier, broadcast_bytes, g
 
 def job(limit_s: float, late_s: float) -> list[list[str]]:
     """What both ranks got, by rank; with the CPU seconds that rank 1 took in all, most of which it waited."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit_s))
+    limit = datetime.timedelta(seconds=limit_s)
+    dist.init_process_group("gloo")  # the two may meet as late as a busy machine has them
+    dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
+    dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]
     found = []
     begin = time.process_time()
     for call in (
