@@ -185,7 +185,7 @@ def _axes(
         shapes.append(_text(_LEFT - 6, y_of(tick) + 4, f"{tick:.4g}", "tick end"))
     for tick in _ticks(first, last, 6):
         if not whole or tick == int(tick):
-            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick)}" if whole else f"{tick:.3g}", "tick middle"))
+            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick):,}" if whole else f"{tick:,.6g}", "tick middle"))
     return shapes
 
 
