@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.schedule.at_once import Played
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem, Sample
@@ -57,6 +58,7 @@ class Draw(Schema):
     """One draw of one problem. problem: its id; question: a digest of question and answer, the same in every run.
 
     of: the set of data.eval. alone: null where the first agent does not solve. judge: what a model judged since the last draw.
+    latency_s: from its first request to its end, in the process that played it (Played); null where nothing was asked.
     """
 
     of: str
@@ -68,6 +70,7 @@ class Draw(Schema):
     team: dict[str, float] = Field(default_factory=dict)
     tools: dict[str, ToolUsage] = Field(default_factory=dict)
     judge: dict[str, float] = Field(default_factory=dict)
+    latency_s: float | None = None
     error: str = ""
 
 
@@ -117,16 +120,10 @@ def probed_key(identity: str, episode: Episode, ask: Ask) -> str:
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 
 
-def draw_of(
-    team: Team,
-    of: str,
-    episode: Episode,
-    samples: Sequence[Sample],
-    seconds: Mapping[str, float],
-    judge: Mapping[str, float],
-) -> Draw:
-    """Of an episode that has ended; samples: all of it, with their tokens; seconds: of engines, by uid."""
-    tokens = {sample.uid: len(sample.token_ids) for sample in samples}
+def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
+    """What is kept of an episode that has ended. of: its set; judge: what a model judged since the last draw."""
+    episode = played.episode
+    tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
     asks = {f"{ask.id}:{i}": ask for ask in episode.asks.values() for i in range(ask.num_samples)}
     first = team.orchestration.agents[0]
@@ -136,10 +133,13 @@ def draw_of(
         question=digest(episode.problem),
         system=_said(team.outcome(episode), tokens),
         alone=_said(team.alone(episode), tokens) if first.solves else None,
-        calls=[call_of(episode, asks[s.uid], s, seconds[s.uid], is_redrawn=s.uid in redrawn) for s in samples],
+        calls=[
+            call_of(episode, asks[s.uid], s, played.seconds[s.uid], is_redrawn=s.uid in redrawn) for s in played.samples
+        ],
         team=dict(team.metrics(episode)),
         tools=_tools(episode),
         judge=dict(judge),
+        latency_s=played.latency_s,
         error=episode.error,
     )
 

@@ -19,12 +19,12 @@ from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
-from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress
+from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.eval_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, PROBE_SET, Task
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Problem, Sample
+from marsrl.rollout.types import Ask, Finish, Problem
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.draws import Draw, Kept, Probed, call_of, digest, draw_of, episode_key, packed, probed_key
 from marsrl.trainer.evaluate.score import Answered, Scorer
@@ -84,9 +84,9 @@ class Evaluator:
             left = [each for each, there in zip(episodes, held, strict=True) if there is None]
             episodes = [there or each for each, there in zip(episodes, held, strict=True)]
 
-        def ended(episode: Episode, samples: Sequence[Sample], _: Mapping[str, float]) -> None:
-            if kept is not None and _is_whole(episode, samples):
-                kept.episodes.add(episode_key(identity, episode), packed(episode))
+        def ended(played: Played) -> None:
+            if kept is not None and _is_whole(played):
+                kept.episodes.add(episode_key(identity, played.episode), packed(played.episode))
 
         self._play(left, "probe", versions, progress, ended)
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
@@ -263,12 +263,12 @@ class _Notes:
     def probed(self, episode: Episode, ask: Ask) -> Probed:
         return self._probed[probed_key(self._identity, episode, ask)]
 
-    def ended(self, episode: Episode, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
+    def ended(self, played: Played) -> None:
         model = self._team.judge.model
         judged = model.take_counts("evaluate") if model is not None else {}
-        key = episode_key(self._identity, episode)
-        self._draws[key] = draw = draw_of(self._team, self.sets[episode.id], episode, samples, seconds, judged)
-        if self._kept is not None and _is_whole(episode, samples):
+        key = episode_key(self._identity, played.episode)
+        self._draws[key] = draw = draw_of(self._team, self.sets[played.episode.id], played, judged)
+        if self._kept is not None and _is_whole(played):
             self._kept.draws.add(key, draw.model_dump(mode="json"))
 
     def said(self, each: Completion) -> None:
@@ -279,6 +279,6 @@ class _Notes:
             self._kept.probed.add(key, probed.model_dump(mode="json"))
 
 
-def _is_whole(episode: Episode, samples: Sequence[Sample]) -> bool:
+def _is_whole(played: Played) -> bool:
     """Did nothing fail in it? What an engine gave up is played again where an evaluation goes on."""
-    return not episode.error and not any(sample.finish is Finish.ERROR for sample in samples)
+    return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

@@ -15,7 +15,7 @@ from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.at_k import at_k
 from marsrl.trainer.evaluate.draws import Call, Draw, Probed, Said
 from marsrl.trainer.evaluate.intervals import Array, estimate_of, ratio
-from marsrl.trainer.report.cost import judge_usage, usage
+from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
 
 
@@ -79,6 +79,7 @@ class Scorer:
             usage=usage(used, self.agents, self.policies),
             tools=tools,
             judge=judge,
+            latency=latency([draw.latency_s for draw in draws if draw.latency_s is not None]),
             team=_means(draws),
         )
 
