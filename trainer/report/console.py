@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared
-from marsrl.trainer.runs.directory import names_file
+from marsrl.trainer.report.warnings_log import append_warning
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
 
@@ -121,8 +120,7 @@ class RunConsole:
 
     def warning(self, text: str) -> None:
         if self._kept is not None and not self.is_quiet:
-            with names_file(self._kept), open(self._kept, "ab") as file:
-                file.write(json.dumps({"step": self.step, "text": text}).encode("ascii") + b"\n")
+            append_warning(self._kept, self.step, text)
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     @contextmanager
