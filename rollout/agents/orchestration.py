@@ -54,7 +54,7 @@ class Orchestration:
     """What `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
     """What it calls beside where the config has set them; of an instance, those are among `tools`."""
-    probed: ClassVar[tuple[str, ...]] = ()
+    tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
     def __init__(

@@ -4,7 +4,7 @@ train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
            A group of G on each of at most num_picks outputs of the agent before; a Corrector is asked only about reports
            that flag an error. Picks pool over all groups of that agent, once the last of them is over.
 evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
-probe      as train, one sample an ask and every eligible output handed on, as far as corrector1
+collect    as train, one sample an ask and every eligible output handed on, as far as corrector1
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class VerifierCorrector(Orchestration):
         AgentSpec("corrector2", Role.CORRECTOR),
     )
     is_one_episode = True
-    probed = ("verifier1", "corrector1")
+    tried_apart = ("verifier1", "corrector1")
 
     def follow(self, episode: Episode) -> Sequence[Ask]:
         if episode.purpose == "evaluate":
             return self.loop(episode).asks
-        is_probe = episode.purpose == "probe"
-        num_samples = 1 if is_probe else self.group_size
+        collects = episode.purpose == "collect"
+        num_samples = 1 if collects else self.group_size
         asks = [episode.ask("solver", num_samples=num_samples)]
         last = list(asks)
-        for spec in self.agents[1 : 3 if is_probe else None]:
+        for spec in self.agents[1 : 3 if collects else None]:
             if not last or not all(episode.is_over(ask) for ask in last):
                 break
             inputs = self._handed_on(episode, last, spec)

@@ -1,7 +1,8 @@
 """What an evaluation keeps of each draw of a problem: enough for every number, and to go on after a kill.
 
-draws.jsonl of an evaluation's folder holds a line a draw that ended, and a line a probed input that was answered; their keys say
-what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team, is never taken.
+draws.jsonl of an evaluation's folder holds a line a draw that ended, fixed_answers.jsonl one a fixed input that was answered;
+their keys say what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team,
+is never taken.
 """
 
 from __future__ import annotations
@@ -74,20 +75,20 @@ class Draw(Schema):
     error: str = ""
 
 
-class Probed(Schema):
-    """A completion to a fixed input of the probe."""
+class FixedAnswer(Schema):
+    """A completion to one of the fixed inputs."""
 
     problem: str
     call: Call
 
 
 class Kept:
-    """What is on disk of an evaluation, and what comes: draws, probed inputs, and the episodes that the probe is made of."""
+    """What is on disk of an evaluation, and what comes: draws, answers to fixed inputs, and the episodes that those are of."""
 
     def __init__(self, folder: Path) -> None:
         self.draws: Answers[Draw] = Answers(folder / DRAWS, _reader(Draw))
-        self.probed: Answers[Probed] = Answers(folder / "probed.jsonl", _reader(Probed))
-        self.episodes: Answers[Episode] = Answers(folder / "probe_episodes.jsonl", _episode)
+        self.fixed: Answers[FixedAnswer] = Answers(folder / "fixed_answers.jsonl", _reader(FixedAnswer))
+        self.episodes: Answers[Episode] = Answers(folder / "input_episodes.jsonl", _episode)
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +96,7 @@ class Kept:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in (self.draws, self.probed, self.episodes):
+        for each in (self.draws, self.fixed, self.episodes):
             each.close()
 
 
@@ -114,7 +115,7 @@ def episode_key(identity: str, episode: Episode) -> str:
     return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
 
 
-def probed_key(identity: str, episode: Episode, ask: Ask) -> str:
+def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
     """Of the words that are put before the agent, too."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)

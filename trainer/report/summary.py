@@ -80,7 +80,7 @@ class Length(Schema):
 
 
 class AgentEstimate(Estimate):
-    """How often an agent is right: on fixed inputs where the team has it probed, else in the evaluation's episodes.
+    """How often an agent is right: on fixed inputs where the team has it tried apart, else in the evaluation's episodes.
 
     Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
     accuracy; confusion counts its verdicts there, loop_confusion those in the episodes, of which detection_recall is the share
