@@ -40,7 +40,7 @@ from marsrl.rollout.types import Problem, Sample
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-from marsrl.trainer.preflight import read_data
+from marsrl.trainer.problems import read_data
 
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
