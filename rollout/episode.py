@@ -17,8 +17,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""Why it is played. evaluate: to the answer that counts, one sample an ask. collect: for the
-fixed inputs of evaluations, as in training."""
+"""Why it is played. evaluate: to the answer that counts, one sample an ask. collect: as in training,
+for the fixed inputs of evaluations."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""Of a Solver whose completions are truncated, in the published script."""
+"""How often the published script draws from a Solver whose completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
@@ -57,7 +57,7 @@ class VerifierCorrector(Orchestration):
         return {first: self.group_size, **dict.fromkeys(later, self.num_picks * self.group_size)}
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Of an evaluation; in training a tree has many ends (`outcomes`)."""
+        """The answer that counts in an evaluation; in training a tree has many ends (`outcomes`)."""
         return self.loop(episode).final
 
     def alone(self, episode: Episode) -> Sample | None:
@@ -70,7 +70,7 @@ class VerifierCorrector(Orchestration):
         return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Of each sample the mean final correctness over the leaves below it.
+        """The mean final correctness over the leaves below each sample, by uid.
 
         A leaf is a sample that no other answers. A Solver's or Corrector's leaf counts its own correctness, a verdict that
         of the solution judged.
