@@ -100,7 +100,7 @@ def _reward_chart(runs: Sequence[Compared], names: Sequence[str], axis: str) -> 
 
 
 def _names(runs: Sequence[Compared], paths: Sequence[str]) -> list[str]:
-    """Of the folders; the paths, with a number where one is named twice, where two have one name."""
+    """The folders' names; the paths, with a number where one is named twice, where two have one name."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return names

@@ -106,17 +106,17 @@ def read_draws(folder: Path) -> list[Draw]:
 
 
 def digest(problem: Problem) -> str:
-    """Of what is asked and what is right, whatever file it came from."""
+    """A digest of what is asked and what is right, whatever file it came from."""
     return key_of(question=problem.question, answer=problem.answer)
 
 
 def episode_key(identity: str, episode: Episode) -> str:
-    """identity: of those who play it."""
+    """The key of a draw. identity: of those who play it."""
     return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
 
 
 def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
-    """Of the words that are put before the agent, too."""
+    """The key of a fixed answer: of the words that are put before the agent, too."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 

@@ -45,7 +45,7 @@ from marsrl.trainer.problems import read_data
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
-"""Of an agent, what it says: in the first call, in the second, and so on, and then from the first on again."""
+"""What an agent says: in the first call, in the second, and so on, and then from the first on again."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:

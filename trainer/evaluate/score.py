@@ -37,7 +37,7 @@ class Scorer:
     judge: str | None = None
 
     def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Answered]) -> Evaluation:
-        """Of all draws together, and of each set where they have names."""
+        """The numbers of all draws together, and of each set where they have names."""
         names = dict.fromkeys(draw.of for draw in draws)
         whole = self._of(draws, fixed)
         if set(names) <= {""}:

@@ -40,7 +40,7 @@ class Bar:
         self._show()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
-        """Of an evaluation: what is over of all that is played (AtOnce.progress)."""
+        """How much of an evaluation is over (AtOnce.progress)."""
         self.total = total
         self.update(num_over, f"{num_tokens:,} tokens")
 

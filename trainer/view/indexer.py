@@ -109,7 +109,7 @@ class _Indexer:
         self._index.execute("INSERT OR REPLACE INTO read VALUES (?, ?)", (what, mark))
 
     def _id_of(self, name: str) -> int:
-        """Of an agent, a rollout, a problem, a metric, a lane: one number each."""
+        """The number of an agent, a rollout, a problem, a metric, a lane: one each."""
         key = stored(name)
         found = self._names.get(key)
         if found is None:
