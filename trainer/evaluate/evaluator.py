@@ -86,9 +86,8 @@ class Evaluator:
         if not self.team.orchestration.tried_apart:
             return self.fixed
         problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
-        names = [
-            f"probe{i:05d}" for i in range(len(problems))
-        ]  # what is drawn follows from them, as from the names of seeds
+        # What is drawn follows from these names, as from those of the seeds below: others would draw anew.
+        names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
         identity, left = self._identity(versions), episodes
         if kept is not None:
