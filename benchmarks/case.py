@@ -122,11 +122,10 @@ class Bench:
 class Case:
     """name: as on the command line. shapes(device, quick): what is measured; quick: tiny, to see that it runs.
 
-    baseline: the variant that `ratio` of the record compares with. ours: the variant that must be right.
+    ours: the variant that must be right.
     """
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]
     build: Callable[[Shape], Bench]
-    baseline: str = "torch eager"
     ours: str = "ours"

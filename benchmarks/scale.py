@@ -19,17 +19,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import heapq
 import json
-import math
-import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -43,20 +40,19 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from marsrl.benchmarks.simulation.lengths import Lengths, Outcomes
-from marsrl.benchmarks.simulation.simulated_team import Problems, last_token
+from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
+from marsrl.benchmarks.simulation.lengths import Lengths
+from marsrl.benchmarks.simulation.simulated_team import Problems
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import Irreplaceable, Timed
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import Batch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Finish, Group, Problem, Reward
+from marsrl.rollout.types import Group, Problem, Reward
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import credit
@@ -70,137 +66,9 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 CONFIG, GPUS, GPU = "configs/qwen3_30b_a3b.yaml", 64, "h100-80g"
 SHARE = 0.05  # of the planner's step that rank 0 may take alone
-VOCABULARY, SIGMA, SHORTEST = (
-    151_643,
-    1.369,
-    320,
-)  # SIGMA: the simulation's fit; SHORTEST: what the words at the end take
-TOKENS_PER_S, POLL_S = 30.0, 0.1  # of a sample; as rollout.background does
+SIGMA = 1.369  # of lengths: the simulation's fit
 FILLING = 4  # stages until every agent of the first problems has been asked
 GROWTH_SHORTEN = 16
-
-
-def write_tokenizer(folder: str) -> None:
-    """A byte-level BPE tokenizer of Qwen's size; it knows no merges, so that what is encoded has a token a byte."""
-    from tokenizers import AddedToken, Tokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
-    from marsrl.trainer.models.byte_tokenizer import CHAT_TEMPLATE
-
-    rng, pieces = random.Random(0), {piece: i for i, piece in enumerate(sorted(ByteLevel.alphabet()))}
-    while len(pieces) < VOCABULARY:
-        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))
-        pieces.setdefault(rng.choice(("", "\u0120")) + word, len(pieces))
-    tokenizer = Tokenizer(BPE(vocab=pieces, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    control = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in control])
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in ("<think>", "</think>")])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(folder)
-
-
-class Costless(Irreplaceable):
-    """Engines on a virtual clock. own_cpu_s: what they take of this process themselves.
-
-    num_long: so many completions, the next that begin, get a length as drawn; the others the shortest. now_s: virtual.
-    received, returned: bytes of arrays that went to them and came back, by which one can count.
-    """
-
-    def __init__(self, num_engines: int, lengths: Lengths, shorten: int, longest: int, renderer: ChatRenderer) -> None:
-        self.own_cpu_s, self.now_s, self.num_long = 0.0, 0.0, 0
-        self.long: set[str] = set()
-        self.received = self.returned = self.num_results = 0
-        self._num_engines, self._lengths, self._shorten, self._longest = num_engines, lengths, shorten, longest
-        self._words = np.random.default_rng(0).integers(256, VOCABULARY, 1 << 20).astype(np.int32)
-        filler = "this follows from the line before, and so on; " * 5
-        texts = (
-            "",
-            f"{filler}\\boxed{{7}}",
-            f"{filler}\\boxed{{8}}",
-            f"{filler}\nVerdict: correct",
-            f"{filler}\nVerdict: wrong",
-        )
-        self._ends = [renderer.encode_trusted(f"</think>\n{text}<|im_end|>") for text in texts]
-        assert max(map(len, self._ends)) < SHORTEST
-        self._outcomes = Outcomes(0.5, 0.7)
-        self._left: dict[str, int] = {}  # tokens of a completion that has begun
-        self._due: list[tuple[float, int, int, DecodeResult]] = []
-        self._ticket = 0
-
-    def __len__(self) -> int:
-        return self._num_engines
-
-    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        begin = time.thread_time()
-        for request in requests:
-            self.received += request.token_ids.nbytes
-            self._ticket += 1
-            result = self._result(request, version)
-            due = self.now_s + len(result.token_ids) / TOKENS_PER_S
-            heapq.heappush(self._due, (due, self._ticket, replica, result))
-        self.own_cpu_s += time.thread_time() - begin
-
-    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
-        begin = time.thread_time()
-        if self._due:
-            self.now_s = max(self.now_s, self._due[0][0] + POLL_S)
-        answers: dict[int, list[DecodeResult]] = {}
-        while self._due and self._due[0][0] <= self.now_s:
-            _, _, replica, result = heapq.heappop(self._due)
-            answers.setdefault(replica, []).append(result)
-            self.returned += result.token_ids.nbytes + result.logprobs.nbytes
-            self.num_results += 1
-        self.own_cpu_s += time.thread_time() - begin
-        return [(replica, Timed(results, 0.0, 0.0)) for replica, results in answers.items()]
-
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
-        if method != "generate":
-            raise ValueError(f"engines of a benchmark serve generate, not {method}")
-        for replica, (requests, version) in arguments.items():
-            self.submit(replica, requests, version)
-        found: dict[str, DecodeResult] = {}
-        while self._due:
-            for _, answer in self.collect((), math.inf):
-                found.update((result.uid, result) for result in answer.value)
-        return {
-            replica: Timed([found[request.uid] for request in requests], 0.0, 0.0)
-            for replica, (requests, _) in arguments.items()
-        }
-
-    def abort(self, busy: Sequence[int]) -> None:
-        raise NotImplementedError("nothing is interrupted here")
-
-    def num_decoded(self) -> list[int]:
-        return [0] * self._num_engines
-
-    def close(self) -> None:
-        self._due.clear()
-
-    def _result(self, request: DecodeRequest, version: int) -> DecodeResult:
-        uid = request.uid
-        if uid not in self._left:
-            self._left[uid] = SHORTEST
-            if len(self.long) < self.num_long:
-                self.long.add(uid)
-                drawn = min(self._longest, self._lengths.tokens(uid))
-                self._left[uid] = max(SHORTEST, drawn // self._shorten)
-        num_new = min(self._left[uid], request.max_new_tokens)
-        self._left[uid] -= num_new
-        start = request.seed % (len(self._words) - num_new)
-        tokens = self._words[start : start + num_new].copy()
-        if self._left[uid] == 0:
-            del self._left[uid]
-            end = self._ends[last_token(self._outcomes, uid)]
-            tokens[-len(end) :] = end[-num_new:]
-        is_over = uid not in self._left
-        logprobs = np.full(num_new, -0.5, np.float32)
-        return DecodeResult(uid, tokens, logprobs, Finish.STOP if is_over else Finish.LENGTH, version)
 
 
 @dataclass
@@ -274,7 +142,7 @@ def measure(problems: int, shorten: int, overlap: int) -> Scale:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(folder)
         renderer = ChatRenderer(folder)
-        engines = Costless(
+        engines = CostlessEngines(
             config.rollout.engines, Lengths(SIGMA), shorten, config.rollout.max_response_tokens, renderer
         )
         for name, part in PARTS_OF_RENDERER.items():
@@ -304,7 +172,7 @@ PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
 
 
 def played(
-    config: RunConfig, problems: int, renderer: ChatRenderer, engines: Costless, parts: Parts, sent: Counter[str]
+    config: RunConfig, problems: int, renderer: ChatRenderer, engines: CostlessEngines, parts: Parts, sent: Counter[str]
 ) -> list[Group]:
     """The groups of one step's samples."""
     rollout = config.rollout.model_copy(update={"max_unfinished": 1})  # nothing new until these have ended

@@ -382,7 +382,7 @@ class EvaluateConfig(Settings):
     temperature: float = Field(0.6, gt=0)
     top_p: float = Field(0.95, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
-    probe_size: int = Field(
+    fixed_inputs: int = Field(
         160, gt=0, le=MOST, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
     )
 

@@ -16,8 +16,9 @@ from typing import Literal
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
-Purpose = Literal["train", "evaluate", "probe"]
-"""Why it is played. evaluate: to the answer that counts, one sample an ask. probe: to collect inputs, as in training."""
+Purpose = Literal["train", "evaluate", "collect"]
+"""Why it is played. evaluate: to the answer that counts, one sample an ask. collect: as in training,
+for the fixed inputs of evaluations."""
 
 
 @dataclass(slots=True)

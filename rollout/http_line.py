@@ -158,8 +158,8 @@ def read_key(variable: str, setting: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(
-            f"{setting} names {variable}, which is "
-            f"{'not a key that a header can carry' if key else 'not set or empty'}; export it before the run starts"
+            f"{setting} names {variable}, which is {'not a key that a header can carry' if key else 'not set or empty'}; export "
+            "it before the run starts"
         )
     return key
 
@@ -188,7 +188,7 @@ def _shut(stream: Any) -> None:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Of a Retry-After header: seconds, or a date."""
+    """How long a Retry-After header asks to wait: it holds seconds, or a date; None where it cannot be read."""
     if retry_after is None:
         return None
     try:

@@ -193,7 +193,7 @@ class Team:
         return self._of_ended(episode, self.orchestration.outcomes, {})
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Of an episode that has ended; none of one that failed."""
+        """The team's own numbers of an episode that has ended; none of one that failed."""
         return self._of_ended(episode, self.orchestration.metrics, {})
 
     def _of_ended(self, episode: Episode, method: Callable[[Episode], Found], otherwise: Found) -> Found:

@@ -77,7 +77,7 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
         "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term: rewards are all 0 yet
         "loss.kl_coef=0.1", "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2",
         "rollout.group_size=2", "rollout.max_response_tokens=12", "run.steps=2", "run.name=wheel",
-        "evaluate={num_problems: 2, probe_size: 2}",
+        "evaluate={num_problems: 2, fixed_inputs: 2}",
     ]  # fmt: skip
     start(installed, tmp_path, "-m", "marsrl.trainer.main", *words)
     run = tmp_path / "runs" / "wheel"

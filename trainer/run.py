@@ -22,7 +22,7 @@ from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
-from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
@@ -403,20 +403,20 @@ class Run:
         barrier()
 
     def _evaluate_before(self) -> None:
-        """The probe and the first evaluation are made once: a resumed run reads them."""
+        """The fixed inputs and the first evaluation are made once: a resumed run reads them."""
         driver = self.driver
         assert driver is not None
-        probe_file, before_file = self.directory.path / "probe.msgpack", self.directory.evaluation_before
+        inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if before_file.exists():
-            driver.evaluator.probe = decode(Probe, probe_file.read_bytes())
+            driver.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())
             driver.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
-        with Kept(self.directory.evaluation(0)) as kept, self.console.progress("probe", unit="episodes") as bar:
-            probe = driver.evaluator.make_probe(self.versions, bar.played, kept)
+        with Kept(self.directory.evaluation(0)) as kept, self.console.progress("fixed inputs", unit="episodes") as bar:
+            inputs = driver.evaluator.collect_inputs(self.versions, bar.played, kept)
         driver.before = self._evaluate("evaluation before")
         if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
             self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
-        write_atomically(probe_file, encode(probe))
+        write_atomically(inputs_file, encode(inputs))
         write_json(before_file, driver.before.model_dump(mode="json"))
 
     def _evaluate(self, name: str) -> Evaluation:

@@ -109,4 +109,4 @@ def _bench(
     return Bench(variants, missing, judge, 2.0 * shape.tokens * shape.hidden * shape.vocab, num_bytes, 0)
 
 
-CASE = Case("head_gemms", _shapes, _build, baseline="torch.mm")
+CASE = Case("head_gemms", _shapes, _build)

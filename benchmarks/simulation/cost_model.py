@@ -69,9 +69,6 @@ class Constants:
     verifier_agreement: float = _constant(0.7, "", "a Verifier's verdict agrees with the truth", True)
 
 
-KV_KEYS = ("kv_bytes_per_token", "hbm_bytes_per_s", "weight_bytes", "gpu_memory_bytes", "memory_share")
-
-
 def constants_table(constants: Constants) -> list[tuple[str, str, str, str]]:
     """(name, value, unit, source) of each constant, an assumption marked as one."""
     return [

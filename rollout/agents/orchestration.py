@@ -54,7 +54,7 @@ class Orchestration:
     """What `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
     """What it calls beside where the config has set them; of an instance, those are among `tools`."""
-    probed: ClassVar[tuple[str, ...]] = ()
+    tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
     def __init__(
@@ -176,11 +176,12 @@ class Orchestration:
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Of an episode that has ended, of any names: team/<name> is their mean over the episodes that ended in a step."""
+        """Numbers of an episode that has ended, by any names: team/<name> is their mean over the episodes that ended in a
+        step."""
         return {}
 
     def most_samples(self) -> dict[str, int]:
-        """Of a rollout instance, by agent, for plans; {} where the team does not say."""
+        """How many samples of each agent a rollout instance has at most, for plans; {} where the team does not say."""
         return {}
 
     # For those who write a team.
@@ -205,7 +206,7 @@ class Orchestration:
 
     @property
     def num_episodes(self) -> int:
-        """Of a rollout instance."""
+        """How many episodes a rollout instance is."""
         return 1 if self.is_one_episode else self.group_size
 
     def needs_judge(self, sample: Sample) -> bool:

@@ -177,7 +177,7 @@ class ChatRenderer:
         return "".join(parts)
 
     def num_tokens(self, text: str) -> int:
-        """Of a text within a message."""
+        """How many tokens a text within a message is."""
         return len(self.completion_ids(text))
 
     def first_tokens(self, text: str, max_tokens: int) -> str:

@@ -31,6 +31,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
+    why_not_decodable,
 )
 from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key, shown
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -152,7 +153,7 @@ class OpenAIEngine:
 
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
         """In a thread: ask until there is an answer or no hope."""
-        if reason := self._refusal(request):
+        if reason := why_not_decodable(request, self._max_model_len, None):
             return _result(request, Finish.ERROR, error=reason)
         body, start = self._body(request), time.monotonic()
         jitter = random.Random(request.seed)  # requests that were refused together do not come back together
@@ -166,14 +167,6 @@ class OpenAIEngine:
         if self._key is not None:
             reason = reason.replace(self._key, "[key]")  # a server may repeat it
         return _result(request, Finish.ERROR, error=f"{self._options.base_url}: {reason}")
-
-    def _refusal(self, request: DecodeRequest) -> str:
-        n = len(request.token_ids)
-        if n == 0:
-            return "the prompt is empty"
-        if self._max_model_len is not None and n >= self._max_model_len:
-            return f"the prompt has {n} tokens, which leaves no room in {self._max_model_len} (max_model_len)"
-        return "" if request.max_new_tokens >= 1 else f"max_new_tokens is {request.max_new_tokens}"
 
     def _body(self, request: DecodeRequest) -> bytes:
         sampling = request.sampling

@@ -65,6 +65,20 @@ class DecodeRequest:
     experts_from: int | None = None
 
 
+def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
+    """Why nothing can follow these tokens, or "". None: not known, of a server."""
+    n = len(request.token_ids)
+    if n == 0:
+        return "the prompt is empty"
+    if max_model_len is not None and n >= max_model_len:
+        return f"the prompt has {n} tokens, which leaves no room in max_model_len {max_model_len}"
+    if request.max_new_tokens < 1:
+        return f"max_new_tokens is {request.max_new_tokens}"
+    if vocab_size is not None and (int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= vocab_size):
+        return f"a token id is outside of the vocabulary of {vocab_size}"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
     """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;

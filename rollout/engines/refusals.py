@@ -243,9 +243,9 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
         asked = f"policies.<name>.engines ({' + '.join(words)})"
         near = "lower them"
     return (
-        f"{asked} needs {needed} GPU(s) without a trainer rank; this "
-        f"host has {host.num_gpus}, and {min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or "
-        "rollout.ray_address to a cluster with more"
+        f"{asked} needs {needed} GPU(s) without a trainer rank; this host has {host.num_gpus}, and "
+        f"{min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or rollout.ray_address to a cluster with "
+        "more"
     )
 
 

@@ -72,7 +72,7 @@ def draw_from(scaled: Tensor, sampling: RowSampling, positions: Tensor) -> tuple
 
 
 def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
-    """Of each row of `truncated` [B, V] the tokens that could be drawn, ascending, on the host."""
+    """The tokens that could be drawn in each row of `scaled` [B, V] (`truncated` made it), ascending, on the host."""
     is_kept = scaled > -torch.inf
     counts = is_kept.sum(-1).cpu().numpy()
     ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)

@@ -48,7 +48,7 @@ class Debate(Orchestration):
         return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, told)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Of the last round that anybody answered: the answer given most often, the earliest of equals."""
+        """The answer that was given most often in the last round that anybody answered, the earliest of equals."""
         rounds: dict[int, list[Sample]] = {}
         for ask in self.follow(episode):
             rounds.setdefault(ask.id.count("/"), []).extend(s for s in episode.samples(ask) if s.answer is not None)

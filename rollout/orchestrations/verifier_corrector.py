@@ -4,7 +4,7 @@ train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
            A group of G on each of at most num_picks outputs of the agent before; a Corrector is asked only about reports
            that flag an error. Picks pool over all groups of that agent, once the last of them is over.
 evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
-probe      as train, one sample an ask and every eligible output handed on, as far as corrector1
+collect    as train, one sample an ask and every eligible output handed on, as far as corrector1
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""Of a Solver whose completions are truncated, in the published script."""
+"""How often the published script draws from a Solver whose completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
@@ -35,16 +35,16 @@ class VerifierCorrector(Orchestration):
         AgentSpec("corrector2", Role.CORRECTOR),
     )
     is_one_episode = True
-    probed = ("verifier1", "corrector1")
+    tried_apart = ("verifier1", "corrector1")
 
     def follow(self, episode: Episode) -> Sequence[Ask]:
         if episode.purpose == "evaluate":
             return self.loop(episode).asks
-        is_probe = episode.purpose == "probe"
-        num_samples = 1 if is_probe else self.group_size
+        collects = episode.purpose == "collect"
+        num_samples = 1 if collects else self.group_size
         asks = [episode.ask("solver", num_samples=num_samples)]
         last = list(asks)
-        for spec in self.agents[1 : 3 if is_probe else None]:
+        for spec in self.agents[1 : 3 if collects else None]:
             if not last or not all(episode.is_over(ask) for ask in last):
                 break
             inputs = self._handed_on(episode, last, spec)
@@ -57,7 +57,7 @@ class VerifierCorrector(Orchestration):
         return {first: self.group_size, **dict.fromkeys(later, self.num_picks * self.group_size)}
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Of an evaluation; in training a tree has many ends (`outcomes`)."""
+        """The answer that counts in an evaluation; in training a tree has many ends (`outcomes`)."""
         return self.loop(episode).final
 
     def alone(self, episode: Episode) -> Sample | None:
@@ -70,7 +70,7 @@ class VerifierCorrector(Orchestration):
         return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Of each sample the mean final correctness over the leaves below it.
+        """The mean final correctness over the leaves below each sample, by uid.
 
         A leaf is a sample that no other answers. A Solver's or Corrector's leaf counts its own correctness, a verdict that
         of the solution judged.

@@ -62,9 +62,9 @@ def address_towards(host: str) -> str | None:
     """The IP address of this host's interface towards another; None where there is no way."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(where)
+            return str(route.getsockname()[0])
     except OSError:
         return None
 

@@ -29,7 +29,7 @@ class BusyClock:
             self._since = {replica: self._since.get(replica, now) for replica in busy}
 
     def take_s(self) -> float:
-        """Of the time since the last call."""
+        """Seconds since the last call in which replicas had something to decode, added up."""
         with self._lock:
             now = self._clock()
             taken_s = self._ended_s + sum(now - since for since in self._since.values())

@@ -28,6 +28,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
 )
 from marsrl.rollout.pool.busy_clock import BusyClock
+from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Lost, Recovery
 from marsrl.rollout.pool.replicas import Replicas, Timed
@@ -39,7 +40,6 @@ _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.2  # between two reports
 _DRAIN_S = 0.2  # for which a look at what has ended waits while draining
 _LOOK_S = 5.0  # between two looks for a place
-_SPAN_S, _PAUSE_S = 1.0, 0.05  # of decoding, in what a listener hears of
 
 OnCall = Callable[[int, str, float, float], None]
 """Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
@@ -109,7 +109,7 @@ class EnginePool:
         self._deadline_s, self._clock = deadline_s, clock
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
         self._version = 0  # of the requests that wait
-        self._spans: dict[int, tuple[float, float]] = {}  # of collect, by replica: not told to the listener yet
+        self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
         self._is_closed = False
 
     def __enter__(self) -> EnginePool:
@@ -242,7 +242,7 @@ class EnginePool:
                 looked = time.monotonic()
         if on_progress is not None:
             on_progress(sum(self.num_decoded()) - before)
-        self._tell_spans()
+        self._spans.end()
         return [results[request.uid] for request in requests]
 
     @property
@@ -276,7 +276,7 @@ class EnginePool:
             if isinstance(answer, Lost):
                 lost.append((replica, answer.reason))
             else:
-                self._note_span(replica, answer.start, answer.end)
+                self._spans.note(replica, answer.start, answer.end)
                 results += answer.value
         for result in results:
             del self._sent[result.uid]
@@ -299,7 +299,7 @@ class EnginePool:
                 results += self.collect(_DRAIN_S)
         finally:
             self._is_draining = False
-        self._tell_spans()
+        self._spans.end()
         return results
 
     def take_faults(self) -> Faults:
@@ -482,22 +482,6 @@ class EnginePool:
     def _tell(self, replica: int, method: str, start: float, end: float) -> None:
         if self.on_call is not None:
             self.on_call(replica, method, start, end)
-
-    def _note_span(self, replica: int, start: float, end: float) -> None:
-        """Calls of collect follow each other closely: the listener hears of a second of them, or a pause, as one."""
-        first, last = self._spans.get(replica, (start, start))
-        if start - last > _PAUSE_S or end - first > _SPAN_S:
-            self._tell_span(replica)
-            first = start
-        self._spans[replica] = (first, max(first, end))  # the wall clock may have been set back since the first
-
-    def _tell_spans(self) -> None:
-        for replica in list(self._spans):
-            self._tell_span(replica)
-
-    def _tell_span(self, replica: int) -> None:
-        if replica in self._spans:
-            self._tell(replica, "collect", *self._spans.pop(replica))
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: whatever slots there are."""

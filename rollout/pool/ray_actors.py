@@ -216,7 +216,7 @@ class RayReplicas:
             self._note(replica, answer)
 
     def num_decoded(self) -> list[int]:
-        """Of an engine that does not answer at once, what it last said."""
+        """Tokens so far, by replica; where an engine does not answer at once, what it last said."""
         calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
             with contextlib.suppress(RayError):  # whoever waits for its results hears of it

@@ -238,7 +238,7 @@ def _held(resource: str) -> str:
 
 
 def _node_address(address: str | None) -> str:
-    """Of this process's node; without one (ray://), of the interface towards the cluster."""
+    """The address of this process's node; without one (ray://), of the interface towards the cluster."""
     node: Any = ray._private.worker._global_node
     if node is not None:
         return str(node.node_ip_address)

@@ -253,9 +253,8 @@ class RewardPool:
         code = worker.kill()
         if not worker.is_ready:
             raise RuntimeError(
-                f"the judge process ended with code {code} before it was ready: "
-                f"can {sys.executable} import {self._judge}? "
-                "(its own message is on stderr)"
+                f"the judge process ended with code {code} before it was ready: can {sys.executable} import {self._judge}? (its "
+                "own message is on stderr)"
             )
         self._counts["crashes"] += 1
         if worker.job is not None:

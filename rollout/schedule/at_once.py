@@ -31,9 +31,25 @@ _REPORT_S = 0.2
 
 OnProgress = Callable[[int, int, int], None]
 """Told now and then (episodes and asks that are over, of how many, tokens decoded so far)."""
-OnEnd = Callable[[Episode, Sequence[Sample], Mapping[str, float]], None]
-"""Told of an episode that was played to its end, of all its samples in the order in which they ended, with their tokens, which
-episodes do not keep, and without texts, and of each one's seconds of an engine (DecodeResult.seconds), by uid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that was played to its end.
+
+    samples: all of it in the order in which they ended, with their tokens, which episodes do not keep, and without texts.
+    seconds: of an engine (DecodeResult.seconds), by uid. latency_s: from the first request to an engine, or call of a tool, to
+    the last answer, judged, on a clock on the wall: waits in the engines' queues are in it, and what was played beside it
+    makes them longer. None where nothing was ever asked (every prompt was too long).
+    """
+
+    episode: Episode
+    samples: tuple[Sample, ...]
+    seconds: Mapping[str, float]
+    latency_s: float | None
+
+
+OnEnd = Callable[[Played], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +62,7 @@ class _Play:
     open: dict[str, Completion] = field(default_factory=dict)  # by uid
     said: list[Sample] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # of `said`, by uid
+    began_s: float | None = None  # when the first request or call was made
     has_ended: bool = False
 
 
@@ -97,6 +114,7 @@ class AtOnce:
     on_end: OnEnd | None = None
     on_said: Callable[[Completion], None] | None = None  # told of each completion of `ask`, once it is judged
     most_open: int | None = None  # episodes begun and not ended: the first end while the last have not begun
+    now: Callable[[], float] = time.monotonic  # seconds
     num_decoded: int = 0
     _later: deque[_Play] = field(default_factory=deque)
     _num_open: int = 0
@@ -159,6 +177,7 @@ class AtOnce:
             asks, calls = self.team.follow(play.episode)
             for call in calls:
                 assert self.team.tools is not None  # Team.follow lets no call through else
+                self._note_begin(play)
                 self._calling[self.team.tools.submit(call)] = (play, call)
             for ask in asks:
                 self._open(play, ask)
@@ -167,7 +186,8 @@ class AtOnce:
             play.has_ended = True
             self._num_open -= 1
             if self.on_end is not None:
-                self.on_end(play.episode, play.said, play.seconds)
+                latency_s = None if play.began_s is None else self.now() - play.began_s
+                self.on_end(Played(play.episode, tuple(play.said), play.seconds, latency_s))
             play.said, play.seconds = [], {}
 
     def _resume(self, play: _Play) -> None:
@@ -180,8 +200,14 @@ class AtOnce:
             else:
                 self._end((play.open[each.uid], each.finish, each.error))
 
+    def _note_begin(self, play: _Play) -> None:
+        if play.began_s is None:
+            play.began_s = self.now()
+
     def _submit(self) -> None:
         due, self._due = self._due, []
+        for each in due:
+            self._note_begin(each.play)
         self._in_flight.update((each.uid, each) for each in due)
         for policy, pool in self.team.pools.items():
             own = [each for each in due if self.team.agents[each.ask.agent].policy == policy]
@@ -263,7 +289,7 @@ class AtOnce:
             self._go_on(play)
 
     def _report(self, *, is_last: bool = False) -> None:
-        now = time.monotonic()
+        now = self.now()
         if self.progress is not None and (is_last or now - self._reported_s > _REPORT_S):
             self._reported_s = now
             num_over = sum(play.has_ended if play.is_followed else not play.open for play in self._plays)

@@ -152,7 +152,7 @@ class Ledger:
         return self.team.agents[agent].policy
 
     def most_tokens(self, agent: str) -> int:
-        """Of a completion of the agent."""
+        """How long a completion of the agent may be, in tokens."""
         return self.team.agents[agent].max_response_tokens or self.config.max_response_tokens
 
     def note_faults(self) -> None:

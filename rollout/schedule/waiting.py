@@ -15,7 +15,7 @@ NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Of a sample that waits no longer. num_added: tokens behind it now; finish: None where it goes on, else how it ends."""
+    """A sample that waits no longer. num_added: tokens behind it now; finish: None where it goes on, else how it ends."""
 
     uid: str
     num_added: int

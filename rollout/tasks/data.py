@@ -135,7 +135,7 @@ class Repeats:
 
 
 def find_repeats(problems: Sequence[Problem]) -> Repeats:
-    """Of the problems of one file or dataset."""
+    """Questions that stand several times in one file or dataset."""
     seen: dict[str, dict[str, Problem]] = {}
     num_same, first = 0, None
     for problem in problems:

@@ -27,11 +27,6 @@ class ListedTask:
         self._held_out = tuple(held_out)
         self._pool = pool
 
-    @property
-    def pool(self) -> RewardPool:
-        """For its counts of timeouts and crashes."""
-        return self._pool
-
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed)
 

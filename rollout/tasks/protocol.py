@@ -10,7 +10,7 @@ from typing import Protocol
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import Problem, Reward
 
-EVALUATION_SET, PROBE_SET = 0, 1
+EVALUATION_SET, INPUTS_SET = 0, 1
 """Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
 
 

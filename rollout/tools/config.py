@@ -153,5 +153,5 @@ class ToolsConfig(Settings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tools that are set."""
+        """The tools that are set."""
         return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)

@@ -5,9 +5,9 @@
 
 Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
 killed: one that runs longer than timeout_s is given up, its call is an error, and another thread takes its place; a thread of
-the pool's own, the watch, sees to it. At most
-`concurrency` threads of a tool work and as many are given up, so it has 2 x concurrency threads; where that many hang, further
-calls are refused until one of them ends. They are daemons: a hung one does not hold up the end of the process.
+the pool's own, the watch, sees to it. At most `concurrency` threads of a tool work and as many are given up, so it has
+2 x concurrency threads; where that many hang, further calls are refused until one of them ends. They are daemons: a hung one
+does not hold up the end of the process.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 MOST_QUERIES = 8
-"""Of one call."""
+"""How many searches one call may ask for."""
 
 _MOST_SHOWN = 80  # characters of an argument in a message
 

@@ -105,10 +105,8 @@ def _fusion(fused: str, members: Mapping[tuple[int, str], str]) -> Fusion:
     if missing:
         raise ValueError(
             f"weights: {fused} is fused from {', '.join(f'{p}_proj' for p in parts)}"
-            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are "
-            f"missing, first "
-            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found "
-            f"{sorted(members.values())[:4]}"
+            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are missing, first "
+            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found {sorted(members.values())[:4]}"
         )
     return Fusion(
         tuple(tuple(members[e, p] for p in parts) for e in range(experts)), fused.endswith(("w13_weight", "w2_weight"))

@@ -23,6 +23,7 @@ def without_seconds(found: dict[str, Any]) -> dict[str, Any]:
     usage = {agent: used | {"seconds": None} for agent, used in found["usage"].items()}
     return found | {
         "usage": usage,
+        "latency": None,
         "sets": {name: without_seconds(each) for name, each in found.get("sets", {}).items()},
     }
 
@@ -51,11 +52,12 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_on_two_sets_a
             f"policies.served.openai={{base_url: '{server.base_url}', model: m}}",
             f"policies.critics={{frozen: true, model: {model}, dtype: float32}}",
             "data.eval=[{path: aime25.jsonl, repeat: 3}, {path: beyond aime.jsonl, count: 2}]",
-            "evaluate={accept_after: 1, max_iterations: 1, probe_size: 2}",
+            "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}",
             "rollout={engine: local, placement: local, max_response_tokens: 40}",
         ]
         assert cli.main([*words, "--out", "kept"]) == 0, capsys.readouterr().err
         first = json.loads(capsys.readouterr().out)
+        assert first["latency"]["n"] == 11 and 0 < first["latency"]["median_s"] <= first["latency"]["p95_s"]
         num_asked = len(server.bodies)
         assert {name: (each["num_problems"], each["num_episodes"]) for name, each in first["sets"].items()} == {
             "aime25": (3, 9),
@@ -83,7 +85,7 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_on_two_sets_a
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
-    own = ["evaluate={accept_after: 1, max_iterations: 1, probe_size: 2}", "rollout={engine: local, placement: local}"]
+    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "rollout={engine: local, placement: local}"]
     own += ["rollout.max_response_tokens=40", "policies.main.dtype=float32"]
 
     def model(name: str) -> Path:
@@ -106,6 +108,7 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any, monkeypa
         shutil.copytree(f"evaluations/{kept}", f"runs/{name}")
     for words in (words for words in commands if words[0] == "compare"):
         assert cli.main(words) == 0, capsys.readouterr().err
-        assert "minus the first run" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "minus the first run" in shown and "solver (other)" in shown and "p95 s" in shown
         assert "4 problems" in Path("compare.html").read_text()  # aime25's
         Path("compare.html").unlink()

@@ -22,8 +22,7 @@ from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import fuse
 from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
 from marsrl.rollout.weights.shard_layout import Place, ShardTensors, shard_layout
-from marsrl.trainer.learner.megatron.held import held_boxes
-from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
+from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
 CPU = torch.device("cpu")
 

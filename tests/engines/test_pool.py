@@ -1,10 +1,8 @@
 """Replicas here and in Ray: about 15 s, most of it Ray's start."""
 
-import itertools
 import os
 import socket
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from engine_cases import ROUNDING, actors, after, decoded, perturbed, prompt, re
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool import replicas
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.pool import EnginePool
@@ -64,20 +61,6 @@ def test_a_listener_hears_of_many_collects_as_one():
     pool.drain()
     ((replica, method, first, last),) = heard
     assert (replica, method) == (0, "collect") and start <= first <= last <= time.time()
-
-
-def test_a_wall_clock_that_is_set_back_ends_no_span_before_its_beginning(monkeypatch):
-    """Replicas tell their wall clock: it may be corrected between two calls that the listener hears of as one."""
-    pool, heard = scripted_pool(1, tokens_per_step=1), []
-    pool.on_call = lambda replica, method, start, end: heard.append((start, end))
-    now = time.time()
-    clock = itertools.chain([now], itertools.repeat(now - 0.001))
-    monkeypatch.setattr(replicas, "time", SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
-    pool.submit([request("a.0", prompt(5), 3)], version=0)
-    while not pool.collect(0.0):
-        pass
-    pool.drain()
-    assert heard == [(now, now)]
 
 
 def test_load_is_even_where_affinities_allow_it():

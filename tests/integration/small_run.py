@@ -13,7 +13,7 @@ ARITHMETIC = (
     "table_drills: 128, slip_solver: 0.4, slip_verifier: 0.3, slip_corrector: 0.4}",
 )
 SMALL = (
-    "evaluate={num_problems: 12, probe_size: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
+    "evaluate={num_problems: 12, fixed_inputs: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "rollout.vllm.max_num_seqs=64",

@@ -104,7 +104,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     common = [
         "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
         "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
-        "evaluate.num_problems=3", "evaluate.probe_size=4",
+        "evaluate.num_problems=3", "evaluate.fixed_inputs=4",
     ]  # fmt: skip
 
     def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:

@@ -9,10 +9,12 @@ import pytest
 from made_up_run import make_evaluation, make_run
 from test_report import ATTACK, Page
 
-from marsrl.rollout.agents.roles import AgentSpec
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import AgentConfig
 from marsrl.trainer import cli
 from marsrl.trainer.compare.runs import Difference, difference, read_compared
-from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Kept, Said
+from marsrl.trainer.config import PolicyConfig, PriceConfig
+from marsrl.trainer.evaluate.draws import EVALUATION, Call, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 
@@ -96,6 +98,53 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (_, middle, last) = (place for place, _ in run.evaluations)
     assert 0 < middle.tokens < last.tokens and 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
+
+
+def test_what_an_episode_takes_stands_side_by_side_by_agent_and_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A team of one policy and one of two sizes (Dr. MAS): calls, tokens, cost, seconds of engines, seconds of an episode."""
+    said = Said(correct=1.0, answer="7")
+    for name, verifier, seconds in (("same", "main", 2.0), ("mixed", "small", 0.25)):
+        calls = [
+            Call(
+                agent="solver", correct=1.0, input_tokens=100, output_tokens=300, tokens=300, is_cut=False, seconds=1.5
+            )
+        ]
+        calls += [calls[0].model_copy(update={"agent": "verifier", "output_tokens": 50, "seconds": seconds})] * 2
+        found = [
+            Draw(
+                of="",
+                problem=f"p{i}",
+                question=f"q{i}",
+                system=said,
+                alone=None,
+                calls=calls,
+                latency_s=10.0 * seconds + i,
+            )
+            for i in range(20)
+        ]
+        prices = {"main": PriceConfig(input=1000, output=10_000), "small": PriceConfig(input=100, output=1000)}
+        scorer = Scorer(
+            [AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER)],
+            {"solver": AgentConfig(), "verifier": AgentConfig(policy=verifier)},
+            {policy: PolicyConfig(price=price) for policy, price in prices.items()},
+        )
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / EVALUATION, scorer.evaluation(found, {}).model_dump(mode="json"))
+    page = tmp_path / "page.html"
+    assert cli.main(["compare", str(tmp_path / "same"), str(tmp_path / "mixed"), "--html", str(page)]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    wanted = [
+        ["same", "3.0", "300.0", "400.0", "4.3", "5.5", "29", "38"],
+        ["solver", "(main)", "1.0", "100.0", "300.0", "3.1", "1.5"],
+        ["verifier", "(main)", "2.0", "200.0", "100.0", "1.2", "4"],
+        ["mixed", "3.0", "300.0", "400.0", "3.22", "2", "11.5", "20.5"],
+        ["solver", "(main)", "1.0", "100.0", "300.0", "3.1", "1.5"],
+        ["verifier", "(small)", "2.0", "200.0", "100.0", "0.12", "0.5"],
+    ]
+    assert [row for row in rows if row in wanted] == wanted
+    assert "<td>verifier (small)</td><td>2.0</td>" in page.read_text("utf-8")
 
 
 def test_hostile_names_and_answers_stay_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, tool_shares
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, latency, tool_shares
 from marsrl.trainer.report.summary import AgentEstimate, Evaluation, ToolUsage, Usage, estimate
 
 COUNTED = {
@@ -73,10 +73,11 @@ def test_teams_stand_side_by_side_with_what_an_episode_takes() -> None:
     right = AgentEstimate(**estimate(3, 4).model_dump())
     one = Evaluation(agents={"solver": right}, system=estimate(3, 4), num_episodes=4, usage=used)
     one = one.model_copy(update={"tools": {"search": ToolUsage(calls=6, seconds=0.5)}})
+    slow = one.model_copy(update={"usage": {}, "latency": latency([float(i) for i in range(1, 41)])})
     free = {"solver": used["solver"].model_copy(update={"spent": None})}
     shown = io.StringIO()
     RunConsole(stream=shown).teams(
-        [("two.yaml", one, 12.34), ("one.yaml", one.model_copy(update={"usage": free}), 5.0)]
+        [("two.yaml", one, 12.34), ("one.yaml", one.model_copy(update={"usage": free}), 5.0), ("slow.yaml", slow, 50.0)]
     )
     rows = [" ".join(line.replace("│", " ").split()) for line in shown.getvalue().splitlines()]
     assert "two.yaml 0.750 (0.301-0.954, n 4) 3.0 250.0 300.0 0.006 1.75 12.3" in rows
@@ -84,6 +85,7 @@ def test_teams_stand_side_by_side_with_what_an_episode_takes() -> None:
     assert "verifier (small) not measured 1.0 150.0 50.0 0.001 0.25" in rows
     assert "search (tool) 1.5 0.125" in rows
     assert "one.yaml 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 no price 1.5 5.0" in rows
+    assert "slow.yaml 0.750 (0.301-0.954, n 4) 20 38 50.0" in rows
 
 
 def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:

@@ -3,71 +3,88 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from letters import letter_config, letter_team
 
 from marsrl.rollout.engines.protocol import DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.at_once import AtOnce
-from marsrl.rollout.types import IntArray, Problem, Sample
+from marsrl.rollout.schedule.at_once import AtOnce, Played
+from marsrl.rollout.types import IntArray, Problem
 
 PER_STEP = 3
 
 
-def played(
-    numbers: Sequence[int], most_open: int | None = None
-) -> tuple[dict[str, list[IntArray]], int, list[tuple[int, int, int]]]:
-    """({episode: its completions in order}, steps that the engine took, what progress told) of these episodes."""
+@dataclass
+class Heard:
+    """said: the completions of each episode, in order, which ended in this order; num_steps: that the engine took; told: by
+    progress; latency_s: of each episode, on a clock of one second a step."""
+
+    said: dict[str, list[IntArray]] = field(default_factory=dict)
+    latency_s: dict[str, float | None] = field(default_factory=dict)
+    told: list[tuple[int, int, int]] = field(default_factory=list)
+    num_steps: int = 0
+
+
+def play(numbers: Sequence[int], most_open: int | None = None) -> Heard:
+    """These episodes, to their ends."""
     team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
-    collect, steps = engine.collect, []
+    collect, heard = engine.collect, Heard()
 
     def counted(timeout_s: float) -> list[DecodeResult]:
-        steps.append(timeout_s)
+        heard.num_steps += 1
         return [replace(result, seconds=0.5) for result in collect(timeout_s)]
 
     engine.collect = counted  # type: ignore[method-assign]
-    told: list[tuple[int, int, int]] = []
-    said: dict[str, list[IntArray]] = defaultdict(list)
 
-    def note(episode: Episode, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
-        assert episode.is_at_its_end and episode.id not in said  # told once
+    def note(played: Played) -> None:
+        episode, samples = played.episode, played.samples
+        assert episode.is_at_its_end and episode.id not in heard.said  # told once
         assert {sample.uid for sample in samples} == {f"{ask}:0" for ask in episode.answers}
-        assert seconds == {sample.uid: 0.5 for sample in samples}
-        said[episode.id] = [sample.token_ids for sample in samples]
+        assert played.seconds == {sample.uid: 0.5 for sample in samples}
+        heard.said[episode.id] = [sample.token_ids for sample in samples]
+        heard.latency_s[episode.id] = played.latency_s
 
-    player = AtOnce(team, {"main": 0}, 48, Sampling(), lambda *progress: told.append(progress), note)
-    player.most_open = most_open
+    player = AtOnce(team, {"main": 0}, 48, Sampling(), lambda *progress: heard.told.append(progress), note)
+    player.most_open, player.now = most_open, lambda: float(heard.num_steps)
     problem = Problem("p", "question", "7", "math")
     player.play([Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in numbers], seed=0)
     player.finish()
-    return said, len(steps), told
+    return heard
+
+
+def steps_of(heard: Heard) -> dict[str, list[int]]:
+    """How long the engine decodes each completion."""
+    return {name: [math.ceil(len(tokens) / PER_STEP) for tokens in each] for name, each in heard.said.items()}
 
 
 def test_a_slot_that_is_free_is_used() -> None:
-    said, num_steps, told = played(range(10))
-    steps_of = [[math.ceil(len(tokens) / PER_STEP) for tokens in each] for each in said.values()]
-    rounds = [max(each[k] for each in steps_of if k < len(each)) for k in range(max(map(len, steps_of)))]
-    assert len(said) == 10 and len(rounds) > 3
-    assert num_steps == max(map(sum, steps_of)) < sum(rounds)
-    assert told[-1] == (10, 10, sum(len(tokens) for each in said.values() for tokens in each))
+    heard = play(range(10))
+    steps = [*steps_of(heard).values()]
+    rounds = [max(each[k] for each in steps if k < len(each)) for k in range(max(map(len, steps)))]
+    assert len(heard.said) == 10 and len(rounds) > 3
+    assert heard.num_steps == max(map(sum, steps)) < sum(rounds)
+    assert heard.told[-1] == (10, 10, sum(len(tokens) for each in heard.said.values() for tokens in each))
+
+
+def test_an_episode_takes_from_its_own_first_request_to_its_end() -> None:
+    for heard in (play(range(10)), play(range(10), most_open=3)):
+        assert heard.latency_s == {name: sum(each) for name, each in steps_of(heard).items()}
 
 
 def test_a_draw_does_not_depend_on_what_is_played_beside_it() -> None:
-    together, alone = played(range(4))[0], played([2])[0]
+    together, alone = play(range(4)).said, play([2]).said
     assert [tokens.tolist() for tokens in together["e2"]] == [tokens.tolist() for tokens in alone["e2"]]
 
 
 def test_the_first_episodes_end_while_the_last_have_not_begun() -> None:
-    freely, windowed = played(range(10))[0], played(range(10), most_open=3)
-    said, _, told = windowed
-    assert {name: [t.tolist() for t in each] for name, each in said.items()} == {
-        name: [t.tolist() for t in each] for name, each in freely.items()
+    freely, windowed = play(range(10)), play(range(10), most_open=3)
+    assert {name: [t.tolist() for t in each] for name, each in windowed.said.items()} == {
+        name: [t.tolist() for t in each] for name, each in freely.said.items()
     }
-    assert told[-1][:2] == (10, 10)
-    assert begins_in_turn(said) and not begins_in_turn(freely)
+    assert windowed.told[-1][:2] == (10, 10)
+    assert begins_in_turn(windowed.said) and not begins_in_turn(freely.said)
 
 
 def begins_in_turn(said: Mapping[str, object]) -> bool:

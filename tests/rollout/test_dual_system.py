@@ -139,7 +139,7 @@ def play(
     """An episode to its end, System 2's sample, and what was asked."""
     says, length = Says(renderer, turns), options.pop("length", 4000)
     answered: list[Sample] = []
-    note = lambda _, samples, __: answered.extend(samples)  # noqa: E731
+    note = lambda played: answered.extend(played.samples)  # noqa: E731
     player = AtOnce(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling(), on_end=note)
     episode = Episode("e.0", "e", PROBLEM, purpose="evaluate")
     player.play([episode], 0)

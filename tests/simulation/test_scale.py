@@ -21,7 +21,8 @@ import namespace
 namespace.map_marsrl()
 sys.path.insert(0, folder)
 import scale
-scale.VOCABULARY = 1000
+from marsrl.benchmarks import costless_engines
+costless_engines.VOCABULARY = 1000
 found = []
 for problems, overlap in ((1, 0), (2, 0), (4, 0), (2, 1), (4, 1)):  # the first: imports, and what is made once
     num_calls = 0

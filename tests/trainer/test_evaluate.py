@@ -21,14 +21,15 @@ from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.eval_files import HeldOut
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
-from marsrl.trainer.evaluate.evaluator import Evaluator, Probe
+from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.intervals import estimate_of, mean_of, ratio
 from marsrl.trainer.evaluate.score import eval_metrics
+from marsrl.trainer.report.cost import latency
 from marsrl.trainer.report.summarise_run import meets_gate, missed_gates
 from marsrl.trainer.report.summary import Evaluation, estimate
 
 VERSIONS = {"main": 0}
-CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, probe_size=20, temperature=1.0, top_p=1.0)
+CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed_inputs=20, temperature=1.0, top_p=1.0)
 
 
 def answer_of(words: list[str]) -> str:
@@ -75,12 +76,12 @@ def perfect_critics(request: DecodeRequest, renderer: ChatRenderer, rng: Random)
 
 def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Path, scripted_team: Any) -> None:
     judged = evaluator(tmp_path, scripted_team, perfect_critics)
-    probe = judged.make_probe(VERSIONS)
+    fixed = judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    verifier, corrector = probe.inputs["verifier1"], probe.inputs["corrector1"]
+    verifier, corrector = fixed.inputs["verifier1"], fixed.inputs["corrector1"]
     assert len(verifier.right) == len(verifier.wrong) == 10
     assert corrector.wrong and not corrector.right
-    assert encode(decode(Probe, encode(probe))) == encode(probe)
+    assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
     assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "system"]  # nothing is flagged twice
     assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
     assert result.agents["solver"].n == 40
@@ -105,7 +106,7 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     tmp_path: Path, scripted_team: Any
 ) -> None:
     judged = evaluator(tmp_path, scripted_team, always_wrong)
-    judged.make_probe(VERSIONS)
+    judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     assert result.agents["verifier1"].mean == 0.5
     assert result.agents["corrector1"].mean == 0.0
@@ -117,11 +118,11 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
 
 
-def test_a_solver_alone_is_the_system_and_nothing_is_probed(tmp_path: Path, scripted_team: Any) -> None:
+def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, scripted_team: Any) -> None:
     five, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=CONFIG)
     team = replace(five, orchestration=build_orchestration("solver", {}, task.prompts))
     judged, with_critics = (Evaluator(each, CONFIG, task, max_tokens=40, seed=0) for each in (team, five))
-    assert judged.make_probe(VERSIONS) == Probe()
+    assert judged.collect_inputs(VERSIONS) == FixedInputs()
     alone = judged.evaluate(VERSIONS)
     assert list(alone.rows) == ["solver", "system"]
     solver = alone.agents["solver"]
@@ -139,10 +140,10 @@ def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
 
 def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path, scripted_team: Any) -> None:
     judged = evaluator(tmp_path, scripted_team, mute)
-    judged.make_probe(VERSIONS)
+    judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
-    assert verifier.n == 0 and verifier.mean is None  # never wrong: the probe has one class only
+    assert verifier.n == 0 and verifier.mean is None  # never wrong: the inputs are of one class only
     assert verifier.confusion is not None and verifier.confusion.none == 10
     assert verifier.loop_confusion is not None and verifier.loop_confusion.none > 0
 
@@ -151,8 +152,8 @@ def test_the_same_seed_draws_the_same_evaluation(tmp_path: Path, scripted_team: 
     results = []
     for name in ("a", "b"):
         judged = evaluator(tmp_path / name, scripted_team, perfect_critics)
-        judged.make_probe(VERSIONS)
-        results.append(judged.evaluate(VERSIONS))
+        judged.collect_inputs(VERSIONS)
+        results.append(judged.evaluate(VERSIONS).model_copy(update={"latency": None}))
     assert results[0] == results[1]
 
 
@@ -274,7 +275,7 @@ def counting(asked: list[str], most: int | None = None, script: Any = perfect_cr
     return counted
 
 
-SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "probe_size": 4})
+SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
 def played(
@@ -283,10 +284,10 @@ def played(
     judged = evaluator(folder, scripted_team, counting(asked, most), SMALL)
     judged.identity = {"team": "five"}
     if kept is None:
-        judged.make_probe(VERSIONS)
+        judged.collect_inputs(VERSIONS)
         return judged.evaluate(VERSIONS)
     with Kept(kept) as held:
-        judged.make_probe(VERSIONS, kept=held)
+        judged.collect_inputs(VERSIONS, kept=held)
         return judged.evaluate(VERSIONS, kept=held)
 
 
@@ -299,11 +300,16 @@ def test_an_evaluation_that_was_killed_goes_on_with_what_has_ended(tmp_path: Pat
             played(tmp_path / f"b{life}", scripted_team, folder, [], most)
         with (folder / DRAWS).open("ab") as file:
             file.write(b'{"key": "torn')  # kill -9 in the middle of a line
-    assert played(tmp_path / "c", scripted_team, folder, asked) == expected
+    whole = played(tmp_path / "c", scripted_team, folder, asked)
+    no_clock = {"latency": None}  # draws that are played again take their own time
+    assert whole.model_copy(update=no_clock) == expected.model_copy(update=no_clock)
     draws = read_draws(folder)
+    assert whole.latency is not None and whole.latency == latency([draw.latency_s or 0.0 for draw in draws])
     assert len(draws) == 16 and 0 < len(asked) < len(unbroken)
     again: list[str] = []
-    assert played(tmp_path / "d", scripted_team, folder, again) == expected and not again
+    assert (
+        played(tmp_path / "d", scripted_team, folder, again) == whole and not again
+    )  # latency of the draws that are kept too
 
 
 def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from marsrl.trainer.compare.runs import AXES, Compared, Difference, difference, read_compared, rows_of
 from marsrl.trainer.report.charts import NUM_COLORS, curves, visible
+from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.report.summary import Estimate
 from marsrl.trainer.runs.directory import refuse_file_of_a_run, write_atomically
@@ -73,6 +74,9 @@ def page(runs: Sequence[Compared], names: Sequence[str], table: dict[str, list[C
             name=" and ".join(names) if len(names) == 2 else f"{len(names)} runs",
             runs=[(name, f"c{i % NUM_COLORS}", run) for i, (name, run) in enumerate(zip(names, runs, strict=True))],
             table=table,
+            columns=COLUMNS,
+            meaning=MEANING,
+            costs=[(name, *episode_costs(run.last)) for name, run in zip(names, runs, strict=True)],
             charts=charts,
         )
     )
@@ -96,7 +100,7 @@ def _reward_chart(runs: Sequence[Compared], names: Sequence[str], axis: str) -> 
 
 
 def _names(runs: Sequence[Compared], paths: Sequence[str]) -> list[str]:
-    """Of the folders; the paths, with a number where one is named twice, where two have one name."""
+    """The folders' names; the paths, with a number where one is named twice, where two have one name."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -118,6 +122,13 @@ def _show(console: Console, runs: Sequence[Compared], names: Sequence[str], tabl
             values = (_estimate(each.alone), _estimate(each.system), "" if i else line)
             course.add_row(_text("" if i else name), *place_cells, *values)
     console.print(course)
+    takes = _table(f"the last evaluations; {MEANING}", "", *COLUMNS)
+    for name, run in zip(names, runs, strict=True):
+        whole, parts = episode_costs(run.last)
+        takes.add_row(_text(name), *whole.cells)
+        for part in parts:
+            takes.add_row(_text(f"  {part.name}"), *part.cells)
+    console.print(takes)
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -63,27 +63,19 @@ def key_names() -> list[str]:
 
 def as_key(where: Sequence[str]) -> str:
     """The key's name in the models of a key as the user writes it: agents.solver.top_p -> agents.<name>.top_p."""
-    models: list[type[BaseModel]] = [RunConfig]
-    parts, is_name = [], False
+    place, parts = _Place(), []
     for part in where:
-        parts.append("<name>" if is_name else part)
-        if is_name:
-            is_name = False
-            continue
-        fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        is_name = any(get_origin(field.annotation) is dict and _held(field.annotation) for field in fields)
-        models = [below for field in fields for below in _held(field.annotation)]
+        parts.append("<name>" if place.is_named else part)
+        place = place.below(part)
     return ".".join(parts)
 
 
 def nearest(where: Sequence[str]) -> str:
     """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
-    models: list[type[BaseModel]] = [RunConfig]
-    parent: list[str] = []
-    for part in where[:-1]:
-        models = _sections(models, part)
-        parent.append(part)
-    siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
+    place, parent = _Place(), list(where[:-1])
+    for part in parent:
+        place = place.below(part)
+    siblings = list(dict.fromkeys(name for model in place.models for name in model.model_fields))
     everywhere = {path.rsplit(".", 1)[-1]: path for path in key_names()}
     if where[-1] in everywhere:
         return f"did you mean {everywhere[where[-1]]}?"
@@ -99,25 +91,32 @@ def nearest(where: Sequence[str]) -> str:
 def as_written(place: Sequence[str | int]) -> list[str]:
     """A key as the user writes it: pydantic also names the kind of a section that has several (tools.search.index.corpus)."""
     where: list[str] = []
-    models: list[type[BaseModel]] = [RunConfig]
+    at = _Place()
     for part in map(str, place):
-        kinds = {kind: each for each in models for kind in get_args(_kind(each))} if len(models) > 1 else {}
+        several = at.models if len(at.models) > 1 and not at.is_named else ()
+        kinds = {kind: model for model in several for kind in get_args(model.model_fields["kind"].annotation)}
         if part in kinds:
-            models = [kinds[part]]
+            at = _Place((kinds[part],))
         else:
             where.append(part)
-            models = _sections(models, part)
+            at = at.below(part)
     return where
 
 
-def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a key leads to: the models of its section, several where it has kinds. is_named: a name of the user's comes next."""
 
+    models: tuple[type[BaseModel], ...] = (RunConfig,)
+    is_named: bool = False
 
-def _sections(models: Sequence[type[BaseModel]], part: str) -> list[type[BaseModel]]:
-    """The models below one key; a mapping like `agents` counts its free names as transparent."""
-    fields = [model.model_fields[part] for model in models if part in model.model_fields]
-    return [below for field in fields for below in _held(field.annotation)] if fields else list(models)
+    def below(self, part: str) -> _Place:
+        """One part of the key further; a name of the user's, or the number of an entry in a list, leads to the same models."""
+        fields = [] if self.is_named else [m.model_fields[part] for m in self.models if part in m.model_fields]
+        if not fields:
+            return _Place(self.models)
+        held = tuple(model for field in fields for model in _held(field.annotation))
+        return _Place(held, bool(held) and any(get_origin(field.annotation) is dict for field in fields))
 
 
 def _held(annotation: Any) -> list[type[BaseModel]]:

@@ -28,9 +28,9 @@ def evaluate_alone(
 ) -> None:
     """Print the evaluation as JSON, write it to json_file, and a table of accuracy, tokens, seconds and cost to stderr.
 
-    The probe is made by the team itself. compare: further config files or presets, evaluated with the same settings one after the
-    other; the JSON then has an entry for each. out: a folder that keeps the evaluation and every draw that has ended; where it
-    has begun, it goes on. With `compare` each has a folder in it, by the file's name.
+    The fixed inputs are collected from the team itself. compare: further config files or presets, evaluated with the same
+    settings one after the other; the JSON then has an entry for each. out: a folder that keeps the evaluation and every draw that
+    has ended; where it has begun, it goes on. With `compare` each has a folder in it, by the file's name.
 
     Raises:
         ValueError: the settings, the data or the model cannot be used.
@@ -79,8 +79,8 @@ def _evaluated(
             num_kept, num_draws = evaluator.num_kept(versions, kept)
             if num_kept:
                 console.message(f"{folder}: {num_kept} of {num_draws} draws are kept")
-        with console.progress("probe", unit="episodes") as bar:
-            evaluator.make_probe(versions, bar.played, kept)
+        with console.progress("fixed inputs", unit="episodes") as bar:
+            evaluator.collect_inputs(versions, bar.played, kept)
         with console.progress("evaluation", unit="episodes") as bar:
             start = time.monotonic()
             found = evaluator.evaluate(versions, bar.played, kept)

@@ -1,14 +1,15 @@
 """What an evaluation keeps of each draw of a problem: enough for every number, and to go on after a kill.
 
-draws.jsonl of an evaluation's folder holds a line a draw that ended, and a line a probed input that was answered; their keys say
-what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team, is never taken.
+draws.jsonl of an evaluation's folder holds a line a draw that ended, fixed_answers.jsonl one a fixed input that was answered;
+their keys say what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team,
+is never taken.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.schedule.at_once import Played
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem, Sample
@@ -57,6 +59,7 @@ class Draw(Schema):
     """One draw of one problem. problem: its id; question: a digest of question and answer, the same in every run.
 
     of: the set of data.eval. alone: null where the first agent does not solve. judge: what a model judged since the last draw.
+    latency_s: from its first request to its end, in the process that played it (Played); null where nothing was asked.
     """
 
     of: str
@@ -68,23 +71,24 @@ class Draw(Schema):
     team: dict[str, float] = Field(default_factory=dict)
     tools: dict[str, ToolUsage] = Field(default_factory=dict)
     judge: dict[str, float] = Field(default_factory=dict)
+    latency_s: float | None = None
     error: str = ""
 
 
-class Probed(Schema):
-    """A completion to a fixed input of the probe."""
+class FixedAnswer(Schema):
+    """A completion to one of the fixed inputs."""
 
     problem: str
     call: Call
 
 
 class Kept:
-    """What is on disk of an evaluation, and what comes: draws, probed inputs, and the episodes that the probe is made of."""
+    """What is on disk of an evaluation, and what comes: draws, answers to fixed inputs, and the episodes that those are of."""
 
     def __init__(self, folder: Path) -> None:
         self.draws: Answers[Draw] = Answers(folder / DRAWS, _reader(Draw))
-        self.probed: Answers[Probed] = Answers(folder / "probed.jsonl", _reader(Probed))
-        self.episodes: Answers[Episode] = Answers(folder / "probe_episodes.jsonl", _episode)
+        self.fixed: Answers[FixedAnswer] = Answers(folder / "fixed_answers.jsonl", _reader(FixedAnswer))
+        self.episodes: Answers[Episode] = Answers(folder / "input_episodes.jsonl", _episode)
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +96,7 @@ class Kept:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in (self.draws, self.probed, self.episodes):
+        for each in (self.draws, self.fixed, self.episodes):
             each.close()
 
 
@@ -102,31 +106,25 @@ def read_draws(folder: Path) -> list[Draw]:
 
 
 def digest(problem: Problem) -> str:
-    """Of what is asked and what is right, whatever file it came from."""
+    """A digest of what is asked and what is right, whatever file it came from."""
     return key_of(question=problem.question, answer=problem.answer)
 
 
 def episode_key(identity: str, episode: Episode) -> str:
-    """identity: of those who play it."""
+    """The key of a draw. identity: of those who play it."""
     return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
 
 
-def probed_key(identity: str, episode: Episode, ask: Ask) -> str:
-    """Of the words that are put before the agent, too."""
+def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
+    """The key of a fixed answer: of the words that are put before the agent, too."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 
 
-def draw_of(
-    team: Team,
-    of: str,
-    episode: Episode,
-    samples: Sequence[Sample],
-    seconds: Mapping[str, float],
-    judge: Mapping[str, float],
-) -> Draw:
-    """Of an episode that has ended; samples: all of it, with their tokens; seconds: of engines, by uid."""
-    tokens = {sample.uid: len(sample.token_ids) for sample in samples}
+def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
+    """What is kept of an episode that has ended. of: its set; judge: what a model judged since the last draw."""
+    episode = played.episode
+    tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
     asks = {f"{ask.id}:{i}": ask for ask in episode.asks.values() for i in range(ask.num_samples)}
     first = team.orchestration.agents[0]
@@ -136,10 +134,13 @@ def draw_of(
         question=digest(episode.problem),
         system=_said(team.outcome(episode), tokens),
         alone=_said(team.alone(episode), tokens) if first.solves else None,
-        calls=[call_of(episode, asks[s.uid], s, seconds[s.uid], is_redrawn=s.uid in redrawn) for s in samples],
+        calls=[
+            call_of(episode, asks[s.uid], s, played.seconds[s.uid], is_redrawn=s.uid in redrawn) for s in played.samples
+        ],
         team=dict(team.metrics(episode)),
         tools=_tools(episode),
         judge=dict(judge),
+        latency_s=played.latency_s,
         error=episode.error,
     )
 

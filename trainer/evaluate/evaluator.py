@@ -1,8 +1,8 @@
 """How good the team is on held-out problems: each agent, and all of them together.
 
-probe     fixed inputs of the agents that the orchestration has probed, from episodes that are played once, before RL; each
-          evaluation asks them anew
-system    episodes that end in the answer that counts (Orchestration.follow and outcome, purpose "evaluate")
+fixed inputs   of the agents that the orchestration has tried apart, from episodes that are played once, before RL; each
+               evaluation asks them anew
+system         episodes that end in the answer that counts (Orchestration.follow and outcome, purpose "evaluate")
 
 Where a folder is given, what has ended is on disk (draws.py), and an evaluation that was killed goes on with the rest.
 """
@@ -19,21 +19,31 @@ from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
-from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress
+from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.eval_files import HeldOut
-from marsrl.rollout.tasks.protocol import EVALUATION_SET, PROBE_SET, Task
+from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Problem, Sample
+from marsrl.rollout.types import Ask, Finish, Problem
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.evaluate.draws import Draw, Kept, Probed, call_of, digest, draw_of, episode_key, packed, probed_key
+from marsrl.trainer.evaluate.draws import (
+    Draw,
+    FixedAnswer,
+    Kept,
+    call_of,
+    digest,
+    draw_of,
+    episode_key,
+    fixed_key,
+    packed,
+)
 from marsrl.trainer.evaluate.score import Answered, Scorer
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.answers import key_of
 
 
 @dataclass(frozen=True, slots=True)
-class FixedInputs:
+class AgentInputs:
     """What one agent is asked in every evaluation: (id of the episode, ask), apart by whether the first input is right."""
 
     right: tuple[tuple[str, Ask], ...] = ()
@@ -41,16 +51,16 @@ class FixedInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class FixedInputs:
     """The fixed inputs by agent, and the episodes that hold what they show."""
 
-    inputs: dict[str, FixedInputs] = field(default_factory=dict)
+    inputs: dict[str, AgentInputs] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Problems and probe do not depend on `seed`, the draws on nothing else: before and after compare.
+    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, the draws on nothing else: before and after compare.
 
     max_tokens: of one completion. policies: settings of those that answer. sets: what to evaluate on; by default the task's
     held-out problems. identity: what tells its answers from another team's, as JSON, for what is kept.
@@ -61,48 +71,49 @@ class Evaluator:
     task: Task
     max_tokens: int
     seed: int
-    probe: Probe = field(default_factory=Probe)
+    fixed: FixedInputs = field(default_factory=FixedInputs)
     policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
     sets: Sequence[HeldOut] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
 
-    def make_probe(
+    def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
-    ) -> Probe:
+    ) -> FixedInputs:
         """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems.
 
         kept: as in `evaluate`.
         """
-        if not self.team.orchestration.probed:
-            return self.probe
-        problems = self.task.held_out(3 * self.config.probe_size, PROBE_SET)
+        if not self.team.orchestration.tried_apart:
+            return self.fixed
+        problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
+        # What is drawn follows from these names, as from those of the seeds below: others would draw anew.
         names = [f"probe{i:05d}" for i in range(len(problems))]
-        episodes = [Episode(n, n, p, self.seed, "probe") for n, p in zip(names, problems, strict=True)]
+        episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
         identity, left = self._identity(versions), episodes
         if kept is not None:
             held = [kept.episodes.get(episode_key(identity, episode)) for episode in episodes]
             left = [each for each, there in zip(episodes, held, strict=True) if there is None]
             episodes = [there or each for each, there in zip(episodes, held, strict=True)]
 
-        def ended(episode: Episode, samples: Sequence[Sample], _: Mapping[str, float]) -> None:
-            if kept is not None and _is_whole(episode, samples):
-                kept.episodes.add(episode_key(identity, episode), packed(episode))
+        def ended(played: Played) -> None:
+            if kept is not None and _is_whole(played):
+                kept.episodes.add(episode_key(identity, played.episode), packed(played.episode))
 
         self._play(left, "probe", versions, progress, ended)
-        inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.probed}
+        inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.tried_apart}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
-        self._stop_if_unjudged("probe")
-        self.probe = Probe(inputs, {episode.id: episode for episode in episodes if episode.id in used})
-        return self.probe
+        self._stop_if_unjudged("collect")
+        self.fixed = FixedInputs(inputs, {episode.id: episode for episode in episodes if episode.id in used})
+        return self.fixed
 
     def _stop_if_unjudged(self, purpose: Purpose) -> None:
         model = self.team.judge.model
         if model is not None and (reason := model.too_many_missing(purpose)):
             raise RuntimeError(f"evaluation: {reason}")
 
-    def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> FixedInputs:
+    def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> AgentInputs:
         asks = [(episode, ask) for episode in episodes for ask in episode.asks.values() if ask.agent == agent]
-        size = self.config.probe_size
+        size = self.config.fixed_inputs
         if self.team.orchestration.spec(agent).gives_verdicts:
             size //= 2
         by_truth: dict[bool, list[tuple[str, Ask]]] = {True: [], False: []}
@@ -110,7 +121,7 @@ class Evaluator:
             solution = episode.sample(ask.inputs[0])
             if not math.isnan(solution.reward.correct):  # else its judge failed, and it is neither
                 by_truth[is_right(solution)].append((episode.id, ask))
-        return FixedInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
+        return AgentInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
     def evaluate(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
@@ -128,23 +139,23 @@ class Evaluator:
         notes.sets = {episode.id: name for name, episode in places}
         with self._apart():
             player.play([episode for _, episode in places if not notes.has(episode)], self._seed("call"))
-            for agent, fixed in self.probe.inputs.items():
+            for agent, fixed in self.fixed.inputs.items():
                 inputs = (*fixed.right, *fixed.wrong)
                 self._ask(player, agent, [each for each in inputs if not notes.has_said(*self._input(each))])
             player.finish()
-        for purpose in ("evaluate", "probe"):
+        for purpose in ("evaluate", "collect"):
             self._stop_if_unjudged(purpose)
-        probed = {
+        fixed_answers = {
             agent: Answered(
-                *([notes.probed(*self._input(each)) for each in part] for part in (fixed.right, fixed.wrong))
+                *([notes.answer(*self._input(each)) for each in part] for part in (fixed.right, fixed.wrong))
             )
-            for agent, fixed in self.probe.inputs.items()
+            for agent, fixed in self.fixed.inputs.items()
         }
         judge = self.team.judge.model
         scorer = Scorer(
             self.team.orchestration.agents, self.team.agents, self.policies, judge.config.policy if judge else None
         )
-        return scorer.evaluation([notes.draw(episode) for _, episode in places], probed)
+        return scorer.evaluation([notes.draw(episode) for _, episode in places], fixed_answers)
 
     def held_out(self) -> Sequence[HeldOut]:
         """What is evaluated."""
@@ -166,7 +177,7 @@ class Evaluator:
         return self._draws(problems, held_out.repeat)
 
     def _input(self, fixed: tuple[str, Ask]) -> tuple[Episode, Ask]:
-        return self.probe.episodes[fixed[0]], fixed[1]
+        return self.fixed.episodes[fixed[0]], fixed[1]
 
     def correctness(
         self,
@@ -232,7 +243,7 @@ class Evaluator:
 
     def _ask(self, player: AtOnce, agent: str, fixed: Sequence[tuple[str, Ask]]) -> None:
         """Begin a completion to each of these fixed inputs."""
-        asks = [(self.probe.episodes[name].before(ask), ask) for name, ask in fixed]
+        asks = [(self.fixed.episodes[name].before(ask), ask) for name, ask in fixed]
         player.ask(asks, self._seed(f"{agent} probe"))
 
 
@@ -242,7 +253,7 @@ class _Notes:
     def __init__(self, team: Team, identity: str, kept: Kept | None) -> None:
         self._team, self._identity, self._kept = team, identity, kept
         self._draws: dict[str, Draw] = {}
-        self._probed: dict[str, Probed] = {}
+        self._fixed: dict[str, FixedAnswer] = {}
         self.sets: Mapping[str, str] = {}
 
     def has(self, episode: Episode) -> bool:
@@ -252,33 +263,33 @@ class _Notes:
         return key in self._draws
 
     def has_said(self, episode: Episode, ask: Ask) -> bool:
-        key = probed_key(self._identity, episode, ask)
-        if self._kept is not None and (probed := self._kept.probed.get(key)) is not None:
-            self._probed[key] = probed
-        return key in self._probed
+        key = fixed_key(self._identity, episode, ask)
+        if self._kept is not None and (answer := self._kept.fixed.get(key)) is not None:
+            self._fixed[key] = answer
+        return key in self._fixed
 
     def draw(self, episode: Episode) -> Draw:
         return self._draws[episode_key(self._identity, episode)]
 
-    def probed(self, episode: Episode, ask: Ask) -> Probed:
-        return self._probed[probed_key(self._identity, episode, ask)]
+    def answer(self, episode: Episode, ask: Ask) -> FixedAnswer:
+        return self._fixed[fixed_key(self._identity, episode, ask)]
 
-    def ended(self, episode: Episode, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
+    def ended(self, played: Played) -> None:
         model = self._team.judge.model
         judged = model.take_counts("evaluate") if model is not None else {}
-        key = episode_key(self._identity, episode)
-        self._draws[key] = draw = draw_of(self._team, self.sets[episode.id], episode, samples, seconds, judged)
-        if self._kept is not None and _is_whole(episode, samples):
+        key = episode_key(self._identity, played.episode)
+        self._draws[key] = draw = draw_of(self._team, self.sets[played.episode.id], played, judged)
+        if self._kept is not None and _is_whole(played):
             self._kept.draws.add(key, draw.model_dump(mode="json"))
 
     def said(self, each: Completion) -> None:
-        key = probed_key(self._identity, each.episode, each.ask)
+        key = fixed_key(self._identity, each.episode, each.ask)
         call = call_of(each.episode, each.ask, each.sample, each.seconds)
-        self._probed[key] = probed = Probed(problem=digest(each.episode.problem), call=call)
+        self._fixed[key] = answer = FixedAnswer(problem=digest(each.episode.problem), call=call)
         if self._kept is not None and each.sample.finish is not Finish.ERROR:
-            self._kept.probed.add(key, probed.model_dump(mode="json"))
+            self._kept.fixed.add(key, answer.model_dump(mode="json"))
 
 
-def _is_whole(episode: Episode, samples: Sequence[Sample]) -> bool:
+def _is_whole(played: Played) -> bool:
     """Did nothing fail in it? What an engine gave up is played again where an evaluation goes on."""
-    return not episode.error and not any(sample.finish is Finish.ERROR for sample in samples)
+    return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

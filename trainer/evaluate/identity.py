@@ -29,7 +29,7 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 def evaluation_identity(config: RunConfig) -> dict[str, Any]:
     """What tells a draw of an evaluation from another team's of the same problem: not how many there are; but models' files."""
     team = team_identity(config)
-    for counted in ("num_problems", "repeat", "probe_size"):
+    for counted in ("num_problems", "repeat", "fixed_inputs"):
         del team["evaluate"][counted]
     files = {name: _files(policy.model) for name, policy in config.policies.items() if policy.model is not None}
     judge = None if config.judge is None else config.judge.model_dump(mode="json")

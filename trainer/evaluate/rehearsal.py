@@ -40,12 +40,12 @@ from marsrl.rollout.types import Problem, Sample
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-from marsrl.trainer.preflight import read_data
+from marsrl.trainer.problems import read_data
 
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
-"""Of an agent, what it says: in the first call, in the second, and so on, and then from the first on again."""
+"""What an agent says: in the first call, in the second, and so on, and then from the first on again."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from its draws and its probed inputs alone: a draw that was kept counts as a new one does."""
+"""The numbers of an evaluation, from its draws and the answers to its fixed inputs alone: what was kept counts as what is new."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.at_k import at_k
-from marsrl.trainer.evaluate.draws import Call, Draw, Probed, Said
+from marsrl.trainer.evaluate.draws import Call, Draw, FixedAnswer, Said
 from marsrl.trainer.evaluate.intervals import Array, estimate_of, ratio
-from marsrl.trainer.report.cost import judge_usage, usage
+from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
 
 
@@ -23,8 +23,8 @@ from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimat
 class Answered:
     """What came of an agent's fixed inputs, by whether the first of each is right."""
 
-    right: list[Probed] = field(default_factory=list)
-    wrong: list[Probed] = field(default_factory=list)
+    right: list[FixedAnswer] = field(default_factory=list)
+    wrong: list[FixedAnswer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,21 @@ class Scorer:
     policies: Mapping[str, PolicyConfig]
     judge: str | None = None
 
-    def evaluation(self, draws: Sequence[Draw], probed: Mapping[str, Answered]) -> Evaluation:
-        """Of all draws together, and of each set where they have names."""
+    def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Answered]) -> Evaluation:
+        """The numbers of all draws together, and of each set where they have names."""
         names = dict.fromkeys(draw.of for draw in draws)
-        whole = self._of(draws, probed)
+        whole = self._of(draws, fixed)
         if set(names) <= {""}:
             return whole
         sets = {name: self._of([draw for draw in draws if draw.of == name], {}) for name in names}
         return whole.model_copy(update={"sets": sets})
 
-    def _of(self, draws: Sequence[Draw], probed: Mapping[str, Answered]) -> Evaluation:
+    def _of(self, draws: Sequence[Draw], fixed: Mapping[str, Answered]) -> Evaluation:
         agents = {}
         for spec in self.specs:
             calls = [(d.question, call) for d in draws for call in d.calls if call.agent == spec.name]
-            if spec.name in probed:
-                agents[spec.name] = (_balanced if spec.gives_verdicts else _repairs)(probed[spec.name])
+            if spec.name in fixed:
+                agents[spec.name] = (_balanced if spec.gives_verdicts else _repairs)(fixed[spec.name])
             elif calls:
                 counted = [(question, call.correct) for question, call in calls if not call.is_redrawn]
                 agents[spec.name] = AgentEstimate(**_accuracy(counted).model_dump())
@@ -79,6 +79,7 @@ class Scorer:
             usage=usage(used, self.agents, self.policies),
             tools=tools,
             judge=judge,
+            latency=latency([draw.latency_s for draw in draws if draw.latency_s is not None]),
             team=_means(draws),
         )
 
@@ -130,13 +131,13 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
 def _balanced(asked: Answered) -> AgentEstimate:
     """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
 
-    The probe has equally many of both classes unless the team could not provide them; n is their sum.
+    The inputs are equally many of both classes unless the team could not provide them; n is their sum.
     """
     problems = {name: i for i, name in enumerate(dict.fromkeys(p.problem for p in (*asked.right, *asked.wrong)))}
 
-    def counts(probed: Sequence[Probed], verdict: bool) -> tuple[Array, Array]:
+    def counts(answers: Sequence[FixedAnswer], verdict: bool) -> tuple[Array, Array]:
         hits, all_of = np.zeros(len(problems)), np.zeros(len(problems))
-        for each in probed:
+        for each in answers:
             all_of[problems[each.problem]] += 1
             hits[problems[each.problem]] += each.call.verdict is verdict
         return hits, all_of

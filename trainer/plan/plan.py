@@ -34,7 +34,8 @@ from marsrl.trainer.plan.ranking import Option, options
 from marsrl.trainer.plan.speed import Work
 from marsrl.trainer.plan.splits import Split, splits, step_seconds
 from marsrl.trainer.plan.sync import SyncTime, sync_time
-from marsrl.trainer.preflight import refusals_of, why_not_backend, within_positions
+from marsrl.trainer.preflight import within_positions
+from marsrl.trainer.refusals import refusals_of, why_not_backend
 from marsrl.trainer.schools.registry import school_of
 
 

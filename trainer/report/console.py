@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, Usage, compared
-from marsrl.trainer.runs.directory import names_file
+from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared
+from marsrl.trainer.report.warnings_log import append_warning
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
 
@@ -40,7 +40,7 @@ class Bar:
         self._show()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
-        """Of an evaluation: what is over of all that is played (AtOnce.progress)."""
+        """How much of an evaluation is over (AtOnce.progress)."""
         self.total = total
         self.update(num_over, f"{num_tokens:,} tokens")
 
@@ -120,8 +120,7 @@ class RunConsole:
 
     def warning(self, text: str) -> None:
         if self._kept is not None and not self.is_quiet:
-            with names_file(self._kept), open(self._kept, "ab") as file:
-                file.write(json.dumps({"step": self.step, "text": text}).encode("ascii") + b"\n")
+            append_warning(self._kept, self.step, text)
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     @contextmanager
@@ -160,27 +159,17 @@ class RunConsole:
 
     def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
         """A table of (name, evaluation, its seconds): how good each team is, and what an episode of it takes, by agent."""
-        title = Text("per episode, seconds of engines and tools among it; the last column is the whole evaluation's")
+        title = Text(f"{MEANING}; seconds: of the whole evaluation")
         table = Table(title=title, title_justify="left", pad_edge=False)
-        for heading in ("", "correct", "calls", "input tokens", "output tokens", "cost", "engine s", "seconds"):
+        for heading in ("", "correct", *COLUMNS, "seconds"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name, evaluation, seconds in evaluated:
-            episodes, used = max(1, evaluation.num_episodes), evaluation.usage
-            table.add_row(
-                Text(name), _cell(evaluation.system), *_per_episode([*used.values()], episodes), f"{seconds:.1f}"
-            )
+            whole, parts = episode_costs(evaluation)
+            table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
             for row, found in _rows_at(evaluation):
                 table.add_row(Text(f"  {row}"), _cell(found))
-            for agent, own in used.items():
-                cell = _cell(evaluation.agents.get(agent))
-                table.add_row(Text(f"  {agent} ({own.policy})"), cell, *_per_episode([own], episodes), "")
-            if (judge := evaluation.judge) is not None:
-                table.add_row(Text(f"  judge ({judge.policy})"), "", *_per_episode([judge], episodes), "")
-            for tool, ran in evaluation.tools.items():
-                cells = f"{ran.calls / episodes:,.1f}", "", "", "", f"{ran.seconds / episodes:,.3g}", ""
-                table.add_row(Text(f"  {tool} (tool)"), "", *cells)
-            for what, value in evaluation.team.items():
-                table.add_row(Text(f"  {what}"), "", f"{value:,.1f}")
+            for part in parts:
+                table.add_row(Text(f"  {part.name}"), "" if part.correct is None else _cell(part.correct), *part.cells)
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)
@@ -196,19 +185,6 @@ def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
             values: dict[int, Estimate] = getattr(each.system_at, kind)
             rows += [(f"{prefix}{kind.removesuffix('_at')}@{max(values)}", values[max(values)])] if values else []
     return rows
-
-
-def _per_episode(used: Sequence[Usage], episodes: int) -> list[str]:
-    """Cells: calls, tokens in and out, cost, where all have a price, and seconds of engines, where they are known."""
-    spent = [each.spent for each in used]
-    known = [value for value in spent if value is not None]
-    seconds = [each.seconds for each in used if each.seconds is not None]
-    sums = (sum(getattr(each, what) for each in used) / episodes for what in ("calls", "input_tokens", "output_tokens"))
-    return [
-        *(f"{value:,.1f}" for value in sums),
-        f"{sum(known) / episodes:.3g}" if len(known) == len(spent) else "no price",
-        f"{sum(seconds) / episodes:.3g}" if len(seconds) == len(used) else "",
-    ]
 
 
 def _cell(value: Estimate | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
-from marsrl.trainer.report.summary import JudgeUsage, Usage
+from marsrl.trainer.report.summary import JudgeUsage, Latency, Usage
 
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 
@@ -113,6 +113,15 @@ def usage(
     return found
 
 
+def latency(seconds: Sequence[float]) -> Latency | None:
+    """Of episodes that took so long; None where there is none. Percentiles are of those measured: the nearest rank."""
+    ended = sorted(seconds)
+    if not ended:
+        return None
+    median_s, p95_s = (ended[math.ceil(p / 100 * len(ended)) - 1] for p in (50, 95))
+    return Latency(median_s=median_s, p95_s=p95_s, n=len(ended))
+
+
 class EpisodeClock:
     """Seconds from an episode's first ask to its end. Heard by a scheduler, in whichever thread it runs.
 
@@ -132,7 +141,7 @@ class EpisodeClock:
 
     def metrics(self) -> dict[str, float]:
         """latency_s/episode_p50 and _p95 of the episodes that have ended since the last call; nothing where none has."""
-        ended, self._seconds = sorted(self._seconds), []
-        if not ended:
+        found, self._seconds = latency(self._seconds), []
+        if found is None:
             return {}
-        return {f"latency_s/episode_p{p}": ended[math.ceil(p / 100 * len(ended)) - 1] for p in (50, 95)}
+        return {"latency_s/episode_p50": found.median_s, "latency_s/episode_p95": found.p95_s}

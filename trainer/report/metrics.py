@@ -47,7 +47,6 @@ class MetricsLog:
         wandb_project: str | None = None,
         resume_step: int | None = None,
     ) -> None:
-        self.num_non_finite = 0
         self._last_step: int | None = None
         if run.metrics.exists():
             if resume_step is None:
@@ -74,7 +73,6 @@ class MetricsLog:
         row.update({name: value if math.isfinite(value) else None for name, value in values.items()})
         if bad:
             row[NON_FINITE] = len(bad)
-            self.num_non_finite += len(bad)
             logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(sorted(bad)[:8]))
         with names_file(Path(self._file.name)):
             self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")

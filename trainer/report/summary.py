@@ -80,7 +80,7 @@ class Length(Schema):
 
 
 class AgentEstimate(Estimate):
-    """How often an agent is right: on fixed inputs where the team has it probed, else in the evaluation's episodes.
+    """How often an agent is right: on fixed inputs where the team has it tried apart, else in the evaluation's episodes.
 
     Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
     accuracy; confusion counts its verdicts there, loop_confusion those in the episodes, of which detection_recall is the share
@@ -140,6 +140,15 @@ class JudgeUsage(Usage):
     agreement: float | None = Field(None, ge=0, le=1)
 
 
+class Latency(Schema):
+    """Seconds of an episode from its first request to its end, beside the others that were played (docs/evaluate.md): median and
+    95th percentile of n."""
+
+    median_s: float = Field(ge=0)
+    p95_s: float = Field(ge=0)
+    n: int = Field(ge=1)
+
+
 class Evaluation(Schema):
     """One row set of the table: each agent that was asked, in the order of play, and the whole team.
 
@@ -147,7 +156,8 @@ class Evaluation(Schema):
     problem; alone: the same of the first agent's own answers in the same episodes (Orchestration.alone), null where it does not
     solve. system_at, alone_at: of several draws. sets: each of data.eval's, where that is a list; here all of them together.
     usage: by agent, of the episodes that `system` is of; tools: by name, of the same; judge: of their answers, null where no
-    model judged them; team: means of the orchestration's own metrics over them, by name.
+    model judged them; latency: of the same, null where nothing was asked, or it was not measured; team: means of the
+    orchestration's own metrics over them, by name.
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
@@ -161,6 +171,7 @@ class Evaluation(Schema):
     usage: dict[str, Usage] = Field(default_factory=dict)
     tools: dict[str, ToolUsage] = Field(default_factory=dict)
     judge: JudgeUsage | None = None
+    latency: Latency | None = None
     team: dict[str, float] = Field(default_factory=dict)
 
     @property

@@ -8,7 +8,7 @@ runs/<name>/
     tensorboard/              the same, as event files
     samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
     trace.json                who was busy when            (trace.py)
-    warnings.jsonl            what the run warned of       (console.py)
+    warnings.jsonl            what the run warned of       (warnings_log.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
     bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model

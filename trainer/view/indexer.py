@@ -28,6 +28,7 @@ from marsrl.rollout.types import Finish
 from marsrl.trainer.report.metrics import parse_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
 from marsrl.trainer.report.trace import read_trace
+from marsrl.trainer.report.warnings_log import read_warnings
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.view import index_file as tables
 from marsrl.trainer.view.index_file import connect, first_id, index_path, sample_id, stored
@@ -108,7 +109,7 @@ class _Indexer:
         self._index.execute("INSERT OR REPLACE INTO read VALUES (?, ?)", (what, mark))
 
     def _id_of(self, name: str) -> int:
-        """Of an agent, a rollout, a problem, a metric, a lane: one number each."""
+        """The number of an agent, a rollout, a problem, a metric, a lane: one each."""
         key = stored(name)
         found = self._names.get(key)
         if found is None:
@@ -256,14 +257,12 @@ class _Indexer:
         if state is None or self._mark("warnings") == f"{state}":
             return
         self._index.execute("DELETE FROM warnings WHERE kind = 'said'")
-        for line in self._run.warnings.read_bytes().split(b"\n")[:-1]:
-            try:
-                said = json.loads(line)
-                self._index.execute(
-                    "INSERT INTO warnings VALUES (?, 'said', ?)", (int(said["step"]), stored(str(said["text"])))
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                self._warn_once("warnings.jsonl", f"{self._run.warnings}: a line is no warning ({error!r})")
+        for warned in read_warnings(self._run.warnings):
+            if warned.step is None:
+                self._warn_once("warnings.jsonl", warned.text)
+            else:
+                values = warned.step, stored(warned.text)
+                self._index.execute("INSERT INTO warnings VALUES (?, 'said', ?)", values)
         self._set_mark("warnings", f"{state}")
 
     def _warn_once(self, kind: str, text: str) -> None:

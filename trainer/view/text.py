@@ -6,7 +6,6 @@ characters, and moves no cursor, colours nothing and sets no title.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.report import PLANS
 from marsrl.trainer.report.samples_log import SampleRecord, sample_files
 from marsrl.trainer.report.trees import AnsweredGroup, WholeSamples, trajectories_around
+from marsrl.trainer.report.warnings_log import read_warnings
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
@@ -39,8 +39,9 @@ def print_run(path: Path, console: Console) -> None:
     console.print(_shown(f"{run.path.name}: {standing}{last}", "bold"), soft_wrap=True)
     if rows:
         console.print(_table(rows[0].values, rows[-1].values, (rows[0].step, rows[-1].step)))
-    for line in _warnings(run.warnings):
-        console.print(_shown(line, "yellow"), soft_wrap=True)
+    for warned in read_warnings(run.warnings)[-_MOST_WARNINGS:]:
+        place = "" if warned.step is None else f"step {warned.step}: "
+        console.print(_shown(f"warning: {place}{warned.text}", "yellow"), soft_wrap=True)
     files, read = sample_files(run), WholeSamples()
     for trajectory in trajectories_around(files, last=True, read=read) if files else []:
         tree = Tree(_shown(f"{trajectory.problem_id} ({trajectory.rollout_id})", "bold"))
@@ -68,19 +69,6 @@ def _table(first: Mapping[str, float | None], last: Mapping[str, float | None], 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _warnings(path: Path) -> Sequence[str]:
-    """The last of warnings.jsonl; a line that is none is shown as it is."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    found = []
-    for line in lines[-_MOST_WARNINGS:]:
-        try:
-            said = json.loads(line)
-            found.append(f"warning: step {said['step']}: {said['text']}")
-        except (ValueError, KeyError, TypeError):
-            found.append(f"warning: {path.name} has a line that is no warning: {line[:80]!r}")
-    return found
 
 
 def _add(tree: Tree, groups: Sequence[AnsweredGroup]) -> None:

@@ -35,6 +35,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
+    why_not_decodable,
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
 from marsrl.rollout.engines.stops import StopTexts
@@ -167,18 +168,10 @@ class LocalEngine:
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
     def _refusal(self, request: DecodeRequest) -> str:
-        n = len(request.token_ids)
-        if n == 0:
-            return "the prompt is empty"
-        if n >= self._max_model_len:
-            return f"the prompt has {n} tokens, which leaves no room in max_model_len {self._max_model_len}"
-        if request.max_new_tokens < 1:
-            return f"max_new_tokens is {request.max_new_tokens}"
-        if request.experts_from is not None and not self._shape.num_experts:
+        reason = why_not_decodable(request, self._max_model_len, self._shape.vocab_size)
+        if not reason and request.experts_from is not None and not self._shape.num_experts:
             return f"experts are to be recorded, but {self._shape.architecture} has none"
-        if int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._shape.vocab_size:
-            return f"a token id is outside of the vocabulary of {self._shape.vocab_size}"
-        return ""
+        return reason
 
     def _admit(self) -> list[DecodeResult]:
         """Let submitted requests join the batch, as many as there is room for; the results of those refused."""

@@ -159,7 +159,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Of a type that pydantic knows; what is a name or a class of others is left to vLLM (two fields of 0.32)."""
+    """Checks values of a type that pydantic knows; a name, or a class of others, is left to vLLM (two fields of 0.32)."""
     try:
         return TypeAdapter(Any if isinstance(field_type, str) else field_type)
     except PydanticSchemaGenerationError:

@@ -33,6 +33,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
+    why_not_decodable,
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
 from marsrl.rollout.engines.stops import StopTexts
@@ -310,17 +311,8 @@ class VllmEngine:
 
     def _refusal(self, request: DecodeRequest) -> DecodeResult | None:
         """The result of a request that vLLM would raise on, or None."""
-        n = len(request.token_ids)
-        reason = ""
-        if n == 0:
-            reason = "the prompt is empty"
-        elif n >= self._max_model_len:
-            reason = f"the prompt has {n} tokens, which leaves no room in max_model_len {self._max_model_len}"
-        elif request.max_new_tokens < 1:
-            reason = f"max_new_tokens is {request.max_new_tokens}"
-        elif int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._vocab_size:
-            reason = f"a token id is outside of the vocabulary of {self._vocab_size}"
-        elif self._draws == "engine":
+        reason = why_not_decodable(request, self._max_model_len, self._vocab_size)
+        if not reason and self._draws == "engine":
             reason = self._refused_by_vllm(request)
         if not reason:
             return None

@@ -82,7 +82,7 @@ class _Tables:
         self.kept: dict[int, list[IntArray]] = {}  # by slot, of requests that record it, the ids kept at each place
 
     def slot(self, key: str) -> int:
-        """Of this request, which may have one already: vLLM preempts and brings back."""
+        """The slot of this request, which may have one already: vLLM preempts and brings back."""
         if key not in self._slots:
             if not self._free:
                 first = len(self.logprobs)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.bucket_plan import Box
-from marsrl.trainer.learner.megatron.held import held_boxes, held_matrices
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
-from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, part_shape, split, units
+from marsrl.trainer.learner.megatron.mapping import Unit, held_boxes, held_matrices, hf_shapes, part_shape, split, units
 
 
 @dataclass(frozen=True)

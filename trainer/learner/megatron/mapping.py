@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how it is cut over ranks. Knows torch only.
+"""Which Hugging Face tensors make up which Megatron parameter, and how it is cut over ranks. Imports no megatron.
 
 | Megatron                          | Hugging Face                               | cut over ranks       |
 |-----------------------------------|--------------------------------------------|----------------------|
@@ -11,12 +11,14 @@
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
 | norms, router                     | the same                                   | not cut              |
 
-The converter (convert.py), the export of a checkpoint (export.py) and the planner (plan/) all read this table.
+The converter (convert.py), the export of a checkpoint (export.py) and the planner (plan/) all read this table. A shard of a
+Megatron parameter is one run of rows, or of columns, of each of its Hugging Face tensors: held_boxes says which, for a sync
+without files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.bucket_plan import Box
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,25 @@ def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
     if unit.kind == "pair":
         return list(whole.unbind(0))
     return [whole[: shape.vocab_size]] if unit.kind == "vocab" else [whole]
+
+
+def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int) -> Iterator[tuple[str, Box]]:
+    """(name, box) for each of the unit's tensors, of shard `part` of `parts`; one that is all padding is left out."""
+    for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+        rows, columns = size[0], size[1] if len(size) > 1 else 1
+        if unit.cut is None:
+            box = Box(0, rows, 0, columns)
+        elif unit.hf_cut == 0:
+            box = Box(*hf_span(unit, rows, part, parts), 0, columns)
+        else:
+            box = Box(0, rows, *hf_span(unit, columns, part, parts))
+        if box.num_elements:
+            yield name, box
+
+
+def held_matrices(shape: ModelShape, unit: Unit, shard: Tensor, parts: int) -> Sequence[Tensor]:
+    """The unit's tensors as far as a shard holds them, each as a matrix; padded rows of the vocabulary may follow."""
+    view = shard.reshape(part_shape(shape, unit, parts))
+    if unit.kind == "vocab":
+        return [view]
+    return [tensor.reshape(tensor.shape[0], -1) for tensor in split(shape, unit, view)]

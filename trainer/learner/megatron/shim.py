@@ -46,7 +46,7 @@ def install() -> bool:
         if "megatron.core" in sys.modules:
             raise RuntimeError(
                 "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
-                " call marsrl.trainer.learner.megatron.shim.install() first"
+                "call marsrl.trainer.learner.megatron.shim.install() first"
             )
         _before_import()
         _is_installed = True

@@ -1,0 +1,108 @@
+"""What a machine refuses of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
+what they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import TrainerHost, refusals, vllm_refusals
+from marsrl.rollout.engines.vllm.arguments import checked_extra
+from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
+from marsrl.trainer.config.read import ConfigError
+
+
+def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
+    """What sync.backend needs of a machine and does not find; None: nothing is missing."""
+    sync = config.sync
+    if sync.backend == "shm":
+        return None
+    key = f"sync.backend={sync.backend}"
+    if has_cuda:
+        found = f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false"
+        return found if sync.cpu_twin else None
+    if not sync.cpu_twin:
+        return (
+            f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=auto, or sync.cpu_twin=true to send "
+            f"the same buckets over {'gloo' if sync.backend == 'nccl' else 'shared memory'}"
+        )
+    if config.rollout.engine == "vllm":
+        return (
+            f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
+            "sync.backend=shm and sync.cpu_twin=false, or rollout.engine=local"
+        )
+    return None
+
+
+def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
+    """Agents whose draws vLLM's own sampler has to list the vocabulary for (docs/credit.md)."""
+    return [
+        f"agents.{name} leaves no token out, and the engines of policies.{agent.policy} list at each place what was kept "
+        "(loss.truncation=renormalise): vLLM's own sampler is slow at it; set top_p or top_k, or rollout.vllm.sampler=marsrl"
+        for name, agent in config.agents.items()
+        if agent.policy in (vllm := vllm_of(config))
+        and config.records_of(agent.policy).kept_tokens
+        and vllm[agent.policy].sampler_on(engines_device(host)) == "engine"
+        and agent.top_p == 1
+        and agent.top_k < 1
+    ]
+
+
+def check_extra(config: RunConfig) -> None:
+    """rollout.vllm.extra is what vLLM takes, where it is installed; where not, engines stand elsewhere and ask theirs."""
+    if importlib.util.find_spec("vllm") is not None:
+        for vllm in vllm_of(config).values():
+            checked_extra(vllm.extra)
+
+
+def check_machine(config: RunConfig, host: TrainerHost) -> None:
+    """Engines, optimizer and weight files can be where the config wants them."""
+    import torch
+
+    has_cuda, sync = torch.cuda.is_available(), config.sync
+    if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not has_cuda:
+        raise ConfigError(
+            f"rollout.placement=colocated: {NO_SLEEP_ON_CPU}, or rollout.engine=local, whose sleep moves nothing on a CPU"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:  # the others may stand on another host, and see other GPUs and folders
+        if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
+        if found := refusals_of(config, host):
+            raise ConfigError("; ".join(found))
+    for name, policy in config.trained_policies.items():
+        if policy.optimizer.offload and not has_cuda and host.num_ranks:
+            raise ConfigError(f"policies.{name}.{NO_OFFLOAD_ON_CPU}")
+        if policy.recompute == "full_offload" and not has_cuda and host.num_ranks:
+            raise ConfigError(f"policies.{name}.{NO_INPUTS_TO_OFFLOAD_ON_CPU}")
+
+
+def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
+    """What engines and trainer would refuse of these settings on that host."""
+    files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
+    return (
+        *refusals(config.served_rollouts, host, weight_files=files),
+        *dict.fromkeys(
+            sentence for name, vllm in vllm_of(config).items() for sentence in _of_vllm(config, name, vllm, host)
+        ),
+    )
+
+
+def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
+    """rollout.vllm as each policy has it that vLLM serves."""
+    if config.rollout.engine != "vllm":
+        return {}
+    return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
+
+
+def _of_vllm(config: RunConfig, policy: str, vllm: VllmOptions, host: TrainerHost) -> Sequence[str]:
+    is_trained = policy in config.trained_policies and host.num_ranks > 0
+    return vllm_refusals(vllm, engines_device(host), config.records_of(policy), takes_weights=is_trained)
+
+
+def engines_device(host: TrainerHost) -> str:
+    """On what engines compute: on GPUs where rank 0 sees one."""
+    return "cuda" if host.num_gpus else "cpu"
