@@ -142,23 +142,22 @@ def c_tokens(
     sums: Tensor,
 ) -> library.Tokens:
     """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
-    arrays = {
-        "advantage": tokens.advantages,
-        "log_ratio": tokens.log_ratio,
-        "old_logprobs": tokens.old_logprobs,
-        "rollout_logprobs": tokens.rollout_logprobs,
-        "reference_logprobs": tokens.reference_logprobs,
-        "gate": tokens.gate,
-        "dropped": tokens.dropped,
-        "weight": tokens.weights,
-        "agent": tokens.agent_of,
-        "logprobs": logprobs,
-        "entropy": entropy,
-        "coefficient": coefficient,
-        "entropy_coefficient": entropy_coefficient,
-        "sums": sums,
-    }
-    return library.Tokens(**{name: address(array) for name, array in arrays.items()})
+    return library.Tokens(
+        tokens.advantages.data_ptr(),
+        address(tokens.log_ratio),
+        address(tokens.old_logprobs),
+        address(tokens.rollout_logprobs),
+        address(tokens.reference_logprobs),
+        address(tokens.gate),
+        address(tokens.dropped),
+        address(tokens.weights),
+        address(tokens.agent_of),
+        logprobs.data_ptr(),
+        entropy.data_ptr(),
+        coefficient.data_ptr(),
+        entropy_coefficient.data_ptr(),
+        sums.data_ptr(),
+    )
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
