@@ -41,7 +41,7 @@ class CpuRowKernels:
     def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
         local = rows.take(head.targets) - head.first_column
         inverse = head.inverse_temperature_at(rows)
-        partials = torch.empty(4, rows.count, dtype=torch.float64)
+        partials = torch.empty(4, rows.count, dtype=torch.float64, device="cpu")
         library.cpu_library().marsrl_row_partials(
             logits.data_ptr(),
             head.width,
@@ -90,7 +90,7 @@ class CpuPolicyTerms:
 
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
-        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64)
+        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64, device="cpu")
         self._held = tokens, logprobs, entropy  # the structures hold addresses only
         self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
         self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
