@@ -34,5 +34,6 @@ MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float in
 
 // dz of the target. 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
 MARSRL_INLINE float softmax_target_gradient(float logp, float entropy, float c, float e, float inverse_temperature) {
-  return (-c * std::expm1(logp) - e * std::exp(logp) * (logp + entropy)) * inverse_temperature;
+  const float bounded = logp < -1e4f ? -1e4f : logp;  // as above
+  return (-c * std::expm1(logp) - e * std::exp(logp) * (bounded + entropy)) * inverse_temperature;
 }
