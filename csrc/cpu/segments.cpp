@@ -21,41 +21,54 @@ struct Set {
   bool is_flat() const { return !is_single() && lowest == highest; }
 };
 
-std::vector<Set> sets_of(const double* rewards, const int64_t* set_of, int64_t num_samples) {
+template <class Float>
+std::vector<Set> sets_of(const Float* rewards, const int64_t* set_of, int64_t num_samples) {
   std::vector<Set> sets(num_samples);
   for (int64_t i = 0; i < num_samples; i++) {
     if (std::isnan(rewards[i])) continue;
     Set& set = sets[set_of[i]];
     set.count += 1;
-    set.total += rewards[i];
-    set.lowest = std::min(set.lowest, rewards[i]);
-    set.highest = std::max(set.highest, rewards[i]);
+    const double reward = rewards[i];
+    set.total += reward;
+    set.lowest = std::min(set.lowest, reward);
+    set.highest = std::max(set.highest, reward);
   }
   for (int64_t i = 0; i < num_samples; i++) {
     if (std::isnan(rewards[i])) continue;
     Set& set = sets[set_of[i]];
-    const double distance = rewards[i] - set.mean();
+    const double distance = static_cast<double>(rewards[i]) - set.mean();
     set.squares += distance * distance;
   }
   return sets;
 }
 
-template <class Float>
-void add_masked(const Float* values, const uint8_t* mask, int64_t begin, int64_t end, double* total, double* count) {
-  for (int64_t t = begin; t < end; t++)
-    if (!mask || mask[t]) {
-      *total += static_cast<double>(values[t]);
-      *count += 1;
-    }
+template <class Float, class Integer>
+void add_masked(const Float* values, const uint8_t* mask, const Integer* cu_seqlens, int64_t num_sequences,
+                double* sums) {
+  for (int64_t s = 0; s < num_sequences; s++) {
+    double total = 0, count = 0;
+    for (int64_t t = cu_seqlens[s]; t < cu_seqlens[s + 1]; t++)
+      if (!mask || mask[t]) {
+        total += static_cast<double>(values[t]);
+        count += 1;
+      }
+    sums[s] = total;
+    sums[num_sequences + s] = count;
+  }
 }
 
-}  // namespace
+template <class Float>
+void add_masked(const Float* values, const uint8_t* mask, const void* cu_seqlens, bool is_int64, int64_t num_sequences,
+                double* sums) {
+  if (is_int64)
+    add_masked(values, mask, static_cast<const int64_t*>(cu_seqlens), num_sequences, sums);
+  else
+    add_masked(values, mask, static_cast<const int32_t*>(cu_seqlens), num_sequences, sums);
+}
 
-// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A NaN reward is
-// missing and gets 0; so does a flat set, and a set with one reward unless keeps_single (mean 0, std 1).
-MARSRL_API void marsrl_group_advantage(const double* rewards, const int64_t* mean_set_of, const int64_t* std_set_of,
-                                       int64_t num_samples, int is_unbiased, int keeps_single, double eps,
-                                       double* advantage) {
+template <class Float>
+void advantages(const Float* rewards, const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
+                bool is_unbiased, bool keeps_single, double eps, Float* advantage) {
   const std::vector<Set> mean_sets = sets_of(rewards, mean_set_of, num_samples);
   const std::vector<Set> other_sets =
       std_set_of == mean_set_of ? std::vector<Set>() : sets_of(rewards, std_set_of, num_samples);
@@ -69,21 +82,45 @@ MARSRL_API void marsrl_group_advantage(const double* rewards, const int64_t* mea
     }
     const double mean = of_mean.is_single() ? 0.0 : of_mean.mean();
     const double std = of_std.is_single() ? 1.0 : of_std.std(is_unbiased);
-    advantage[i] = (rewards[i] - mean) / (std + eps);
+    advantage[i] = static_cast<Float>((static_cast<double>(rewards[i]) - mean) / (std + eps));
   }
 }
 
+template <class Integer>
+void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* sequence_of) {
+  for (int64_t s = 0; s < num_sequences; s++) std::fill(sequence_of + cu_seqlens[s], sequence_of + cu_seqlens[s + 1], s);
+}
+
+}  // namespace
+
+// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A NaN reward is
+// missing and gets 0; so does a flat set, and a set with one reward unless keeps_single (mean 0, std 1). Both arrays are
+// float32, or float64 where is_float64.
+MARSRL_API void marsrl_group_advantage(const void* rewards, int is_float64, const int64_t* mean_set_of,
+                                       const int64_t* std_set_of, int64_t num_samples, int is_unbiased,
+                                       int keeps_single, double eps, void* advantage) {
+  if (is_float64)
+    advantages(static_cast<const double*>(rewards), mean_set_of, std_set_of, num_samples, is_unbiased, keeps_single, eps,
+               static_cast<double*>(advantage));
+  else
+    advantages(static_cast<const float*>(rewards), mean_set_of, std_set_of, num_samples, is_unbiased, keeps_single, eps,
+               static_cast<float*>(advantage));
+}
+
+// sequence_of [T]: the sequence of each token, where cu_seqlens rises from 0 to T.
+MARSRL_API void marsrl_sequence_of(const void* cu_seqlens, int is_int64, int64_t num_sequences, int64_t* sequence_of) {
+  if (is_int64)
+    number_tokens(static_cast<const int64_t*>(cu_seqlens), num_sequences, sequence_of);
+  else
+    number_tokens(static_cast<const int32_t*>(cu_seqlens), num_sequences, sequence_of);
+}
+
 // sums [2, S] = the values of a sequence's tokens added up, and how many these are. values [T] is float32, or float64
-// where is_float64; it is not read where mask [T] is 0, null: all are read.
-MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const int64_t* cu_seqlens,
-                                     int64_t num_sequences, double* sums) {
-  for (int64_t s = 0; s < num_sequences; s++) {
-    double total = 0, count = 0;
-    if (is_float64)
-      add_masked(static_cast<const double*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
-    else
-      add_masked(static_cast<const float*>(values), mask, cu_seqlens[s], cu_seqlens[s + 1], &total, &count);
-    sums[s] = total;
-    sums[num_sequences + s] = count;
-  }
+// where is_float64; it is not read where mask [T] is 0, null: all are read. cu_seqlens [S + 1]: int32, or int64.
+MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const void* cu_seqlens,
+                                     int is_int64, int64_t num_sequences, double* sums) {
+  if (is_float64)
+    add_masked(static_cast<const double*>(values), mask, cu_seqlens, is_int64, num_sequences, sums);
+  else
+    add_masked(static_cast<const float*>(values), mask, cu_seqlens, is_int64, num_sequences, sums);
 }

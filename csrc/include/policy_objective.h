@@ -71,28 +71,17 @@ struct Term {
 };
 
 MARSRL_INLINE float objective_exp(float x) {
-#ifdef __CUDA_ARCH__
-  return expf(x);
-#else
   const float e = vector_exp(x > kLargestExponent ? kLargestExponent : x);
   return x > kLargestExponent ? INFINITY : e;
-#endif
 }
 
 MARSRL_INLINE float objective_expm1(float x) {
-#ifdef __CUDA_ARCH__
-  return expm1f(x);
-#else
   const float e = vector_expm1(x > kLargestExponent ? kLargestExponent : x);
   return x > kLargestExponent ? INFINITY : e;
-#endif
 }
 
 // yes where the option is on, bit by bit: GCC 12 vectorises no select whose condition is the same for a whole loop.
 MARSRL_INLINE float pick(bool option, float yes, float no) {
-#ifdef __CUDA_ARCH__
-  return option ? yes : no;
-#else
   uint32_t y, n;
   std::memcpy(&y, &yes, sizeof y);
   std::memcpy(&n, &no, sizeof n);
@@ -100,7 +89,6 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
   float picked;
   std::memcpy(&picked, &bits, sizeof picked);
   return picked;
-#endif
 }
 
 // No branch on what differs from token to token, and every condition selects a float: so a loop over tokens vectorises.

@@ -1,5 +1,5 @@
-// One element of a row of logits: what it adds to the softmax statistics, and its gradient. The CPU and the CUDA
-// kernels differ in how they walk a row and add up; the arithmetic of an element is this.
+// One element of a row of logits: what it adds to the softmax statistics, and its gradient. The arithmetic
+// that all walks over a row share.
 //
 //   d = (x - maximum) / tau,   p = e^d / sum,   log p_y and H = log sum - (sum of d e^d) / sum
 //   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH
@@ -8,20 +8,11 @@
 
 #include "vector_exp.h"
 
-// e^x for x <= 0: the polynomial vectorises on a CPU, a GPU has an instruction for it.
-MARSRL_INLINE float softmax_exp(float x) {
-#ifdef __CUDA_ARCH__
-  return expf(x);
-#else
-  return vector_exp(x);
-#endif
-}
-
-// Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, on a CPU 0 where it is
+// Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, 0 where it is
 // below the smallest normal float32.
 MARSRL_INLINE float add_softmax_term(float x, float maximum, float inverse_temperature, float& sum, float& weighted) {
   const float d = (x - maximum) * inverse_temperature;  // centred first: exactly 0 at the maximum
-  const float e = softmax_exp(d);
+  const float e = vector_exp(d);
   sum += e;
   weighted += (d < kSmallestExponent ? 0.0f : d) * e;  // 0 times -inf would be NaN
   return e;
@@ -32,16 +23,17 @@ MARSRL_INLINE float softmax_gradient(float x, float maximum, float inverse_tempe
                                      float c, float e) {
   float logp = (x - maximum) * inverse_temperature - log_sum;
   logp = logp < -1e4f ? -1e4f : logp;  // p is 0 there, and 0 times -inf would be NaN
-  return -softmax_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
+  return -vector_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
 }
 
 // The same for e = 0, where scale = -c / tau: most objectives have no entropy bonus.
 MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float inverse_temperature, float log_sum,
                                                 float scale) {
-  return scale * softmax_exp((x - maximum) * inverse_temperature - log_sum);
+  return scale * vector_exp((x - maximum) * inverse_temperature - log_sum);
 }
 
 // dz of the target. 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
 MARSRL_INLINE float softmax_target_gradient(float logp, float entropy, float c, float e, float inverse_temperature) {
-  return (-c * std::expm1(logp) - e * std::exp(logp) * (logp + entropy)) * inverse_temperature;
+  const float bounded = logp < -1e4f ? -1e4f : logp;  // as above
+  return (-c * std::expm1(logp) - e * std::exp(logp) * (bounded + entropy)) * inverse_temperature;
 }

@@ -28,7 +28,7 @@ def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: T
     """[S, N, D] as the reference defines it; what lies behind a length is never read."""
     q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     library.cpu_library().marsrl_attention_decode(
         q.data_ptr(),
         k_cache.data_ptr(),

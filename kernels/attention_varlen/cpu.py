@@ -35,9 +35,9 @@ def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
     while start < len(segments):
         longest = segments[start][0]
         stop = next((i for i in range(start, len(segments)) if 2 * segments[i][0] < longest), len(segments))
-        lengths = torch.tensor([length for length, _ in segments[start:stop]])[:, None]
-        begins = torch.tensor([begin for _, begin in segments[start:stop]])[:, None]
-        offsets = torch.arange(longest)[None]
+        lengths = torch.tensor([length for length, _ in segments[start:stop]], device="cpu")[:, None]
+        begins = torch.tensor([begin for _, begin in segments[start:stop]], device="cpu")[:, None]
+        offsets = torch.arange(longest, device="cpu")[None]
         source = (begins + torch.minimum(offsets, lengths - 1)).flatten()
         places = (offsets < lengths).flatten().nonzero()[:, 0]
         buckets.append(Bucket(stop - start, longest, source, places, source[places]))
@@ -90,7 +90,7 @@ def _per_segment(
         num_queries, num_keys = end - begin, end_k - begin_k
         mask = None
         if causal and num_queries > 1:  # one query, as in decoding, sees every key
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device="cpu").tril(num_keys - num_queries)
         query, key, value = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))

@@ -25,7 +25,7 @@ def attention_varlen_reference(
         scores = torch.einsum("ihd,jhd->hij", q[begin:end], keys) * scale
         if causal:
             num_queries, num_keys = end - begin, end_k - begin_k
-            is_hidden = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
-            scores = scores.masked_fill(is_hidden.to(q.device), -torch.inf)
+            every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+            scores = scores.masked_fill(every.triu(num_keys - num_queries + 1), -torch.inf)
         outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), values))
     return torch.cat(outputs) if outputs else torch.zeros_like(q)

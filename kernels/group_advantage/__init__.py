@@ -50,12 +50,11 @@ def group_advantage(
     Raises:
         ValueError: names the argument, what was found and what was expected.
     """
-    choices = {
-        "normalise": (normalise, tuple(_SETS)),
-        "std": (std, ("biased", "unbiased")),
-        "singleton": (singleton, ("zero", "raw")),
-    }
-    for name, (found, allowed) in choices.items():
+    for name, found, allowed in (
+        ("normalise", normalise, _SETS),
+        ("std", std, ("biased", "unbiased")),
+        ("singleton", singleton, ("zero", "raw")),
+    ):
         if found not in allowed:
             raise ValueError(f"group_advantage: {name} is {found!r}, expected {' or '.join(allowed)}")
     check("group_advantage", "rewards", rewards, (None,), (torch.float32, torch.float64))

@@ -10,18 +10,19 @@ def group_advantage_cpu(
     rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
 ) -> Tensor:
     """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
-    wide = rewards.detach().double().contiguous()
+    given = rewards.detach().contiguous()
     mean_sets = mean_set_of.contiguous()
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()
-    advantage = torch.empty_like(wide)
+    advantage = torch.empty_like(given)
     cpu_library().marsrl_group_advantage(
-        wide.data_ptr(),
+        given.data_ptr(),
+        given.dtype == torch.float64,
         mean_sets.data_ptr(),
         std_sets.data_ptr(),
-        wide.numel(),
+        given.numel(),
         is_unbiased,
         keeps_single,
         eps,
         advantage.data_ptr(),
     )
-    return advantage.to(rewards.dtype)
+    return advantage

@@ -22,7 +22,7 @@ class Counts:
 
     def ends_on(self, device: torch.device) -> Tensor:
         """[E] int32: the row behind each expert's last. A list is sent over, nothing is waited for."""
-        counts = torch.tensor(self.host, dtype=torch.int32) if self.device is None else self.device
+        counts = torch.tensor(self.host, dtype=torch.int32, device="cpu") if self.device is None else self.device
         if device.type == "cuda" and counts.device.type == "cpu":
             counts = counts.pin_memory()
         return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

@@ -38,7 +38,9 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             has_rows = len(ctx.spans) == weights.shape[0]
             of_weights = (
-                torch.empty(weights.shape, dtype=weights.dtype) if has_rows else weights.new_zeros(weights.shape)
+                torch.empty_like(weights, memory_format=torch.contiguous_format)
+                if has_rows
+                else weights.new_zeros(weights.shape)
             )
             for expert, rows in ctx.spans:
                 torch.mm(grad_output[rows].t(), x[rows], out=of_weights[expert])

@@ -76,10 +76,10 @@ class HeadGradients:
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
         if self.wanted.hidden:
-            of_hidden = torch.empty(rows.count, self.hidden.shape[1])
+            of_hidden = torch.empty(rows.count, self.hidden.shape[1], device=self.hidden.device)
         if self.wanted.weight and self.of_weight is None:
             dtype = self.wanted.weight_dtype if is_last else torch.float32
-            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype)
+            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)
         hidden, factor = rows.take(self.hidden), self.wanted.factor
         self.gemms.hidden_and_weight_gradient(dz_of, hidden, of_hidden, self.of_weight, adds, factor)
         if of_hidden is not None:

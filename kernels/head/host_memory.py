@@ -34,7 +34,7 @@ def host_buffer(num_floats: int) -> Tensor:
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < num_floats:
         kept = _kept.buffer = None  # before the larger one comes
-        kept = _kept.buffer = torch.empty(num_floats)
+        kept = _kept.buffer = torch.empty(num_floats, device="cpu")
     return kept[:num_floats]
 
 

@@ -45,8 +45,10 @@ class Support:
     def _restrict_on_host(
         self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
     ) -> None:
-        row = torch.arange(len(counts)).repeat_interleave(counts)
-        behind = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]  # of the row's own, how many came before
+        row = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        behind = (
+            torch.arange(row.numel(), device="cpu") - (counts.cumsum(0) - counts)[row]
+        )  # of the row's own, how many came before
         columns = self.ids[starts[row] + behind] - first_column
         is_here = (columns >= 0) & (columns < num_columns)
         row, columns = row[is_here], columns[is_here].long()

@@ -86,7 +86,7 @@ def _exponentials(
     gemms = gradients.gemms
     hidden = chunk.take(gradients.hidden).float()
     cuts = gemms.tiles()
-    parts = torch.empty(len(cuts), 4, chunk.count, dtype=torch.float64)
+    parts = torch.empty(len(cuts), 4, chunk.count, dtype=torch.float64, device="cpu")
     targets, inverse = chunk.take(head.targets), head.inverse_temperature_at(chunk)
     for part, tile in zip(parts, cuts, strict=True):
         logits = _block(pieces, chunk.count, tile)
@@ -111,7 +111,7 @@ def gradients_by_tiles(
     gemms = gradients.gemms
     largest = max(sizes, default=0)
     pieces = host_buffer(largest * gemms.tiles()[0].stop)
-    tokens = torch.empty(largest, dtype=torch.int64)
+    tokens = torch.empty(largest, dtype=torch.int64, device="cpu")
     for number, chunk in enumerate(rows.pieces(sizes)):
         hidden = chunk.take(gradients.hidden).float()
 

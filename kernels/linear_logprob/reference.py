@@ -16,16 +16,17 @@ def linear_logprob_reference(
 ) -> tuple[Tensor, Tensor]:
     """(log p_y, H) [T] in float32, or float64 for such input; logits in full; padded columns left out.
 
-    -inf in place of logits outside of a token's support, where p is 0 and p log p too.
+    -inf in place of logits outside of a token's support. Where a logit is -inf p is 0, and p log p too.
 
     z = hidden @ weight.T / temperature;  log p_y = z_y - logsumexp z;  H = -sum_v p_v log p_v
     """
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     logits = hidden.to(dtype) @ weight[:num_columns].to(dtype).t()
     logits = logits / (temperature.to(dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
-    is_out = _left_out(logits, support)
-    logp = torch.log_softmax(logits.masked_fill(is_out, -torch.inf), dim=-1)
-    return logp.gather(1, targets[:, None].long())[:, 0], -(logp.exp() * logp.masked_fill(is_out, 0.0)).sum(dim=-1)
+    logits = logits.masked_fill(_left_out(logits, support), -torch.inf)
+    logp = torch.log_softmax(logits, dim=-1)
+    terms = logp.exp() * logp.masked_fill(logits == -torch.inf, 0.0)
+    return logp.gather(1, targets[:, None].long())[:, 0], -terms.sum(dim=-1)
 
 
 def _left_out(logits: Tensor, support: Support | None) -> Tensor:

@@ -39,9 +39,10 @@ def _on_rows(provider: RowProvider) -> Implementation:
         terms = policy_terms(kernels, tokens, logp, ent)
         terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip what is masked
         sums = terms.sums()
-        loss = _Loss.apply(logprobs, entropy, terms, total_loss(sums))
+        loss = _Loss.apply(logprobs, entropy, terms, sums)
         if tokens.mask is not None:
-            logp, ent = torch.where(tokens.mask, logp, 0.0), torch.where(tokens.mask, ent, 0.0)
+            zero = logp.new_zeros(())  # one for both: each 0.0 would become a tensor of its own
+            logp, ent = torch.where(tokens.mask, logp, zero), torch.where(tokens.mask, ent, zero)
         return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
 
     def why_not(logprobs: Tensor, entropy: Tensor, *_: object) -> str | None:
@@ -54,19 +55,22 @@ class _Loss(torch.autograd.Function):
     """The loss that the row kernel found, with its coefficients as the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, sums: Tensor) -> Tensor:
         ctx.save_for_backward(terms.coefficient, terms.entropy_coefficient)
         ctx.dtypes = logprobs.dtype, entropy.dtype
-        return loss.clone()
+        return total_loss(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        gradients = [
-            (grad_output * coefficient).to(dtype) if is_wanted else None
-            for coefficient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-        ]
-        return gradients[0], gradients[1], None, None
+        coefficient, entropy_coefficient = ctx.saved_tensors
+        of_logprobs, of_entropy, *_ = ctx.needs_input_grad
+        return (
+            (grad_output * coefficient).to(ctx.dtypes[0]) if of_logprobs else None,
+            (grad_output * entropy_coefficient).to(ctx.dtypes[1]) if of_entropy else None,
+            None,
+            None,
+        )
 
 
 _OP = Op(

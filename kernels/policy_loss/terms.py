@@ -24,24 +24,24 @@ def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, en
     they must be complete before this is called.
     """
     log_ratio, dropped = _of_whole_sequences(tokens, logprobs)
-    prepared = replace(
-        tokens,
-        advantages=tokens.advantages.detach().float().contiguous(),
-        log_ratio=log_ratio,
-        old_logprobs=_float32(tokens.old_logprobs),
-        rollout_logprobs=_float32(tokens.rollout_logprobs),
-        reference_logprobs=_float32(tokens.reference_logprobs),
-        gate=_contiguous(tokens.gate),
-        dropped=_contiguous(dropped),
-        mask=_contiguous(tokens.mask),
-        weights=_float32(tokens.weights),
-    )
-    return kernels.policy_terms(prepared, logprobs, entropy)
+    prepared = {
+        "advantages": _float32(tokens.advantages),
+        "log_ratio": log_ratio,
+        "old_logprobs": _float32(tokens.old_logprobs),
+        "rollout_logprobs": _float32(tokens.rollout_logprobs),
+        "reference_logprobs": _float32(tokens.reference_logprobs),
+        "gate": _contiguous(tokens.gate),
+        "dropped": _contiguous(dropped),
+        "mask": _contiguous(tokens.mask),
+        "weights": _float32(tokens.weights),
+    }
+    changed = {name: values for name, values in prepared.items() if values is not getattr(tokens, name)}
+    return kernels.policy_terms(replace(tokens, **changed) if changed else tokens, logprobs, entropy)
 
 
 def agent_sums(sums: Tensor) -> dict[str, Tensor]:
     """{metric: [A] float32} of PolicyTerms.sums [A, 6]."""
-    return dict(zip(METRICS, sums.t().float()))
+    return dict(zip(METRICS, sums.float().unbind(1)))
 
 
 def total_loss(sums: Tensor) -> Tensor:
@@ -50,7 +50,9 @@ def total_loss(sums: Tensor) -> Tensor:
 
 
 def _float32(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach().float().contiguous()
+    if values is None or (values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous()):
+        return values
+    return values.detach().float().contiguous()
 
 
 def _contiguous(flags: Tensor | None) -> Tensor | None:

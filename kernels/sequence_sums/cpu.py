@@ -9,7 +9,7 @@ from marsrl.kernels.library import address, cpu_library
 def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """[2, S] as the reference defines it."""
     wide = values if values.dtype == torch.float64 else values.float()
-    wide, boundaries = wide.contiguous(), cu_seqlens.long().contiguous()
+    wide, boundaries = wide.contiguous(), cu_seqlens.contiguous()
     kept = None if mask is None else mask.contiguous()
     sums = torch.empty(2, boundaries.numel() - 1, dtype=torch.float64, device="cpu")
     cpu_library().marsrl_sequence_sums(
@@ -17,6 +17,7 @@ def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -
         wide.dtype == torch.float64,
         address(kept),
         boundaries.data_ptr(),
+        boundaries.dtype == torch.int64,
         sums.shape[1],
         sums.data_ptr(),
     )

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scripts import BENCHMARKS, ROOT, call, script
+from scripts import BENCHMARKS, call, script
 
 
 def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ gpu_suite.pack(out, out, suite)
 @pytest.mark.slow
 def test_the_cpu_library_builds_without_cmake(tmp_path: Path) -> None:
     native = script("native")
-    compiler = native.compiler_of("cpu")
+    compiler = native.find_compiler()
     if compiler is None:
         pytest.skip("no g++ or c++ on PATH")
-    native._with_compiler("cpu", compiler, sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), tmp_path)
+    native.build_with(compiler, tmp_path)
     assert ctypes.CDLL(str(tmp_path / "marsrl_cpu.so")).marsrl_abi_version() > 0
 
 

@@ -50,6 +50,13 @@ def holds(part: Any, whole: Any) -> bool:
     return bool(part == whole)
 
 
+@pytest.mark.parametrize("command", run_by("test_the_tables_of_the_head_are_printed"))
+def test_the_tables_of_the_head_are_printed(command: str) -> None:
+    done = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True)
+    printed = done.stdout.strip().split("\n\n")
+    assert len(printed) == 2 and all(table in (ROOT / "docs/kernels.md").read_text("utf-8") for table in printed)
+
+
 @pytest.mark.parametrize("command", run_by("test_a_command_does_what_it_says"))
 def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     own = "policies.main.model=/path/to/Qwen3-0.6B data.train=problems.jsonl"

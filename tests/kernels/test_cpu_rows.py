@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cuda_cases import exact_statistics, hard_rows, head_for
+from row_cases import exact_statistics, hard_rows, head_for
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective

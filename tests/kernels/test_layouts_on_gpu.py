@@ -1,8 +1,8 @@
-"""On a GPU: packing, group_advantage, mpt_gate and the row kernels of csrc/cuda, by the bodies of the CPU's tests."""
+"""On a GPU: packing, group_advantage, mpt_gate and the sums of a policy loss, by the bodies of the CPU's tests."""
 
-import cuda_cases
 import packing_cases
 import pytest
+import row_cases
 import torch
 from hypothesis import HealthCheck, given, settings
 from test_group_advantage import (
@@ -21,7 +21,6 @@ from test_mpt_gate import (
 )
 
 from marsrl.kernels import kept_rows, mpt_gate, pack
-from marsrl.kernels.cuda_library import machine_lacks_cuda
 
 __all__ = [
     "test_a_group_by_hand",
@@ -44,19 +43,6 @@ def _tensors_on_the_gpu():
     torch.set_default_device("cuda")
     yield
     torch.set_default_device("cpu")
-
-
-@pytest.fixture(params=["triton", "cuda"])
-def implementation(request, monkeypatch):
-    if request.param == "cuda" and machine_lacks_cuda() is not None:
-        pytest.skip(machine_lacks_cuda())
-    monkeypatch.setenv("MARSRL_KERNELS", request.param)
-
-
-@pytest.fixture
-def cuda_library():
-    if machine_lacks_cuda() is not None:
-        pytest.skip(machine_lacks_cuda())
 
 
 @pytest.fixture
@@ -105,24 +91,5 @@ def test_a_large_batch_is_packed_and_gated_without_a_wait(triton):
     assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
 
 
-@pytest.mark.parametrize("columns", [*cuda_cases.COLUMNS, 151936, 152063])
-def test_statistics_are_those_of_the_row_and_of_no_other(columns, cuda_library):
-    cuda_cases.check_statistics(columns)
-
-
-@pytest.mark.parametrize("columns", [*cuda_cases.COLUMNS, 151936, 152063])
-@pytest.mark.parametrize("dtype, padding", [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 3)])
-def test_rows_with_a_coefficient_become_gradients_side_by_side(columns, dtype, padding, cuda_library):
-    cuda_cases.check_gradients(columns, dtype, padding)
-
-
-def test_partials_of_a_shard(cuda_library):
-    cuda_cases.check_partials()
-
-
-def test_a_bad_target_gives_nan(cuda_library):
-    cuda_cases.check_bad_targets_give_nan()
-
-
-def test_the_sums_of_many_agents_are_kept_apart(implementation):
-    cuda_cases.check_many_agents()
+def test_the_sums_of_many_agents_are_kept_apart(triton):
+    row_cases.check_many_agents()

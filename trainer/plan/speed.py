@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.head import head_flops
 from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
 from marsrl.trainer.plan.parameters import elements, rank_elements
 
@@ -93,7 +94,7 @@ def step_time(
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
     attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
-    head = shape.vocab_size * shape.hidden_size * work.trained / replicas * (6 + 2 * swept)
+    head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
     head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
 
     num_layers = shape.num_layers / layout.pipeline

@@ -41,7 +41,7 @@ class CpuRowKernels:
     def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
         local = rows.take(head.targets) - head.first_column
         inverse = head.inverse_temperature_at(rows)
-        partials = torch.empty(4, rows.count, dtype=torch.float64)
+        partials = torch.empty(4, rows.count, dtype=torch.float64, device="cpu")
         library.cpu_library().marsrl_row_partials(
             logits.data_ptr(),
             head.width,
@@ -90,7 +90,7 @@ class CpuPolicyTerms:
 
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
-        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64)
+        self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64, device="cpu")
         self._held = tokens, logprobs, entropy  # the structures hold addresses only
         self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
         self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
@@ -142,23 +142,22 @@ def c_tokens(
     sums: Tensor,
 ) -> library.Tokens:
     """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
-    arrays = {
-        "advantage": tokens.advantages,
-        "log_ratio": tokens.log_ratio,
-        "old_logprobs": tokens.old_logprobs,
-        "rollout_logprobs": tokens.rollout_logprobs,
-        "reference_logprobs": tokens.reference_logprobs,
-        "gate": tokens.gate,
-        "dropped": tokens.dropped,
-        "weight": tokens.weights,
-        "agent": tokens.agent_of,
-        "logprobs": logprobs,
-        "entropy": entropy,
-        "coefficient": coefficient,
-        "entropy_coefficient": entropy_coefficient,
-        "sums": sums,
-    }
-    return library.Tokens(**{name: address(array) for name, array in arrays.items()})
+    return library.Tokens(
+        tokens.advantages.data_ptr(),
+        address(tokens.log_ratio),
+        address(tokens.old_logprobs),
+        address(tokens.rollout_logprobs),
+        address(tokens.reference_logprobs),
+        address(tokens.gate),
+        address(tokens.dropped),
+        address(tokens.weights),
+        address(tokens.agent_of),
+        logprobs.data_ptr(),
+        entropy.data_ptr(),
+        coefficient.data_ptr(),
+        entropy_coefficient.data_ptr(),
+        sums.data_ptr(),
+    )
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:

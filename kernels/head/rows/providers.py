@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.kernels.cuda_library import machine_lacks_cuda, why_not_cuda
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -19,7 +18,6 @@ class RowProvider:
 
     machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
     its name and a tensor; why_not_together: for all of them. takes_support: a logit of -inf is seen by its statistics.
-    takes_all_rows: it can leave the rows without a coefficient where they are.
     """
 
     name: str
@@ -28,7 +26,6 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
     why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
     takes_support: bool = True
-    takes_all_rows: bool = True
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
@@ -41,10 +38,8 @@ class RowProvider:
                 return f"float64 input ({name}), the row kernels compute in float32"
         return self.why_not_together(tensors)
 
-    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head, compacts: bool) -> str | None:
+    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head) -> str | None:
         """None where this call of a head can be served; else the reason."""
-        if not (compacts or self.takes_all_rows):
-            return "compacts is False, and its gradients lie side by side"
         if head.support is not None and not self.takes_support:
             return "support is given, and its statistics come from the product, before columns are left out"
         return self.why_not(hidden=hidden, weight=weight)
@@ -68,12 +63,6 @@ def _load_triton_gemm() -> RowKernels:
     return TritonGemmRowKernels()
 
 
-def _load_cuda() -> RowKernels:
-    from marsrl.kernels.head.rows.cuda import CudaRowKernels
-
-    return CudaRowKernels()
-
-
 def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
 
@@ -90,10 +79,8 @@ def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
     return None
 
 
-# On a GPU Triton comes before csrc/cuda until a measurement there says otherwise.
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
-    RowProvider("cuda", _load_cuda, machine_lacks_cuda, why_not_cuda, takes_all_rows=False),
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
 )
 

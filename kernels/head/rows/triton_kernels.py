@@ -388,7 +388,8 @@ def row_gradients(
         logp_target = tl.load(logprobs + token)
         target = tl.load(targets + token) - first_column
         # 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
-        at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (logp_target + ent)) * inverse
+        bounded = tl.where(logp_target < NOTHING, NOTHING, logp_target)  # p is 0 there, and 0 times -inf would be NaN
+        at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (bounded + ent)) * inverse
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
         out_stop = tl.minimum(begin + PIECE, out_stride)

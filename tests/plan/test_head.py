@@ -1,0 +1,31 @@
+"""The tables of docs/kernels.md are what the formulas say."""
+
+from pathlib import Path
+
+from marsrl.trainer.plan.hardware import GPUS
+from marsrl.trainer.plan.head import DESIGNS, PRESENT, HeadShape, designs_table, head_phases, head_seconds, times_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+
+
+def test_the_page_has_the_tables_of_the_formulas() -> None:
+    page = PAGE.read_text("utf-8")
+    assert designs_table() in page and times_table() in page
+
+
+def test_bytes_and_flops_of_a_row_by_hand() -> None:
+    shape = HeadShape(tokens=1000, hidden=64, columns=5000, trained=0.5, active=0.25)
+    first, rows, gradients = head_phases(shape, PRESENT)
+    assert first.flops + gradients.flops == (2 * 500 + 4 * 250) * 64 * 5000
+    weight = 64 * 5000
+    assert first.bytes == 2 * weight + 500 * (2 * 64 + 4 * 5000)  # one chunk: the weight, X, float32 logits
+    assert rows.bytes == (500 * 4 + 250 * (4 + 2)) * 5000  # read for statistics; read again, dz in bfloat16
+    assert gradients.bytes == 10 * weight + 250 * ((2 + 4) * 64 + 4 * 5000)  # W, dW twice; X, dX; dz twice
+    assert [design.before_gradients for design in DESIGNS] == [14, 6, 2]
+
+
+def test_no_design_is_below_the_floor_of_its_products() -> None:
+    shape, gpu = HeadShape(16384, 2048, 151936), GPUS["h100-80g"]
+    floor = 6 * 16384 * 2048 * 151936 / (gpu.flops * 0.81)
+    seconds = [head_seconds(shape, design, gpu) for design in DESIGNS]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] >= floor * 0.999

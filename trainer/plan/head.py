@@ -1,0 +1,150 @@
+"""The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of two designs that are not built.
+
+python -m marsrl.trainer.plan.head        # the tables of docs/kernels.md
+
+T tokens, H hidden, V columns of a rank (the vocabulary over its tensor-parallel ranks); m: share of the tokens that are
+trained, a: share that has a gradient. Nothing here was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from marsrl.trainer.plan import hardware as hw
+
+PRODUCT_SHARE = 0.81  # of the peak, a large bf16 product: measured on one H100 (hardware.py); taken for the others too
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """tokens T, hidden H, columns V of this rank; trained m and active a, shares of the tokens."""
+
+    tokens: int
+    hidden: int
+    columns: int
+    trained: float = 1.0
+    active: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDesign:
+    """Bytes that pass through memory for a logit of a row, each once.
+
+    first: written by the first product, of a trained row. rows: by the row kernels, of a trained row. gradient: by the row
+    kernels, of an active row. products: read by the products of dX and dW, of an active row.
+    first_rows, gradient_rows: of a chunk, each of which reads the weight, and of the second kind reads and writes dW.
+    """
+
+    name: str
+    first: int
+    rows: int
+    gradient: int
+    products: int
+    first_rows: int
+    gradient_rows: int
+
+    @property
+    def before_gradients(self) -> int:
+        """Bytes a logit of a row that is trained and active, before the products of dX and dW."""
+        return self.first + self.rows + self.gradient
+
+
+# (a) float32 logits: written, read for the statistics, read for dz, which is bfloat16.
+# (d) bfloat16 exponentials relative to their tile's reference, written by the first product beside float32 statistics,
+#     become dz in their place.
+# (e) the exponentials themselves are the operand of dX and dW: what turns them into dz is a power of two of each (row,
+#     tile), and the target's part is added by row.
+# (d) and (e) hold as many bytes as (a): 4,224 rows of 2 bytes and 768 of 4.
+PRESENT = HeadDesign("(a) as it is", 4, 4, 6, 4, 768, 4224)
+EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 5760, 5760)
+NO_DZ = HeadDesign("(e) no dz", 2, 0, 0, 4, 5760, 5760)
+DESIGNS = (PRESENT, EXPONENTIALS, NO_DZ)
+
+
+def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
+    """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
+    return (2 * trained_rows + 4 * active_rows) * hidden * columns
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Work that is done before the next begins: FLOPs on tensor cores, bytes through memory."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, gpu: hw.Gpu) -> float:
+        return max(self.flops / (gpu.flops * PRODUCT_SHARE), self.bytes / (gpu.bandwidth * hw.MEMORY_SHARE.value))
+
+
+def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase]:
+    """The first product, the row kernels, the products of dX and dW; weight and hidden states in bfloat16, dW in float32."""
+    trained, active = shape.tokens * shape.trained, shape.tokens * shape.active
+    weight = shape.columns * shape.hidden
+    first = 2 * weight * ceil(trained / design.first_rows) + 2 * trained * shape.hidden
+    first += design.first * trained * shape.columns
+    rows = (design.rows * trained + design.gradient * active) * shape.columns
+    gradients = (2 + 8) * weight * ceil(active / design.gradient_rows) + (2 + 4) * active * shape.hidden
+    gradients += design.products * active * shape.columns
+    return (
+        Phase(head_flops(trained, 0, shape.hidden, shape.columns), first),
+        Phase(0, rows),
+        Phase(head_flops(0, active, shape.hidden, shape.columns), gradients),
+    )
+
+
+def head_seconds(shape: HeadShape, design: HeadDesign, gpu: hw.Gpu) -> float:
+    """Of forward and backward, the phases one after the other; collectives of a sharded vocabulary are not counted."""
+    return sum(phase.seconds(gpu) for phase in head_phases(shape, design))
+
+
+HIDDEN = 2048
+VOCABULARIES = (32000, 151936)
+TOKENS = (4096, 16384, 65536)
+MASKED = (0.0, 0.5, 0.75)
+MACHINES = ("h100-80g", "h200-141g", "a100-80g")
+
+
+def designs_table() -> str:
+    """Bytes of the designs, and their milliseconds on an H100, as Markdown."""
+    shape = HeadShape(16384, HIDDEN, 151936)
+    lines = [_row("design", "bytes a logit before dX, dW", "with them", "GB in all", "TFLOP", "ms, H100"), _rule(6)]
+    for design in DESIGNS:
+        phases = head_phases(shape, design)
+        before = design.before_gradients
+        numbers = (sum(phase.bytes for phase in phases) / 1e9, sum(phase.flops for phase in phases) / 1e12)
+        ms = 1e3 * head_seconds(shape, design, hw.GPUS["h100-80g"])
+        lines.append(
+            _row(design.name, before, before + design.products, *(f"{each:.1f}" for each in numbers), f"{ms:.1f}")
+        )
+    return "\n".join(lines)
+
+
+def times_table() -> str:
+    """Expected milliseconds of the head as it is, as Markdown."""
+    heads = [f"{tokens // 1024}k, {masked:.0%}" for tokens in TOKENS for masked in MASKED]
+    lines = [_row("GPU", "V", "TP", *heads), _rule(3 + len(heads))]
+    for name in MACHINES:
+        for vocabulary in VOCABULARIES:
+            for tensor in (1, 4):
+                shapes = (
+                    HeadShape(tokens, HIDDEN, vocabulary // tensor, 1 - masked, 1 - masked)
+                    for tokens in TOKENS
+                    for masked in MASKED
+                )
+                found = (f"{1e3 * head_seconds(shape, PRESENT, hw.GPUS[name]):.2f}" for shape in shapes)
+                lines.append(_row(name, f"{vocabulary:,}", tensor, *found))
+    return "\n".join(lines)
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _rule(count: int) -> str:
+    return "|" + "---|" * count
+
+
+if __name__ == "__main__":
+    print(f"{designs_table()}\n\n{times_table()}")
