@@ -40,6 +40,18 @@ class RunSection(Settings):
         le=LONGEST_S,
         description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
     )
+    token_log_every: int = Field(
+        10,
+        ge=0,
+        le=MOST,
+        description="steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none",
+    )
+    token_log_groups: int = Field(
+        1,
+        gt=0,
+        le=MOST,
+        description="whose tokens are kept of such a step: groups of each agent, at most 32 MiB together",
+    )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
 
