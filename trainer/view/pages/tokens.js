@@ -103,7 +103,7 @@ function Legend({ coloring, kept }) {
   const swatch = (classes, text) => html`<span><i class=${`tok ${classes}`}></i>${text}</span>`;
   const lacks = !kept.update && coloring !== "logprob";
   return html`<p class=${`legend by-${coloring}`} aria-label="legend"><b>${name}</b>
-    ${coloring === "difference" ? [swatch("down l0", labels[0]), ...labels.slice(1).map((text, i) => html`<span><i class=${`tok down l${i + 1}`}></i><i class=${`tok up l${i + 1}`}></i>${text}</span>`), html`<span>trainer less sure, surer</span>`]
+    ${coloring === "difference" ? [swatch("down l0", labels[0]), ...labels.slice(1).map((text, i) => html`<span><i class=${`tok down l${i + 1}`}></i><i class=${`tok up l${i + 1}`}></i>${text}</span>`), html`<span>left: trainer less sure, right: surer</span>`]
       : labels ? labels.map((text, i) => swatch(`l${i}`, text))
       : coloring === "clipped" ? swatch("marked", `the ratio's clip is active: ${number(kept.clipped.length)} of ${number(kept.text.length)} tokens`)
       : [swatch("marked", `masked by the gate: ${number(kept.gated.length)} of ${number(kept.text.length)} tokens`), swatch("corrected", `by loss.correction: ${number(kept.masked.length - kept.gated.length)}`)]}
