@@ -32,6 +32,7 @@ from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
+from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import step_metrics
@@ -62,6 +63,7 @@ class Driver:
     evaluator: Evaluator
     rebalancer: Rebalancer | None = None
     metrics: MetricsLog | None = None
+    port: MetricsPort | None = None
     spikes: GradSpikes = field(default_factory=GradSpikes)
     before: Evaluation | None = None
     after: Evaluation | None = None
@@ -394,7 +396,10 @@ class Run:
         cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
         if self.config.judge is not None:
             cost |= judge_metrics(batch.metrics, self.config.policies[self.config.judge.policy].price)
-        driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
+        row = {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed}
+        driver.metrics.log(step, row)
+        if driver.port is not None:
+            driver.port.show(step, row)
         forget_tokens(self.directory, step)  # of a life before: they are of other samples than those of now
         write_samples(self.directory, step, batch.groups, driver.credited)
         if driver.kept:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import shutil
+import socket
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.schedule.ledger import Batch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
 from marsrl.trainer.config.read import read_config
@@ -31,6 +35,7 @@ from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
+from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
@@ -503,12 +508,39 @@ def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such
         play(*small)
 
 
+def test_prometheus_is_answered_while_the_run_goes_on(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    pages: list[str] = []
+
+    def looks(run: Run, batch: Batch | None) -> None:
+        pages.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode())
+
+    monkeypatch.setattr(Run, "stop_if_unusable", looks)  # what the loop calls after a step's record
+    words = ["orchestration=solver", "run.evaluate=false", "run.steps=2", f"run.prometheus_port={port}"]
+    rows = [row.values for row in read_metrics(play(*words) / "metrics.jsonl")]
+    first, second = pages
+    assert "marsrl_step 1.0" in first and "marsrl_step 2.0" in second and 'marsrl_run{run="scripted"} 1.0' in second
+    assert f'marsrl_reward_mean{{agent="solver"}} {rows[1]["reward/solver/mean"]}' in second
+    assert 'marsrl_engines{policy="main"} 1.0' in second
+    assert f"marsrl_rollout_tokens_total {rows[0]['rollout/tokens'] + rows[1]['rollout/tokens']}" in second
+    asked = re.findall(r"marsrl_\w+", (Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())
+    of_others = (
+        "marsrl_rank_silence_seconds",
+        "marsrl_judge_missing_share",
+    )  # of several ranks, of a judge that is a model
+    assert {name for name in asked if not re.search(rf"^{name}\b", second, re.M)} == set(of_others)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
+
+
 def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play, tmp_path: Path) -> None:
     """Two updates a step, so that ratios move and are clipped; the second life repeats step 2 under a shorter interval."""
     words = [
         "run.evaluate=false", "trainer.updates_per_step=2", "loss.clip_low=0.0001", "loss.clip_high=0.0001",
-        "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "trainer.max_tokens_per_micro_batch=900", "orchestration=solver",
-        "run.token_log_groups=4", "rollout.prompts_per_step=4", "run.keep_checkpoints=9", "run.checkpoint_every=1", "run.name=scripted",
+        "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "orchestration=solver",
+        "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
+        "run.keep_checkpoints=9", "run.checkpoint_every=1", "run.name=scripted",
     ]  # fmt: skip
     of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s", "cost/", "policy_cost/")
 

@@ -52,6 +52,12 @@ class RunSection(Settings):
         le=MOST,
         description="whose tokens are kept of such a step: groups of each agent, at most 32 MiB together",
     )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="rank 0 answers Prometheus at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0 = no port",
+    )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
 

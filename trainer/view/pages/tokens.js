@@ -11,6 +11,7 @@ export const COLORINGS = {
   gated: { name: "gated (DMMPT)" },
 };
 const MOST = 3000; // tokens that are shown at once
+const MOST_CHARS = 300; // of a token
 
 const sum = (a, b) => (a === null || b === null ? null : a - b);
 const level = (value, edges) => (value === null ? "" : `l${edges.filter((edge) => value >= edge).length}`);
@@ -96,7 +97,8 @@ function pieces(kept, colored, start, fold) {
 }
 
 // A token with nothing to see is one of several that make a character; a line's end has a sign of its own.
-const seen = (text) => (text === "" ? "·" : text.replaceAll("\n", "↵\n"));
+// No vocabulary has one that is as long as what is cut here.
+const seen = (text) => (text === "" ? "·" : text.length > MOST_CHARS ? `${seen(text.slice(0, MOST_CHARS))}… ${number(text.length)} characters` : text.replaceAll("\n", "↵\n"));
 
 function Legend({ coloring, kept }) {
   const { labels, name } = COLORINGS[coloring];
