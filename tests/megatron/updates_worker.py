@@ -65,8 +65,8 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
     tokens: Tokens = {}
     for step in range(2):
         stats = train_step(learner, updates, keep={"s1", "s2", "s6"} if step == 0 else ())
-        for part in gather_bytes(encode(stats.tokens)):
-            for each in decode(tuple[TrainedTokens, ...], part):
+        for told in gather_bytes(encode(stats.tokens)):
+            for each in decode(tuple[TrainedTokens, ...], told):
                 assert each.uid not in tokens, f"two ranks speak for {each.uid}"
                 tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
         replay: Any = stats.replay

@@ -17,7 +17,7 @@ PAGES = (
     "page=samples&sample=6.3&view=diff",
     "page=samples&sample=6.3",  # tool calls
     "page=samples&sample=6.4",  # its own parent
-    *(f"page=samples&sample=6.3&color={color}" for color in ("logprob", "entropy", "difference", "clipped", "gated")),
+    *(f"page=samples&sample=6.3&color={color}" for color in ("difference", "gated")),
     "page=samples&sample=6.1&color=logprob",  # trained nothing; tokens of 35,000 characters
     "page=samples&sample=6.2&color=gated",  # none kept
     "page=samples&sample=6.3&color=__proto__",

@@ -100,7 +100,7 @@ class MetricsPort:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         step, since, gauges = self._last
-        own = {
+        own: dict[str, tuple[str, Mapping[Labels, float]]] = {
             "marsrl_run": ("1, its name as a label", {(("run", self._run),): 1.0}),
             "marsrl_steps": ("run.steps", {(): float(self._num_steps)}),
             "marsrl_seconds_since_step": (
@@ -118,7 +118,7 @@ class MetricsPort:
         }
         if step is not None:
             own["marsrl_step"] = ("the last step that was logged", {(): float(step)})
-        shown = {
+        shown: dict[str, tuple[str, Mapping[Labels, float]]] = {
             name: ("of the last step, docs/metrics.md", values) for name, values in gauges.items() if name not in own
         }
         for name, (text, values) in (own | shown).items():
@@ -147,7 +147,7 @@ def served(port: int, shown: MetricsPort) -> Iterator[None]:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(shown)  # type: ignore[arg-type]  # a Collector by its method
+    registry.register(shown)
     try:
         server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as error:
