@@ -115,6 +115,6 @@ def _take_megatrons_head(learner: Any) -> None:
             sums = dict.fromkeys(("clipped_tokens", "masked_tokens", "entropy", "kl", "tokens"), zeros)
             logprobs = torch.where(batch.mask, -nll[:, 0].detach(), 0.0)
             total = terms.sum() / loss.normaliser
-            return HeadResult(PolicyLoss(total, logprobs, logprobs, logprobs, {"loss": of_agent, **sums}), None)
+            return HeadResult(PolicyLoss(total, logprobs, logprobs, logprobs, {"loss": of_agent, **sums}), None, loss)
 
     learner._model.__class__ = PlainHead

@@ -13,6 +13,7 @@ from marsrl.kernels.linear_policy_loss import linear_policy_loss
 from marsrl.kernels.mpt_gate import mpt_gate
 from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
+from marsrl.kernels.policy_loss.marks import TokenMarks, token_marks
 
 __all__ = [
     "Explanation",
@@ -22,6 +23,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyObjective",
     "Support",
+    "TokenMarks",
     "attention_choice",
     "attention_decode",
     "attention_varlen",
@@ -35,4 +37,5 @@ __all__ = [
     "pack",
     "policy_loss",
     "raise_bad_targets",
+    "token_marks",
 ]

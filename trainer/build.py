@@ -42,6 +42,7 @@ from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.run import Driver, Run
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
@@ -93,6 +94,16 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             channels[name] = _channel(config, name, models[name], team.pools[name] if team is not None else None)
             stack.callback(channels[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
+        if driver is not None and config.run.prometheus_port:
+            driver.port = MetricsPort(
+                directory.path.name,
+                agents=config.agents,
+                policies=trained,
+                num_steps=config.run.steps,
+                engines=lambda: {name: pool.num_engines for name, pool in driver.team.pools.items()},
+                silences_s=lambda: {} if beat is None else beat.silences_s,
+            )
+            stack.enter_context(served(config.run.prometheus_port, driver.port))
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
         yield Run(config, directory, console, learners, channels, driver, started)

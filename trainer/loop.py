@@ -33,6 +33,7 @@ def train(run: Run) -> None:
                     seed=config.run.seed,
                 )
                 run.note_credit(credited)
+        kept = run.choose_kept(credited)  # samples whose tokens are logged; none in most steps
         for policy, learner in run.learners.items():
             with run.timed("pack"):
                 batches = None
@@ -43,7 +44,7 @@ def train(run: Run) -> None:
                     )
                 updates = scatter(batches, run.shard_of_this_rank)
             with run.engines_asleep(), run.timed("step"):
-                stats = train_step(learner, updates, by_agent=run.measures_agents)
+                stats = train_step(learner, updates, by_agent=run.measures_agents, keep=kept)
                 run.note_step(policy, stats, batches)
             if stats.is_updated:
                 with run.timed("publish"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -94,6 +96,7 @@ def preflight(
         _check_something_trains(config)
         _check_layouts(config)
         _check_wandb(config)
+        _check_prometheus(config)
     check_machine(config, host)
     train, held_out, sets, num_skipped = read_data(config) if given is None else ((), given, (), 0)
     of_train, of_eval = ("data.train", "data.eval") if not is_own(config.task) else ("problems", "held_out")
@@ -189,6 +192,22 @@ def _check_wandb(config: RunConfig) -> None:
         raise ConfigError(
             f"run.wandb={config.run.wandb} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
         )
+
+
+def _check_prometheus(config: RunConfig) -> None:
+    """The port can be had, on the rank that will open it."""
+    port = config.run.prometheus_port
+    if not port or int(os.environ.get("RANK", "0")) != 0:
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"run.prometheus_port={port} needs prometheus_client, which is not installed; `pip install prometheus_client`, or "
+            "unset it"
+        )
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise ConfigError(f"run.prometheus_port={port}: {error.strerror}; give a port that is free, or 0") from error
 
 
 def _check_judge(judge: JudgeConfig, problems: Mapping[str, Sequence[Problem]]) -> list[str]:

@@ -26,20 +26,23 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics, tool_shares
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
+from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summarise_run import gates_of, missed_gates, summarise_run
 from marsrl.trainer.report.summary import Evaluation, save_summary
+from marsrl.trainer.report.token_log import choose_samples, forget_tokens, token_record, with_trained, write_tokens
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
-from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
@@ -60,12 +63,15 @@ class Driver:
     evaluator: Evaluator
     rebalancer: Rebalancer | None = None
     metrics: MetricsLog | None = None
+    port: MetricsPort | None = None
     spikes: GradSpikes = field(default_factory=GradSpikes)
     before: Evaluation | None = None
     after: Evaluation | None = None
     num_syncs: int = 0
     episode_clock: EpisodeClock = field(default_factory=EpisodeClock)
     credited: dict[str, float] = field(default_factory=dict)  # advantages of this step, by uid
+    kept: frozenset[str] = frozenset()  # samples of this step whose tokens are logged
+    tokens: list[TrainedTokens] = field(default_factory=list)  # what this step's updates said of them
     row: dict[str, float] = field(default_factory=dict)  # this step's metrics so far
 
 
@@ -127,6 +133,12 @@ class Run:
         """Samples with advantage 0 still have a gradient."""
         loss = self.config.loss
         return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Are tokens of this step logged?"""
+        every = self.config.run.token_log_every
+        return bool(every) and self.step % every == 0
 
     @property
     def measures_agents(self) -> bool:
@@ -227,6 +239,24 @@ class Run:
         if self.config.has_whole_instances:  # else a step has parts of them, mostly of one agent
             self.driver.row.update(drmas_metrics(credited.groups))
 
+    def choose_kept(self, credited: Credited | None) -> frozenset[str]:
+        """Uids of the samples whose tokens are kept of this step. Collective where there is such a step; else nothing is done."""
+        if not self.keeps_tokens:
+            return frozenset()
+        chosen: list[str] = []
+        if credited is not None:
+            chosen = choose_samples(
+                credited.groups,
+                {sequence.uid for sequence in credited.sequences},
+                num_groups=self.config.run.token_log_groups,
+                seed=self.config.run.seed,
+                step=self.step,
+            )
+        uids = frozenset(decode(list[str], broadcast_bytes(encode(chosen) if self.driver is not None else None)))
+        if self.driver is not None:
+            self.driver.kept = uids
+        return uids
+
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
         """With rollout.placement=colocated the GPUs' memory is the trainer's in the body. Collective then.
@@ -246,7 +276,8 @@ class Run:
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
-        """Count a skipped step, keep its batch; rank 0 keeps the metrics. mini_batches are rank 0's."""
+        """Count a skipped step, keep its batch; rank 0 keeps the metrics, and the tokens that are logged. mini_batches are
+        rank 0's. Collective."""
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
@@ -259,6 +290,10 @@ class Run:
                 batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, sequences)
                 path = save_bad_batch(self.directory, batch, keep=max(most, KEPT_BAD_BATCHES))
                 self.console.warning(f"step {self.step}: {batch.problem}; the step is skipped, its batch is {path}")
+        if self.keeps_tokens:
+            told = gather_bytes(encode(stats.tokens))
+            if self.driver is not None:
+                self.driver.tokens += [each for part in told for each in decode(tuple[TrainedTokens, ...], part)]
         if self.driver is not None:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
@@ -361,8 +396,15 @@ class Run:
         cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
         if self.config.judge is not None:
             cost |= judge_metrics(batch.metrics, self.config.policies[self.config.judge.policy].price)
-        driver.metrics.log(step, {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed})
+        row = {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed}
+        driver.metrics.log(step, row)
+        if driver.port is not None:
+            driver.port.show(step, row)
+        forget_tokens(self.directory, step)  # of a life before: they are of other samples than those of now
         write_samples(self.directory, step, batch.groups, driver.credited)
+        if driver.kept:
+            with self.timed("token_log"):
+                self._log_tokens(step, batch, driver)
         for warning in one_sided_verdicts(batch.groups):
             self.console.warning(warning)
         rewards = " ".join(
@@ -372,7 +414,18 @@ class Run:
         )
         self.console.message(f"step {step}/{self.config.run.steps}  reward: {rewards}  {total:.1f} s")
         driver.credited, driver.row = {}, {}
+        driver.kept, driver.tokens = frozenset(), []
         self.trace.save()
+
+    def _log_tokens(self, step: int, batch: Batch, driver: Driver) -> None:
+        policies = {name: agent.policy for name, agent in self.agents.items()}
+        samples = [sample for group in batch.groups for sample in group.samples]
+        records = [
+            token_record(sample, line, policies[sample.agent], driver.team.renderers[policies[sample.agent]])
+            for line, sample in enumerate(samples, start=1)  # of the samples file
+            if sample.uid in driver.kept
+        ]
+        write_tokens(self.directory, step, with_trained(records, driver.tokens))
 
     def checkpoint_if_due(self, step: int) -> None:
         self.checkpoints.finish_if_written()

@@ -24,6 +24,7 @@ from marsrl.rollout.types import IntArray, Message
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+_BYTES = (1, 2, 3, 4)  # of a character in UTF-8
 _TOKENS_TOGETHER = 1 << 20  # are decoded: as Python's numbers they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
@@ -150,6 +151,38 @@ class ChatRenderer:
                 texts += self._texts(numbers)
                 numbers, num_tokens = [], 0
         return texts + self._texts(numbers)
+
+    def pieces(self, ids: IntArray) -> list[str]:
+        """The text of each token, for people who look at single tokens; together the text of all, the stop token's too.
+
+        A character that is cut over tokens belongs to the last of them, the others are "". Bytes that are no character
+        are U+FFFD, each.
+        """
+        numbers: list[int] = ids.tolist()
+        pieces = self._texts([[number] for number in numbers])
+        start = 0
+        for end in [i for i, piece in enumerate(pieces) if "\ufffd" not in piece] + [len(pieces)]:
+            if end > start:
+                pieces[start:end] = self._whole_characters(numbers[start:end])
+            start = end + 1
+        is_spaced = len(pieces) > 1 and self._text(numbers) == " ".join(pieces)  # words, put together with spaces
+        return [" " * (is_spaced and place > 0) + piece for place, piece in enumerate(pieces)]
+
+    def _whole_characters(self, numbers: list[int]) -> list[str]:
+        """`pieces` of neighbours that each end or begin within a character. A character has 4 bytes at most: so many together."""
+        windows = [numbers[i : i + width] for i in range(len(numbers)) for width in _BYTES]
+        texts = self._texts(windows)
+        pieces = [""] * len(numbers)
+        start = 0
+        while start < len(numbers):
+            of_start = texts[start * len(_BYTES) : (start + 1) * len(_BYTES)][: len(numbers) - start]
+            width, text = next(
+                ((width, text) for width, text in zip(_BYTES, of_start) if not text.endswith("\ufffd")),
+                (1, of_start[0]),
+            )
+            pieces[start + width - 1] = text
+            start += width
+        return pieces
 
     def _text(self, numbers: list[int]) -> str:
         return self._texts([numbers])[0]

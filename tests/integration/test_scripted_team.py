@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import shutil
+import socket
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from scripted_pool import pools_of
@@ -20,6 +24,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.schedule.ledger import Batch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
 from marsrl.trainer.config.read import read_config
@@ -29,6 +34,8 @@ from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.report.token_log import read_tokens, token_files
+from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
@@ -499,3 +506,81 @@ def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such
         RuntimeError, match=r"version 0: the trainer's log-probs of the probe are not finite: .* \(0: those"
     ):
         play(*small)
+
+
+def test_prometheus_is_answered_while_the_run_goes_on(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    pages: list[str] = []
+
+    def looks(run: Run, batch: Batch | None) -> None:
+        pages.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode())
+
+    monkeypatch.setattr(Run, "stop_if_unusable", looks)  # what the loop calls after a step's record
+    words = ["orchestration=solver", "run.evaluate=false", "run.steps=2", f"run.prometheus_port={port}"]
+    rows = [row.values for row in read_metrics(play(*words) / "metrics.jsonl")]
+    first, second = pages
+    assert "marsrl_step 1.0" in first and "marsrl_step 2.0" in second and 'marsrl_run{run="scripted"} 1.0' in second
+    assert f'marsrl_reward_mean{{agent="solver"}} {rows[1]["reward/solver/mean"]}' in second
+    assert 'marsrl_engines{policy="main"} 1.0' in second
+    assert f"marsrl_rollout_tokens_total {rows[0]['rollout/tokens'] + rows[1]['rollout/tokens']}" in second
+    asked = re.findall(r"marsrl_\w+", (Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())
+    of_others = (
+        "marsrl_rank_silence_seconds",
+        "marsrl_judge_missing_share",
+    )  # of several ranks, of a judge that is a model
+    assert {name for name in asked if not re.search(rf"^{name}\b", second, re.M)} == set(of_others)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
+
+
+def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play, tmp_path: Path) -> None:
+    """Two updates a step, so that ratios move and are clipped; the second life repeats step 2 under a shorter interval."""
+    words = [
+        "run.evaluate=false", "trainer.updates_per_step=2", "loss.clip_low=0.0001", "loss.clip_high=0.0001",
+        "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "orchestration=solver",
+        "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
+        "run.keep_checkpoints=9", "run.checkpoint_every=1", "run.name=scripted",
+    ]  # fmt: skip
+    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s", "cost/", "policy_cost/")
+
+    def rows(run: Path) -> list[dict[str, float]]:
+        found = [row.values for row in read_metrics(run / "metrics.jsonl")]
+        return [{name: value for name, value in row.items() if not name.startswith(of_time)} for row in found]
+
+    without = play(*words, "run.steps=3", "run.token_log_every=0")
+    assert not (without / "tokens").exists()
+    without.rename(tmp_path / "without")
+    run = play(*words, "run.steps=3", "run.token_log_every=2")
+    assert rows(run) == rows(tmp_path / "without")
+    files = [each / "checkpoints/step_3/policies/main" for each in (run, tmp_path / "without")]
+    weights = [{path.name: path.read_bytes() for path in sorted(each.glob("*.distcp"))} for each in files]
+    assert weights[0] == weights[1] and weights[0]
+
+    directory = RunDirectory(run)
+    assert list(token_files(directory)) == [2]
+    samples = list(read_samples(sample_files(directory)[2]))
+    log = read_tokens(token_files(directory)[2])
+    trained = [record for record in log.samples if record.update]
+    assert {record.update for record in trained} == {1, 2}
+    assert len({record.group_id for record in log.samples}) == 4 and len(log.samples) == 16
+    for record in log.samples:
+        sample = samples[record.line - 1]
+        assert (record.uid, record.segments, record.policy) == (sample.uid, sample.segments, "main")
+        assert record.text == sample.text + "<|im_end|>" * (sample.finish == "stop")
+        assert np.isfinite(record.rollout_logprobs).all() and np.isfinite(record.logprobs).all() == (record.update > 0)
+        assert not record.update or bool((record.logprobs < 0).all() and (record.entropy > 0).all())
+        assert bool((record.is_gated <= record.is_masked).all())
+    by_update = {n: [record.is_clipped.any() for record in trained if record.update == n] for n in (1, 2)}
+    assert not any(by_update[1]) and any(by_update[2])  # the first update's ratios are 1
+    assert any(record.is_gated.any() for record in trained)
+
+    (run / "checkpoints/latest").write_text("step_1\n")
+    (run / "tokens" / ".step_2.msgpack.zst.1.tmp").write_bytes(b"half")  # of a life that was killed
+    before = token_files(directory)[2].read_bytes()
+    token_files(directory)[2].write_bytes(b"of a life before")
+    play(*words, "run.steps=2", "run.resume=auto", "run.token_log_every=2")
+    assert token_files(directory)[2].read_bytes() == before  # step 2 is the same again
+    (run / "checkpoints/latest").write_text("step_1\n")
+    play(*words, "run.steps=2", "run.resume=auto", "run.token_log_every=0")
+    assert not token_files(directory)  # of samples that are no more

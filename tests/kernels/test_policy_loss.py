@@ -6,7 +6,7 @@ import pytest
 import torch
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
 
-from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate
+from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate, token_marks
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.testing import OBJECTIVES, poison_masked, policy_case
 
@@ -151,3 +151,31 @@ def test_boundaries_of_either_dtype_and_of_a_view_spread_what_is_per_sequence(dt
             policy_tokens(
                 "case", 7, bounds.device, LossInputs(PolicyObjective(), torch.tensor(wrong, dtype=dtype), 1.0)
             )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_marks_of_tokens_add_up_to_what_the_loss_counts(name):
+    arguments, logprobs = policy_case(name=name)
+    objective, is_off_policy = OBJECTIVES[name]
+    arguments = arguments if is_off_policy else {**arguments, "old_logprobs": None}
+    inputs = LossInputs(**poison_masked(arguments), objective=objective)
+    logprobs = logprobs.masked_fill(~inputs.mask, math.nan)
+    marks = token_marks(logprobs, logprobs, inputs)
+    sums = policy_loss(logprobs, torch.zeros_like(logprobs), **vars(inputs)).agent_sums
+    assert marks.clipped.sum() == sums["clipped_tokens"].sum() and marks.masked.sum() == sums["masked_tokens"].sum()
+    assert not (marks.gated & ~marks.masked).any() and not (marks.masked & ~inputs.mask).any()
+    if objective.correction in ("none", "tis"):
+        assert bool((marks.gated == marks.masked).all())
+
+
+def test_a_token_that_a_correction_leaves_out_is_masked_and_not_gated():
+    inputs = LossInputs(
+        objective=PolicyObjective(correction="icepop"),
+        cu_seqlens=torch.tensor([0, 3]),
+        normaliser=1.0,
+        advantages=torch.tensor([2.0]),
+        gate=torch.tensor([True]),
+        rollout_logprobs=torch.tensor([-5.0, -0.001, -0.5]),  # the first 150 times less sure than the trainer
+    )
+    marks = token_marks(torch.tensor([-0.02, -0.001, -0.5]), torch.zeros(3), inputs)
+    assert marks.gated.tolist() == [False, True, False] and marks.masked.tolist() == [True, True, False]

@@ -18,6 +18,8 @@ from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.trained_tokens import GATED, MASKED
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 
@@ -340,3 +342,33 @@ def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
     stats = policy.step(micro_batches(samples, 1), normaliser=9.0)
     assert stats.gated_samples == sum(s.is_positive for s in samples)
     assert sum(stats.agent_sums["masked_tokens"]) > 0
+
+
+def test_the_tokens_of_an_update_are_transformers_and_keeping_them_changes_no_bit(tmp_path: Path) -> None:
+    folder = save_model("qwen2", tmp_path / "m")
+    samples = [dataclasses.replace(s, temperature=0.7) for s in sequences(7)]
+    mpt = MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1)
+
+    def stepped(keep: frozenset[str]) -> tuple[StepStats, dict[str, Tensor]]:
+        policy = learner(folder, mpt=mpt)
+        stats = policy.step(micro_batches(samples, 2, align=4), normaliser=num_trained(samples), keep=keep)
+        return stats, weights(policy)
+
+    stats, kept = stepped(frozenset(s.uid for s in samples))
+    without, plain = stepped(frozenset())
+    assert largest_difference(kept, plain) == 0 and without.tokens == ()
+    assert (stats.loss, stats.grad_norm, stats.agent_sums) == (without.loss, without.grad_norm, without.agent_sums)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = {tokens.uid: tokens for tokens in stats.tokens}
+    assert len(found) == len(stats.tokens) == len(samples)
+    for sample in samples:
+        tokens = found[sample.uid]
+        with torch.no_grad():
+            logprobs, entropy = hf_logprobs(model, sample)
+        assert tokens.logprobs == pytest.approx(logprobs.numpy(), abs=1e-5)
+        assert tokens.entropy == pytest.approx(entropy.numpy(), abs=1e-5)
+        assert set(tokens.marks.tolist()) <= ({0, GATED | MASKED} if sample.is_positive else {0})
+    gated = sum(int((tokens.marks == GATED | MASKED).sum()) for tokens in stats.tokens)
+    assert gated == sum(stats.agent_sums["masked_tokens"]) > 0
+    some = stepped(frozenset({"s1", "s3", "nobody"}))[0].tokens
+    assert {tokens.uid for tokens in some} == {"s1", "s3"}

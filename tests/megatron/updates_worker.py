@@ -10,13 +10,16 @@ import torch.distributed as dist
 from megatron_models import averaged, sequences
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.learner.updates import train_step
+from marsrl.trainer.runs.collective import gather_bytes
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
@@ -28,8 +31,11 @@ def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
     ]
 
 
-def run(model: str, reference: str, layout: dict[str, int], router_replay: str) -> list[list[float]]:
-    """Statistics of two steps on the ranks of this world."""
+Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
+
+
+def run(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
+    """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
     policy = PolicyConfig(
         dtype="float32",
         layout=layout,
@@ -56,16 +62,23 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
         mine = batches if places == 1 else batches[dist.get_rank() :: places]
         updates.append(Update(tuple(mine), update.normaliser))
     found = []
-    for _ in range(2):
-        stats = train_step(learner, updates)
+    tokens: Tokens = {}
+    for step in range(2):
+        stats = train_step(learner, updates, keep={"s1", "s2", "s6"} if step == 0 else ())
+        for told in gather_bytes(encode(stats.tokens)):
+            for each in decode(tuple[TrainedTokens, ...], told):
+                assert each.uid not in tokens, f"two ranks speak for {each.uid}"
+                tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
         replay: Any = stats.replay
         counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
         sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
         found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
-    return found
+    return found, tokens
 
 
-def job(model: str, reference: str, cases: dict[str, tuple[dict[str, int], str]]) -> dict[str, list[list[float]]]:
+def job(
+    model: str, reference: str, cases: dict[str, tuple[dict[str, int], str]]
+) -> dict[str, tuple[list[list[float]], Tokens]]:
     """Of each case by its name."""
     report = {}
     for name, (layout, router_replay) in cases.items():

@@ -17,6 +17,10 @@ PAGES = (
     "page=samples&sample=6.3&view=diff",
     "page=samples&sample=6.3",  # tool calls
     "page=samples&sample=6.4",  # its own parent
+    *(f"page=samples&sample=6.3&color={color}" for color in ("difference", "gated")),
+    "page=samples&sample=6.1&color=logprob",  # trained nothing; tokens of 35,000 characters
+    "page=samples&sample=6.2&color=gated",  # none kept
+    "page=samples&sample=6.3&color=__proto__",
     "page=curves&smooth=0.6&with=1",
     "page=pipeline",
     "page=warnings",
@@ -98,6 +102,81 @@ def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watch
     assert watched.page.locator(".segments rect").count() == 3
     watched.page.get_by_text("what it changed").click()
     watched.page.wait_for_selector("text=too long to be compared")
+
+
+def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?sample=6.3")
+    page.keyboard.press("c")
+    page.wait_for_selector(".tokens.by-logprob")
+    assert "color=logprob" in page.url  # a link shows what its sender saw
+    tokens = page.locator(".tokens [data-i]")
+    assert tokens.count() == 120 and page.locator(".tokens details.tool").count() == 2
+    levels = [tokens.nth(i).get_attribute("class") for i in (0, 1, 2, 7, 24, 47, 70, 115)]  # -k / 10 nats
+    assert levels == ["tok l0", "tok l0", "tok l1", "tok l2", "tok l3", "tok l4", "tok l5", "tok given"]
+    backgrounds = [tokens.nth(i).evaluate("e => getComputedStyle(e).backgroundColor") for i in (0, 7, 70)]
+    assert len(set(backgrounds)) == 3
+    assert page.locator(".tokens .cut").all_inner_texts()[0] == "v4"
+    assert page.locator(".tokens .cut").evaluate_all("all => all.map(e => e.textContent)") == ["v4", "v5", "v6"]
+    text = page.locator(".tokens").evaluate("e => [...e.querySelectorAll('[data-i]')].map(t => t.textContent).join('')")
+    assert "<script>document.title" in text and "⟨U+202E⟩" in text and "\u202e" not in text and "\x1b" not in text
+    for color, marks in {"entropy": 0, "difference": 0, "clipped": 28, "gated": 27}.items():  # of 110, every fourth
+        page.select_option("select[aria-label='colour tokens by']", color)
+        page.wait_for_selector(f".tokens.by-{color}")
+        assert page.locator(".tokens .marked").count() == marks and f"color={color}" in page.url
+    assert page.locator(".tokens .corrected").count() == 27
+    assert "masked by the gate: 27 of 120 tokens" in page.locator(".legend").inner_text()
+    page.select_option("select[aria-label='colour tokens by']", "")
+    page.wait_for_selector(".tokens", state="detached")
+    assert "color" not in page.url and not watched.complaints
+
+
+def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched, viewer: str) -> None:
+    page = watched.page
+    watched.open(f"{viewer.partition('?')[0]}?sample=6.3&color=difference")
+    page.wait_for_selector(".tokens")
+    numbers = page.locator(".numbers")
+    page.locator("[data-i='97']").hover()
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 97')")
+    shown = numbers.inner_text()
+    of_97 = (
+        "id 97",
+        "rollout -0.1 (p 0.905)",
+        "trainer -9.7 (p 0.0000613)",
+        "difference -9.6",
+        "entropy 4.85",
+        "version 6",
+    )
+    for part in (*of_97, "clipped"):
+        assert part in shown, (part, shown)
+    page.locator("[data-i='99']").hover()
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('left out by loss.correction')")
+    page.locator("select[aria-label='colour tokens by']").focus()
+    page.keyboard.press("Tab")
+    page.wait_for_selector("[data-i='0']:focus")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("[data-i='1']:focus")
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 1')")
+    page.keyboard.press("End")  # what is folded is passed over
+    page.wait_for_selector("[data-i='119']:focus")
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('not the policy')")
+    page.keyboard.press("Home")
+    page.wait_for_selector("[data-i='0']:focus")
+    assert page.locator(".tokens [tabindex='0']").count() == 1 and not watched.complaints
+
+
+def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?sample=5.1&color=entropy")
+    page.wait_for_selector("text=run.token_log_every")
+    page.get_by_role("button", name="corrector1 3").click()
+    page.wait_for_selector(".tokens.by-entropy")
+    assert "sample=6.3" in page.url
+    watched.open(f"{origin}?run=1&sample=1.1&color=entropy")
+    page.wait_for_selector("text=run.token_log_every")
+    assert page.locator(".note button").count() == 0 and not watched.complaints
+    watched.open(f"{origin}?sample=0.1&color=entropy")
+    page.wait_for_selector("text=step_0.msgpack.zst is no token log")
 
 
 def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: str) -> None:

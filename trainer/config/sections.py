@@ -40,6 +40,24 @@ class RunSection(Settings):
         le=LONGEST_S,
         description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
     )
+    token_log_every: int = Field(
+        10,
+        ge=0,
+        le=MOST,
+        description="steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none",
+    )
+    token_log_groups: int = Field(
+        1,
+        gt=0,
+        le=MOST,
+        description="whose tokens are kept of such a step: groups of each agent, at most 32 MiB together",
+    )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="rank 0 answers Prometheus at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0 = no port",
+    )
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
 

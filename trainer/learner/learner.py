@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
+from marsrl.trainer.learner.trained_tokens import TrainedTokens, marks_of, tokens_of
 from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
 
@@ -165,6 +166,7 @@ class Learner:
         old: Sequence[OldPolicy] | None = None,
         is_last: bool = True,
         by_agent: bool = False,
+        keep: Collection[str] = (),
     ) -> StepStats:
         """One optimizer step on the sum over ranks and micro-batches of their token losses / normaliser.
 
@@ -172,6 +174,7 @@ class Learner:
         old: what old_policy() gave for the same micro-batches before the first of several updates (updates.py); None: now.
         is_last: False where other updates of the same step follow, which share its learning rate.
         by_agent: measure the norm of each agent's share of the gradient too; the step stays the same, bit for bit.
+        keep: uids of samples whose tokens the statistics are to have; the same on all ranks.
 
         Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]).
 
@@ -207,7 +210,15 @@ class Learner:
         if is_finite:
             self._optimizer.apply(grad_norm, lr)
         logprobs = self._whole(cuts, [result.policy.logprobs for result in results])
-        return reduced.stats(grad_norm, lr, logprobs, is_skipped=not is_finite, replay=replay, agent_grad_norms=shares)
+        return reduced.stats(
+            grad_norm,
+            lr,
+            logprobs,
+            is_skipped=not is_finite,
+            replay=replay,
+            agent_grad_norms=shares,
+            tokens=tuple(self._kept_tokens(keep, micro_batches, cuts, results, logprobs)),
+        )
 
     def old_policy(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
         """What several updates of one step take as given, under the present weights: once, before the first of them.
@@ -316,6 +327,23 @@ class Learner:
             return [each.cpu() for each in values]
         pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
         return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
+
+    def _kept_tokens(
+        self,
+        keep: Collection[str],
+        batches: Sequence[PackedBatch],
+        cuts: Sequence[ContextCut],
+        results: Sequence[HeadResult],
+        logprobs: Sequence[Tensor],
+    ) -> Iterator[TrainedTokens]:
+        """On the last stage, from one of the ranks that hold a sample. logprobs: whole, as the batches are."""
+        keep = frozenset(keep)
+        for batch, cut, result, whole in zip(batches, cuts, results, logprobs, strict=bool(results)):
+            if keep.isdisjoint(batch.uids):
+                continue
+            entropy, marks = (self._whole([cut], [mine])[0] for mine in (result.policy.entropy, marks_of(result)))
+            if self._counts and self._context_group.rank() == 0:
+                yield from tokens_of(batch, keep, whole, entropy, marks)
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""

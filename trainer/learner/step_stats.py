@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
     from marsrl.trainer.learner.megatron.head import HeadResult
@@ -38,6 +39,7 @@ class StepStats:
     replay: how the forced experts compare with the router's own choice; None where none were forced.
     agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         where they were not measured.
+    tokens: of the samples that were asked for, those whose tokens this rank speaks for: of all ranks together, each once.
     """
 
     loss: float
@@ -55,6 +57,7 @@ class StepStats:
     num_updates: int = 0
     replay: ReplayCounts | None = None
     agent_grad_norms: tuple[float | None, ...] = ()
+    tokens: tuple[TrainedTokens, ...] = ()
 
 
 class StepSums:
@@ -108,6 +111,7 @@ class ReducedSums:
         is_empty: bool = False,
         replay: ReplayCounts | None = None,
         agent_grad_norms: tuple[float | None, ...] = (),
+        tokens: tuple[TrainedTokens, ...] = (),
     ) -> StepStats:
         loss, gated, compared, difference, k3 = self.values[:_NUM_FIRST]
         rest, width = self.values[_NUM_FIRST:], self.num_agents
@@ -128,6 +132,7 @@ class ReducedSums:
             num_updates=int(is_updated),
             replay=replay,
             agent_grad_norms=agent_grad_norms,
+            tokens=tokens,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import add
 
@@ -19,20 +19,28 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 
 
-def train_step(learner: Learner, updates: Sequence[Update], *, by_agent: bool = False) -> StepStats:
+def train_step(
+    learner: Learner, updates: Sequence[Update], *, by_agent: bool = False, keep: Collection[str] = ()
+) -> StepStats:
     """Do all updates of a step; collective. See `summed` for what the statistics of several say.
 
     by_agent: measure each agent's share of the gradient (trainer.agent_grad_norm_every).
+    keep: uids of samples whose tokens are kept (run.token_log_every); the same on all ranks.
     """
     if len(updates) == 1:
         (only,) = updates
-        return learner.step(only.micro_batches, normaliser=only.normaliser, by_agent=by_agent)
+        return learner.step(only.micro_batches, normaliser=only.normaliser, by_agent=by_agent, keep=keep)
     old = [learner.old_policy(update.micro_batches, is_first=i == 0) for i, update in enumerate(updates)]
     last = len(updates) - 1
     return summed(
         [
             learner.step(
-                update.micro_batches, normaliser=update.normaliser, old=each, is_last=i == last, by_agent=by_agent
+                update.micro_batches,
+                normaliser=update.normaliser,
+                old=each,
+                is_last=i == last,
+                by_agent=by_agent,
+                keep=keep,
             )
             for i, (update, each) in enumerate(zip(updates, old, strict=True))
         ]
@@ -43,9 +51,9 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
     """The statistics of a step's updates as one.
 
     loss, grad_norm, agent_grad_norms: means over the updates that computed something; the share of an agent that an update
-    has no token of is 0 there. Counts and sums: added. is_updated, is_skipped: any
-    update changed the weights, was not finite. The comparison with the rollout is of the first update alone: the weights
-    of later ones have moved on.
+    has no token of is 0 there. Counts and sums: added. is_updated, is_skipped: any update changed the weights, was not
+    finite. tokens: each with the number of its update. The comparison with the rollout is of the first update alone: the
+    weights of later ones have moved on.
     """
     computed = [each for each in stats if not each.is_empty]
     if not computed:
@@ -69,5 +77,10 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
         agent_grad_norms=tuple(
             None if set(norms) == {None} else math.fsum(norm or 0.0 for norm in norms) / len(norms)
             for norms in zip(*(each.agent_grad_norms for each in computed), strict=True)
+        ),
+        tokens=tuple(
+            dataclasses.replace(tokens, update=number)
+            for number, each in enumerate(stats, start=1)
+            for tokens in each.tokens
         ),
     )

@@ -7,6 +7,7 @@ runs/<name>/
     evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
     tensorboard/              the same, as event files
     samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
+    tokens/step_N.msgpack.zst numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                who was busy when            (trace.py)
     warnings.jsonl            what the run warned of       (warnings_log.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
@@ -215,6 +216,10 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
 
     @property
     def trace(self) -> Path:

@@ -65,6 +65,7 @@ class Heartbeat:
         self._stop = stop or self._stop_process
         self._left = threading.Event()
         self._counts = dict.fromkeys(self._watched, b"")  # last beats
+        self._changed = dict.fromkeys(self._watched, time.monotonic())  # and when each was new
         self._answered = threading.Event()  # by the store, since the last look
         self._stopping = threading.Lock()  # taken by the thread that stops this process, for good
         self._reason: str | None = None
@@ -88,9 +89,14 @@ class Heartbeat:
         if self._reason is not None and error is not None and not isinstance(error, RankLost):
             raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 
+    @property
+    def silences_s(self) -> dict[int, float]:
+        """{rank that this one watches: seconds since it said something new}; on rank 0 all others. Threads may ask."""
+        return {rank: time.monotonic() - since for rank, since in self._changed.items()}
+
     def _run(self) -> None:
-        counts = self._counts
-        changed = dict.fromkeys(self._watched, time.monotonic())  # a rank that never beats is silent from now on
+        counts, changed = self._counts, self._changed
+        changed.update(dict.fromkeys(self._watched, time.monotonic()))  # a rank that never beats is silent from now on
         beat, silent = 0, list[str]()
         while self._reason is None and not self._left.wait(self._beat_s):
             beat += 1

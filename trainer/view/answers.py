@@ -22,6 +22,7 @@ from marsrl.trainer.runs.lock import why_held
 from marsrl.trainer.view import measured, queries
 from marsrl.trainer.view.diff import differences
 from marsrl.trainer.view.index_file import FLAGS, VERSION, connect, index_path
+from marsrl.trainer.view.tokens import tokens_of_sample
 
 Number = Annotated[float | None, Query(allow_inf_nan=False)]
 _MOST_CURVES = 64
@@ -92,6 +93,12 @@ def add_answers(app: FastAPI, paths: Sequence[Path]) -> None:
     @app.get("/api/sample")
     def one_sample(run: int, step: int, line: int) -> Any:
         return _sample(runs, run, step, line)
+
+    @app.get("/api/tokens")
+    def tokens(run: int, step: int, line: int) -> Any:
+        with runs.index(run) as index:
+            uid = _found(index, step, line).uid
+        return tokens_of_sample(RunDirectory(runs.path(run)), step, uid)
 
     @app.get("/api/charts")
     def charts(run: int) -> Any:
@@ -165,12 +172,23 @@ def _named(names: Iterable[str]) -> list[dict[str, str]]:
     return [{"key": name, "shown": visible(name)} for name in names]
 
 
+def _found(index: sqlite3.Connection | None, step: int, line: int) -> queries.Row:
+    """The sample on a line.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = None if index is None else queries.at(index, step, line)
+    if found is None:
+        raise ValueError(f"step {step} has no sample on line {line}, or it is not indexed yet")
+    return found
+
+
 def _sample(runs: _Runs, run: int, step: int, line: int) -> dict[str, Any]:
     """A sample with its texts, the tree that it stands in, and how it differs from what it repairs."""
     with runs.index(run) as index:
-        found = None if index is None else queries.at(index, step, line)
-        if index is None or found is None:
-            raise ValueError(f"step {step} has no sample on line {line}, or it is not indexed yet")
+        found = _found(index, step, line)
+        assert index is not None
         family, judges = queries.tree(index, found.rollout), queries.judges(index)
     files = sample_files(RunDirectory(runs.path(run)))
     if step not in files:

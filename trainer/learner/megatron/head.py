@@ -27,10 +27,11 @@ from marsrl.trainer.learner.megatron.attention import Segments
 
 @dataclass(frozen=True)
 class HeadResult:
-    """The loss of a micro-batch and whose samples mask their mastered tokens ([S] bool; None: nobody's)."""
+    """The loss of a micro-batch, whose samples mask their mastered tokens ([S] bool; None: nobody's), what it was formed of."""
 
     policy: PolicyLoss
     gate: Tensor | None
+    inputs: LossInputs
 
 
 class FusedHead(ColumnParallelLinear):
@@ -138,11 +139,12 @@ class PolicyModel(GPTModel):
     def _loss(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, hidden: Tensor, weight: Tensor) -> HeadResult:
         gate, dropped = self._gate(batch, mpt, hidden, weight)
         main_grad = self._main_grad(weight)
+        inputs = replace(loss, gate=gate if dropped is None else None, dropped=dropped)
         policy = linear_policy_loss(
             hidden,
             weight,
             batch.targets,
-            replace(loss, gate=gate if dropped is None else None, dropped=dropped),
+            inputs,
             temperature=batch.temperature,
             main_grad=main_grad,
             grad_output=None
@@ -152,7 +154,7 @@ class PolicyModel(GPTModel):
             real_vocab_size=self.real_vocab_size,
             support=batch.support,
         )
-        return HeadResult(policy, gate)
+        return HeadResult(policy, gate, inputs)
 
     def _main_grad(self, weight: Tensor) -> Tensor | None:
         """DDP's float32 gradient buffer of the head, which the kernel adds to; None where no gradient is formed."""

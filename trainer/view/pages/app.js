@@ -10,6 +10,8 @@ const PAGES = { samples: Samples, curves: Curves, pipeline: Pipeline, warnings: 
 const KEYS = [
   ["j, k", "next, previous sample"],
   ["u", "the sample that this one was asked about"],
+  ["c", "colour the sample's tokens: by log-prob, entropy, difference, clip, gate, not at all"],
+  ["← →", "from one coloured token to the next"],
   ["/", "search words"],
   ["Esc", "leave the field; back to the list"],
   ["1 – 4", "samples, curves, pipeline, warnings"],

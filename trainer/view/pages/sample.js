@@ -1,6 +1,7 @@
 // One sample: the tree that it stands in, what it read and wrote, what it was worth.
 
-import { html, useAnswer, useEffect, useState, COLORS, Long, go, note, number, pillOf, signed } from "./lib.js";
+import { html, useAnswer, useEffect, useState, COLORS, Long, go, note, number, pillOf, signed, state } from "./lib.js";
+import { COLORINGS, Coloring, Tokens } from "./tokens.js";
 
 export function Sample({ run, step, line, url }) {
   const { data, error } = useAnswer("sample", { run, step, line });
@@ -8,7 +9,12 @@ export function Sample({ run, step, line, url }) {
   const above = data?.tree.find((row) => row.uid === data.row.parent);
   useEffect(() => {
     const pressed = (event) => {
-      if (event.key === "u" && above && !event.target.matches?.("input, select, textarea")) go({ sample: `${above.step}.${above.line}` });
+      if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("input, select, textarea")) return;
+      if (event.key === "u" && above) go({ sample: `${above.step}.${above.line}` });
+      if (event.key === "c") {
+        const order = ["", ...Object.keys(COLORINGS)];
+        go({ color: order[(order.indexOf(state().get("color") ?? "") + 1) % order.length], view: null }, true);
+      }
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
@@ -18,6 +24,7 @@ export function Sample({ run, step, line, url }) {
   const { row, record } = data;
   const views = { text: true, diff: data.diff !== null };
   const view = views[url.get("view")] ? url.get("view") : "text";
+  const coloring = Object.hasOwn(COLORINGS, url.get("color") ?? "") ? url.get("color") : null;
   return html`<section class="detail" aria-label="sample">
     <${Back} />
     <h2>${row.agent} <span class="muted">on</span> <a href="?" class="plain" title="every sample of this problem"
@@ -40,7 +47,8 @@ export function Sample({ run, step, line, url }) {
     <div class="tabs" role="tablist">${Object.entries(views).map(([name, is]) => is && html`<button role="tab" aria-selected=${name === view}
       class=${name === view ? "here" : ""} onClick=${() => go({ view: name }, true)}>${name === "diff" ? `what it changed in ${data.diff.of.agent}'s` : name}</button>`)}</div>
     ${view === "diff" ? html`<${Diff} diff=${data.diff} />`
-      : html`<div class="side"><div><h3>read</h3><${Long} text=${record.prompt} /></div><div><h3>wrote</h3><${Written} key=${place} text=${record.text} /></div></div>`}
+      : html`<div class="side"><div><h3>read</h3><${Long} text=${record.prompt} /></div><div><div class="wrote"><h3>wrote</h3><${Coloring} coloring=${coloring} /></div>
+        ${coloring ? html`<${Tokens} key=${place} run=${run} step=${step} line=${line} coloring=${coloring} fold=${folds} />` : html`<${Written} key=${place} text=${record.text} />`}</div></div>`}
   </section>`;
 }
 
@@ -112,18 +120,24 @@ export function folded(text) {
       open.delete(tag); // none of its kind is closed from here on
       continue;
     }
-    if (start > at) pieces.push({ tag: null, text: text.slice(at, start) });
-    pieces.push({ tag, text: text.slice(start + tag.length + 2, end) });
+    if (start > at) pieces.push({ tag: null, text: text.slice(at, start), end: start });
     at = end + close.length;
+    pieces.push({ tag, text: text.slice(start + tag.length + 2, end), end: at });
   }
-  if (at < text.length) pieces.push({ tag: null, text: text.slice(at) });
+  if (at < text.length) pieces.push({ tag: null, text: text.slice(at), end: text.length });
   return pieces;
 }
 
+// The same where it is worth it: one piece else.
 const MOST_PIECES = 400;
-function Written({ text }) {
+function folds(text) {
   const pieces = folded(text);
-  if (pieces.length <= 1 || pieces.length > MOST_PIECES) return html`<${Long} text=${text} />`;
+  return pieces.length > MOST_PIECES ? [{ tag: null, text, end: text.length }] : pieces;
+}
+
+function Written({ text }) {
+  const pieces = folds(text);
+  if (pieces.length <= 1) return html`<${Long} text=${text} />`;
   return pieces.map((piece, i) => piece.tag === null ? html`<${Long} key=${i} text=${piece.text} />`
     : html`<details key=${i} class="tool"><summary>${piece.tag.replace("_", " ")} <code>${piece.text.trim().slice(0, 80)}</code></summary><${Long} text=${piece.text} /></details>`);
 }

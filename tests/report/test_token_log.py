@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from made_up_run import make_group, make_sample
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Group
+from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.report import token_log
+from marsrl.trainer.report.token_log import (
+    TokenLog,
+    choose_samples,
+    read_tokens,
+    token_file,
+    token_files,
+    token_record,
+    with_trained,
+    write_tokens,
+)
+from marsrl.trainer.runs.directory import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return ChatRenderer(folder)
+
+
+def group(agent: str, number: int, num_tokens: int = 4) -> Group:
+    name = f"p{number}/{agent}"
+    samples = [make_sample(f"{name}:{i}", agent, group_id=name, num_tokens=num_tokens) for i in range(2)]
+    return make_group(*samples)
+
+
+def test_groups_are_drawn_by_step_and_name_whatever_their_order() -> None:
+    groups = [group(agent, number) for agent in ("solver", "verifier1") for number in range(9)]
+    trained = {f"p{number}/solver:1" for number in range(9)}
+    first = choose_samples(groups, trained, num_groups=2, seed=0, step=10)
+    assert first == choose_samples(groups[::-1], trained, num_groups=2, seed=0, step=10)
+    assert [uid.split("/")[1][:6] for uid in first] == ["solver"] * 2 + ["verifi"] * 2 + ["solver"] * 2 + ["verifi"] * 2
+    drawn = {tuple(choose_samples(groups, trained, num_groups=1, seed=0, step=step)) for step in range(30)}
+    assert len(drawn) > 10
+    for step in range(5):  # one group that trains something is found among nine
+        only = choose_samples(groups, {"p3/verifier1:0"}, num_groups=1, seed=0, step=step)
+        assert {"p3/verifier1:0", "p3/verifier1:1"} <= set(only)
+
+
+def test_what_is_kept_of_a_step_is_bounded_and_groups_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [group("solver", 0, 10_000), group("verifier1", 1, 100), group("verifier1", 2, 100)]
+    monkeypatch.setattr(token_log, "MOST_BYTES", 20_000)
+    assert choose_samples(groups, {"p0/solver:0"}, num_groups=9, seed=0, step=1) == [
+        uid
+        for g in sorted(groups[1:], key=lambda g: token_log._order(g, (), 0, 1))
+        for uid in [s.uid for s in g.samples]
+    ]
+    monkeypatch.setattr(token_log, "MOST_BYTES", 9_000)  # of one of them: 2 samples of 100 tokens
+    assert len(choose_samples(groups, (), num_groups=9, seed=0, step=1)) == 2
+
+
+def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path, renderer: ChatRenderer) -> None:
+    text = "né 中!"
+    ids = np.array([*text.encode(), renderer.eos_id], np.int32)
+    num = len(ids)
+    own = np.arange(num) != 4  # a tool's
+    logprobs = np.linspace(-2, -0.1, num).astype(np.float32)
+    sample = make_sample("u", token_ids=ids, is_sampled=own, rollout_logprobs=logprobs, text=text)
+    marks = np.array([CLIPPED, GATED | MASKED, MASKED] + [0] * (num - 4), np.uint8)
+    trained = TrainedTokens("u", logprobs[own] - 1, logprobs[own] * -1, marks, update=2)
+    other = make_sample("v")
+    records = [token_record(each, line, "main", renderer) for line, each in enumerate((sample, other), start=3)]
+    run = RunDirectory.create(tmp_path, "a", "p")
+    found, untrained = read_tokens(write_tokens(run, 7, with_trained(records, [trained]))).samples
+    assert list(token_files(run)) == [7]
+    pieces = [found.text[a:b] for a, b in zip([0, *found.ends], found.ends, strict=False)]
+    assert pieces == ["n", "", "é", " ", "", "", "中", "!", "<|im_end|>"]
+    assert (found.line, found.update, untrained.update) == (3, 2, 0)
+    assert found.segments == sample.segments and found.token_ids.tolist() == ids.tolist()
+    assert found.rollout_logprobs[own].tolist() == logprobs[own].tolist()
+    assert found.logprobs[own].tolist() == (logprobs[own] - 1).tolist()
+    assert found.entropy[own].tolist() == (-logprobs[own]).tolist()
+    for column in (found.rollout_logprobs, found.logprobs, found.entropy):
+        assert np.isnan(column).tolist() == (~own).tolist()
+    flags = [np.flatnonzero(column).tolist() for column in (found.is_clipped, found.is_gated, found.is_masked)]
+    assert flags == [[0], [1], [1, 2]]
+    assert np.isnan(untrained.logprobs).all() and np.isfinite(untrained.rollout_logprobs).all()
+
+
+def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRenderer) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    path = write_tokens(run, 1, [token_record(make_sample("u"), 1, "main", renderer)])
+    whole = path.read_bytes()
+    log = decode(TokenLog, zstandard.decompress(whole))
+    short = dataclasses.replace(log.samples[0], entropy=np.zeros(1, np.float32))
+    broken = (
+        whole[:-9], b"", b"{}", zstandard.compress(b"\xc1" * 99), zstandard.compress(encode({"step": 1})),
+        zstandard.compress(encode(TokenLog(1, (short,)))), zstandard.compress(bytes(token_log._MOST_READ + 1)),
+    )  # fmt: skip
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"step_1\.msgpack\.zst is no token log"):
+            read_tokens(path)
+    with pytest.raises(FileNotFoundError):
+        read_tokens(token_file(run, 2))
+
+
+def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
+    for text in ("", "plain", "né 中文 🎉🎉 end", "\x00\u202e</script>"):
+        assert "".join(renderer.pieces(np.array([*text.encode()], np.int32))) == text
+    broken = np.array([0x80, 0xE4, 0xB8, 0x41, 0xFF, 0xF0, 0x9F], np.int32)
+    assert renderer.pieces(broken) == ["\ufffd", "\ufffd", "\ufffd", "A", "\ufffd", "\ufffd", "\ufffd"]

@@ -1,0 +1,160 @@
+"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, rank 0 alone.
+
+    reward/solver/mean           marsrl_reward_mean{agent="solver"}          reward/all/mean: agent=""
+    small/actor/loss             marsrl_actor_loss{policy="small"}
+    rollout/engine_restarts      marsrl_rollout_engine_restarts_total        what a step counts, added up since this start
+
+The gauges are the row of metrics.jsonl, those of the last step; beside them is what can be asked at any time. docs/prometheus.md
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+COUNTED = (
+    "actor/skipped_steps",
+    "actor/empty_steps",
+    "actor/grad_spikes",
+    "rollout/engine_restarts",
+    "rollout/resubmitted",
+    "rollout/errors",
+    "rollout/failed_requests",
+    "rollout/failed_episodes",
+    "rollout/tokens",
+    "judge/calls",
+    "judge/missing",
+)
+"""What counts events of one step: a scrape that comes less often than steps must not miss them."""
+
+_LABEL_OF_ROOT = {"policy_cost": "policy", "tools": "tool", "timing_s": "part"}
+
+Labels = tuple[tuple[str, str], ...]
+"""(label, value), sorted."""
+
+
+def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> tuple[str, Labels]:
+    """The Prometheus name and labels of a metric of metrics.jsonl.
+
+    policies: those that metrics have in front, () where one is trained alone.
+    """
+    parts, labels = name.split("/"), dict[str, str]()
+    if len(parts) > 2 and parts[0] in policies:
+        labels["policy"] = parts.pop(0)
+    if parts[:2] == ["rollout", "engines"]:
+        labels["policy"] = "/".join(parts[2:])
+        del parts[2:]
+    elif (label := _LABEL_OF_ROOT.get(parts[0])) is not None and len(parts) > 1:
+        labels[label] = parts.pop(1)
+    elif place := next((i for i in range(1, len(parts)) if parts[i] in agents), 0):
+        labels["agent"] = parts.pop(place)
+    elif len(parts) > 2 and parts[1] == "all":
+        del parts[1]
+    return "marsrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", "_".join(parts)), tuple(sorted(labels.items()))
+
+
+class MetricsPort:
+    """What the port says. A collector of prometheus_client: asked in threads of the server, told by the run's.
+
+    num_steps: run.steps. engines: {policy: engines that serve}; silences_s: {rank: seconds without a word}; both are asked at a
+    scrape.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        agents: Collection[str],
+        policies: Collection[str],
+        num_steps: int,
+        engines: Callable[[], Mapping[str, int]],
+        silences_s: Callable[[], Mapping[int, float]],
+    ) -> None:
+        self._run, self._num_steps = run, num_steps
+        self._agents = frozenset(agents)
+        self._policies = frozenset(policies) if len(policies) > 1 else frozenset()
+        self._engines, self._silences_s = engines, silences_s
+        self._counted = {sample_of(name, (), ())[0] for name in COUNTED}
+        self._totals: dict[str, dict[Labels, float]] = {}
+        self._last: tuple[int | None, float, dict[str, dict[Labels, float]]] = (None, time.monotonic(), {})
+
+    def show(self, step: int, row: Mapping[str, float]) -> None:
+        """From now on the metrics of this step are shown. Where two of their names become one, the later is."""
+        gauges: dict[str, dict[Labels, float]] = {}
+        totals = {name: dict(values) for name, values in self._totals.items()}
+        for metric, value in row.items():
+            name, labels = sample_of(metric, self._agents, self._policies)
+            if name in self._counted:
+                of_name = totals.setdefault(name, {})
+                of_name[labels] = of_name.get(labels, 0.0) + value
+            else:
+                gauges.setdefault(name, {})[labels] = float(value)
+        self._totals = totals  # replaced whole: a scrape may be looking at those before
+        self._last = (step, time.monotonic(), gauges)
+
+    def collect(self) -> Iterator[Any]:
+        """Metric families, as prometheus_client asks its collectors for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        step, since, gauges = self._last
+        own: dict[str, tuple[str, Mapping[Labels, float]]] = {
+            "marsrl_run": ("1, its name as a label", {(("run", self._run),): 1.0}),
+            "marsrl_steps": ("run.steps", {(): float(self._num_steps)}),
+            "marsrl_seconds_since_step": (
+                "since the last step was logged, or since the start",
+                {(): time.monotonic() - since},
+            ),
+            "marsrl_engines": (
+                "engines that serve now",
+                {(("policy", name),): float(num) for name, num in self._engines().items()},
+            ),
+            "marsrl_rank_silence_seconds": (
+                "since a rank last said that it lives",
+                {(("rank", str(rank)),): silence for rank, silence in self._silences_s().items()},
+            ),
+        }
+        if step is not None:
+            own["marsrl_step"] = ("the last step that was logged", {(): float(step)})
+        shown: dict[str, tuple[str, Mapping[Labels, float]]] = {
+            name: ("of the last step, docs/metrics.md", values) for name, values in gauges.items() if name not in own
+        }
+        for name, (text, values) in (own | shown).items():
+            yield _family(GaugeMetricFamily, name, text, values)
+        for name, values in self._totals.items():
+            yield _family(CounterMetricFamily, name, "of all steps since this start, docs/metrics.md", values)
+
+
+def _family(kind: Any, name: str, text: str, values: Mapping[Labels, float]) -> Any:
+    """All samples of a name have the same labels; one that has none of some has them empty, which Prometheus takes as none."""
+    names = sorted({label for labels in values for label, _ in labels})
+    family = kind(name, text, labels=names)
+    for labels, value in values.items():
+        given = dict(labels)
+        family.add_metric([given.get(label, "") for label in names], value)
+    return family
+
+
+@contextmanager
+def served(port: int, shown: MetricsPort) -> Iterator[None]:
+    """In the body, http://127.0.0.1:port/metrics answers.
+
+    Raises:
+        RuntimeError: the port cannot be had; says why.
+    """
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(shown)
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise RuntimeError(f"run.prometheus_port={port}: {error.strerror}; give a port that is free, or 0") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,211 @@
+"""tokens/step_N.msgpack.zst: numbers of single tokens of some samples, every run.token_log_every steps.
+
+A TokenLog as rollout/state.py writes it (msgpack, no pickle), compressed with zstandard. What an engine recorded stands beside
+what the update's own forward pass found; nothing is computed twice for it. docs/view.md lists the columns.
+
+    log = read_tokens("runs/a/tokens/step_10.msgpack.zst")
+    for sample in log.samples:
+        sample.logprobs - sample.rollout_logprobs      # [N], NaN where the policy did not choose the token
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
+from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
+from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+
+MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
+_TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
+_MOST_READ = 4 * MOST_BYTES  # more is no file of ours
+_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The completion of one sample, token by token: [N] each.
+
+    line: of the sample in samples/step_N.jsonl.zst, from 1. policy: whose weights answered. update: of the step, from 1, that
+    trained it; 0: none did, and logprobs and entropy are NaN. ends: int32, where in `text` (all tokens', the end token's
+    too) each one's ends. token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
+    temperature, of what the sampler kept: of the weights that sampled, and twice of those at the update's start. NaN: the
+    policy did not choose the token. is_clipped: the ratio's clip is active. is_gated: DMMPT masks the token. is_masked: the gate
+    or loss.correction does.
+    """
+
+    uid: str
+    line: int
+    group_id: str
+    agent: str
+    policy: str
+    update: int
+    segments: tuple[Segment, ...]
+    text: str
+    ends: IntArray
+    token_ids: IntArray
+    is_sampled: BoolArray
+    rollout_logprobs: FloatArray
+    logprobs: FloatArray
+    entropy: FloatArray
+    is_clipped: BoolArray
+    is_gated: BoolArray
+    is_masked: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLog:
+    """What a file holds."""
+
+    step: int
+    samples: tuple[TokenRecord, ...]
+
+
+def choose_samples(
+    groups: Iterable[Group], trained: Collection[str], *, num_groups: int, seed: int, step: int
+) -> list[str]:
+    """Uids of the samples to keep: `num_groups` whole groups of each agent, as far as MOST_BYTES reaches.
+
+    Drawn from (seed, step, group id) alone, whatever the order of the groups; those with a sample in `trained` (uids with a
+    gradient) go first. Agents take turns, so that what does not fit any more is nobody's first group, as far as that is possible.
+    """
+    ranked: dict[str, list[Group]] = {}
+    for group in sorted(groups, key=lambda group: _order(group, trained, seed, step)):
+        ranked.setdefault(group.agent, []).append(group)
+    turns = [own[turn] for turn in range(num_groups) for _, own in sorted(ranked.items()) if turn < len(own)]
+    chosen: list[str] = []
+    left = MOST_BYTES
+    for group in turns:
+        size = sum(map(_size, group.samples))
+        if size <= left:
+            left -= size
+            chosen += [sample.uid for sample in group.samples]
+    return chosen
+
+
+def _order(group: Group, trained: Collection[str], seed: int, step: int) -> tuple[bool, int, str]:
+    has_gradient = any(sample.uid in trained for sample in group.samples)
+    return not has_gradient, derive_seed(seed, "token-log", step, group.group_id), group.group_id
+
+
+def _size(sample: Sample) -> int:
+    return len(sample.token_ids) * _TOKEN_BYTES + len(sample.text.encode("utf-8", "replace")) + _SAMPLE_BYTES
+
+
+def token_record(sample: Sample, line: int, policy: str, renderer: ChatRenderer) -> TokenRecord:
+    """What rank 0 knows of a sample's tokens before any update; renderer: of its policy."""
+    pieces = renderer.pieces(sample.token_ids)
+    own, num = sample.is_sampled, len(sample.token_ids)
+    return TokenRecord(
+        uid=sample.uid,
+        line=line,
+        group_id=sample.group_id,
+        agent=sample.agent,
+        policy=policy,
+        update=0,
+        segments=sample.segments,
+        text="".join(pieces)
+        .encode("utf-8", "replace")
+        .decode(),  # a lone surrogate, from a tokenizer in Python, is "?"
+        ends=np.fromiter(accumulate(map(len, pieces)), np.int32, num),
+        token_ids=sample.token_ids,
+        is_sampled=own,
+        rollout_logprobs=np.where(own, sample.rollout_logprobs, np.float32(np.nan)),
+        logprobs=np.full(num, np.nan, np.float32),
+        entropy=np.full(num, np.nan, np.float32),
+        is_clipped=np.zeros(num, bool),
+        is_gated=np.zeros(num, bool),
+        is_masked=np.zeros(num, bool),
+    )
+
+
+def with_trained(records: Iterable[TokenRecord], trained: Iterable[TrainedTokens]) -> list[TokenRecord]:
+    """The records with what the updates found, where one trained the sample."""
+    found = {tokens.uid: tokens for tokens in trained}
+    return [_with(each, found[each.uid]) if each.uid in found else each for each in records]
+
+
+def _with(record: TokenRecord, tokens: TrainedTokens) -> TokenRecord:
+    own = record.is_sampled
+    logprobs, entropy, marks = record.logprobs.copy(), record.entropy.copy(), np.zeros(len(own), np.uint8)
+    logprobs[own], entropy[own], marks[own] = tokens.logprobs, tokens.entropy, tokens.marks
+    flags = {"is_clipped": CLIPPED, "is_gated": GATED, "is_masked": MASKED}
+    return replace(
+        record,
+        update=tokens.update,
+        logprobs=logprobs,
+        entropy=entropy,
+        **{name: (marks & bit).astype(bool) for name, bit in flags.items()},
+    )
+
+
+def token_file(run: RunDirectory, step: int) -> Path:
+    return run.tokens / f"step_{step}.msgpack.zst"
+
+
+def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
+    """Write the tokens of a step, whole or not at all, and return the file."""
+    path = token_file(run, step)
+    content = encode(TokenLog(step, tuple(records)))
+    write_atomically(path, zstandard.ZstdCompressor(level=3).compress(content))
+    return path
+
+
+def forget_tokens(run: RunDirectory, step: int) -> None:
+    """Remove those of a step that is played again."""
+    token_file(run, step).unlink(missing_ok=True)
+
+
+def token_files(run: RunDirectory) -> dict[int, Path]:
+    """{step: file}, in order of steps."""
+    if not run.tokens.is_dir():
+        return {}
+    found = ((_FILE.fullmatch(path.name), path) for path in run.tokens.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def read_tokens(path: str | Path) -> TokenLog:
+    """What write_tokens wrote.
+
+    Raises:
+        ValueError: the file is damaged; says which.
+        FileNotFoundError: it is gone.
+    """
+    content = Path(path).read_bytes()
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
+            data = stream.read(_MOST_READ + 1)
+        if len(data) > _MOST_READ:
+            raise ValueError(f"has more than {_MOST_READ} bytes")
+        log = decode(TokenLog, data)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise ValueError(f"{path} is no token log ({error}); the file is damaged") from error
+    for sample in log.samples:
+        num = len(sample.token_ids)
+        columns = [getattr(sample, name) for name in COLUMNS]
+        if any(column.shape != (num,) for column in columns) or (num and int(sample.ends[-1]) != len(sample.text)):
+            raise ValueError(f"{path} is no token log (sample {sample.uid!r}: columns do not fit); the file is damaged")
+    return log
+
+
+COLUMNS = (
+    "ends",
+    "token_ids",
+    "is_sampled",
+    "rollout_logprobs",
+    "logprobs",
+    "entropy",
+    "is_clipped",
+    "is_gated",
+    "is_masked",
+)
