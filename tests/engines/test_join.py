@@ -28,9 +28,9 @@ from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.pool.build import make_pool
 config = RolloutConfig(
-    engine="local", engines=2, threads=1, object_store_mib=80, ray_address=f"here:{sys.argv[2]}", join_s=120
+    engine="local", engines=2, threads=1, object_store_mib=80, ray_address=f"here:{sys.argv[2]}", join_s=900
 )
-with make_pool("main", sys.argv[1], config, dtype="float32", max_model_len=128, own_host="127.0.0.1", silence_s=10) as pool:
+with make_pool("main", sys.argv[1], config, dtype="float32", max_model_len=128, own_host="127.0.0.1", silence_s=60) as pool:
     prompt = np.arange(20, dtype=np.int32)
     asks = [DecodeRequest(f"{i}", prompt, 40, Sampling(), seed=i, affinity=f"{i}") for i in range(8)]
     for word in sys.stdin:
@@ -114,7 +114,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
     with programs(tmp_path) as start:
-        joins = ("-m", "marsrl.trainer.cli", "join", f"127.0.0.1:{port}", "--wait", "60")
+        joins = ("-m", "marsrl.trainer.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
         head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))
