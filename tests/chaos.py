@@ -45,7 +45,7 @@ from marsrl.trainer.report.metrics import read_metrics
 
 GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take
 START_S = 600.0  # for a run to come to its first step on a loaded machine
-END_S = 120.0  # for one to end after a fault that ends it
+END_S = 300.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
 FAULTS_A_RUN = 8
 

@@ -62,7 +62,7 @@ def start(installed: Path, cwd: Path, *command: str) -> str:
         env={**os.environ, "PYTHONPATH": str(installed)},  # before site-packages, where a checkout may be installed
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -114,8 +114,11 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
-    from marsrl.trainer.build import open_run
-    from marsrl.trainer.loop import train
+    from marsrl.rollout.imports import imports_for_good
+
+    with imports_for_good():
+        from marsrl.trainer.build import open_run
+        from marsrl.trainer.loop import train
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
     from marsrl.trainer.weights.files import parent_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -37,6 +38,11 @@ class EngineSpec:
 
             return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
         return {"OMP_NUM_THREADS": str(self.threads)}
+
+
+def import_library(kind: str) -> None:
+    """What an engine of this kind decodes with; the first thing in a process of its own, whose environment is set."""
+    importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
 
 
 def build_engine(spec: EngineSpec) -> Engine:

@@ -26,8 +26,9 @@ from marsrl.rollout.engines.protocol import (
     Sampling,
     WeightUpdate,
 )
+from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.pool.build import EngineSpec, build_engine
+from marsrl.rollout.pool.build import EngineSpec, build_engine, import_library
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
@@ -57,6 +58,8 @@ class EngineActor:
         """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
 
         def make() -> None:
+            with imports_for_good():
+                import_library(self._spec.kind)
             self._engine = build_engine(self._spec)
 
         return timed(make)

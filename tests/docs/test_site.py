@@ -9,7 +9,7 @@ from documents import ROOT
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     pages = {path.stem for path in (tmp_path / "site").glob("*.html")} - {"404"}
     assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")}

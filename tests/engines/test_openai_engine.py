@@ -1,7 +1,9 @@
 """A frozen policy behind HTTP: a scripted server, well-behaved and not. About two seconds."""
 
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from completions_server import completions_server
 from engine_cases import decoded
 from pydantic import ValidationError
 
+from marsrl.rollout import http_line
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
@@ -30,7 +33,7 @@ def renderer(tmp_path_factory):
 def ask(renderer):
     """ask(reply, texts..., options...) -> (results, server): one request a text."""
 
-    def run(reply, *texts, max_new_tokens=50, deadline_s=20.0, **options):
+    def run(reply, *texts, max_new_tokens=50, deadline_s=120.0, **options):
         with completions_server(reply) as server:
             given = {"model": "judge", "backoff_s": 0.01, "retries": 3, **options}
             engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, **given), renderer, max_model_len=500)
@@ -54,7 +57,7 @@ def test_text_goes_out_and_comes_back_as_tokens_in_the_order_of_requests(ask, re
 
     def reply(handler, body, before):
         if body["seed"] == 0:  # the first answer comes last
-            assert others.acquire(timeout=15) and others.acquire(timeout=15)
+            assert others.acquire(timeout=60) and others.acquire(timeout=60)
         handler.complete(f"answer {body['seed']}")
         others.release()
 
@@ -172,21 +175,25 @@ def test_a_huge_answer_is_not_read_to_its_end(ask):
     assert sum(sent) < 60_000_000
 
 
-def test_an_answer_that_drips_is_given_up(ask):
+def test_an_answer_that_drips_is_given_up(ask, monkeypatch):
     def reply(handler, body, before):
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(100):
+        while True:
             handler.wfile.write(b" ")
             time.sleep(0.02)
 
-    [result], server = ask(reply, timeout_s=0.2, retries=1)
-    assert result.finish is Finish.ERROR and "no whole answer within openai.timeout_s = 0.2 s" in result.error
+    clock = itertools.count(0.0, 10.0)  # seconds between two looks at it: what was sent takes none of them
+    monkeypatch.setattr(http_line, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    [result], server = ask(reply, timeout_s=15.0, retries=1)
+    assert result.finish is Finish.ERROR and "no whole answer within openai.timeout_s = 15 s" in result.error
     assert len(server.bodies) == 2
 
 
 def test_a_server_that_says_nothing_times_out(ask):
-    [result], _ = ask(lambda handler, body, before: time.sleep(0.5), timeout_s=0.1, retries=0)
+    release = threading.Event()
+    [result], _ = ask(lambda handler, body, before: release.wait(60), timeout_s=0.1, retries=0)
+    release.set()
     assert result.finish is Finish.ERROR and "ReadTimeout" in result.error
 
 

@@ -69,7 +69,7 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
@@ -100,7 +100,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     finally:
         processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
         ray.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(processes, timeout=15)
+        _, left = psutil.wait_procs(processes, timeout=120)
         for process in left:
             process.kill()
 
@@ -162,7 +162,7 @@ def test_a_ray_that_is_too_slow_for_its_own_limit_is_started_once_more(
     ray_start.start_head(80, (), ("127.0.0.1", 0))
     assert [process.poll() for process in begun[2:]] == [None]
     begun[2].kill()
-    assert [process.wait(10) for process in begun] == [-signal.SIGKILL] * 3
+    assert [process.wait(60) for process in begun] == [-signal.SIGKILL] * 3
     assert len(caplog.records) == 2
     monkeypatch.setattr(ray_start, "_init", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: torchrun, real vLLM in a Ray actor, Megatron; the smallest settings that still do it all."""
+"""Whole runs as a user starts them: torchrun or python, real vLLM in a Ray actor, Megatron; settings as small as can be."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Runner:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-    def command(self, name: str, *words: str, ranks: int = 1) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    def command(self, name: str, *words: str, ranks: int = 0) -> list[str]:
+        """ranks: of torchrun; 0: a process by itself, without it."""
+        launcher = [sys.executable, *(("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks else ())]
         has_preset = any(word.startswith("preset=") for word in words)
         task = () if has_preset or "task=math" in words else ARITHMETIC
         team = () if has_preset or "orchestration=solver" in words else (TEAM,)
         return [*launcher, str(MAIN), f"run.dir={self.folder}", f"run.name={name}", *task, *team, *SMALL, *words]
 
-    def start(self, name: str, *words: str, ranks: int = 1) -> subprocess.Popen[str]:
+    def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.command(name, *words, ranks=ranks),
             stdout=subprocess.PIPE,
@@ -43,7 +44,7 @@ class Runner:
             start_new_session=True,
         )
 
-    def run(self, name: str, *words: str, ranks: int = 1) -> Path:
+    def run(self, name: str, *words: str, ranks: int = 0) -> Path:
         """A run to its end; its directory."""
         process = self.start(name, *words, ranks=ranks)
         try:
@@ -64,7 +65,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.fixture(scope="session")
 def first_run(runner: Runner) -> Path:
     """Four steps from a fresh warm start."""
-    return runner.run("first", "run.steps=4")
+    return runner.run("first", "run.steps=4", ranks=1)
 
 
 @pytest.fixture

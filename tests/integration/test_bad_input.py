@@ -28,7 +28,7 @@ MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 def start(*words: str, under_torchrun: bool = False, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if under_torchrun else []
     command = [sys.executable, *launcher, str(MAIN), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
 Refusal = Callable[..., str]

@@ -41,7 +41,7 @@ def kill_once(run: Run, step: int, name: str) -> threading.Thread:
             time.sleep(0.005)
 
     def strike() -> None:
-        wait(lambda: run.step == step)
+        wait(lambda: run.step >= step)
         before = sum(pool.num_decoded())
         wait(lambda: sum(pool.num_decoded()) > before + 50)
         for child in psutil.Process().children(recursive=True):
@@ -78,9 +78,10 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     rows = {row.step: row.values for row in read_metrics(directory.metrics)}
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4
-    assert [step for step, row in rows.items() if row["rollout/engine_restarts"]] == [3]
+    (struck,) = (step for step, row in rows.items() if row["rollout/engine_restarts"])
+    assert struck >= 3
     assert all(row["sync/direct"] == 1 for row in rows.values())
-    assert 0 < rows[3]["rollout/resubmitted"] <= 8 and rows[3]["rollout/failed_requests"] == 0
+    assert 0 < rows[struck]["rollout/resubmitted"] <= 8 and rows[struck]["rollout/failed_requests"] == 0
     samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
     assert (
         Counter(r.agent for r in samples)["solver"] == last * 2 * 4

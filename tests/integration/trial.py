@@ -21,7 +21,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4  # of SMALL
 SILENCE_S = 12.0
-GONE_S = 60.0  # for the processes of a run to be gone after it, on a loaded machine
+GONE_S = 180.0  # for the processes of a run to be gone after it, on a loaded machine
 DISK_MIB = 400
 NO_STEP = "step_99999"  # what `latest` is made to name
 WORDS = re.compile(r"run\.resume=(auto|previous)")

@@ -55,7 +55,7 @@ def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp
         expected[kind] = scores.numpy()
     command = [sys.executable, "-W", "ignore", "-c", SCORE, json.dumps(asked)]
     environment = {**os.environ, **vllm_environment(threads=1)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for kind, logprobs in expected.items():

@@ -7,6 +7,7 @@ imported, and its process groups, whose threads poll for as long as they stand, 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -34,6 +35,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a job prints is no answer
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.freeze()  # jobs that look for garbage, as each checkpoint does, need not look through it
     for line in sys.stdin:
         file, port, arguments = json.loads(line)
         parent, child = os.getpid(), os.fork()

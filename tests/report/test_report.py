@@ -191,7 +191,7 @@ def test_where_no_chromium_can_be_had_installing_says_why_and_fails_nothing(
 def browse(chromium: str, profile: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--no-first-run", f"--user-data-dir={profile}", "--enable-logging=stderr", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
 
 
 def test_a_browser_runs_no_script_of_a_hostile_run_and_complains_of_nothing(chromium: str, tmp_path: Path) -> None:

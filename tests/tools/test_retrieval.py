@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ import pytest
 from completions_server import Handler, completions_server
 from pydantic import ValidationError
 
+from marsrl.rollout import http_line
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.protocol import ToolError
@@ -28,7 +31,7 @@ FOUND = {"result": [[{"document": {"id": "7", "contents": '"Lima"\nThe capital.'
 
 
 def options(url: str = "http://127.0.0.1:1/retrieve", **changes: object) -> HttpSearch:
-    given: dict[str, object] = {"kind": "http", "url": url, "backoff_s": 0.0, "retries": 2, "request_timeout_s": 5.0}
+    given: dict[str, object] = {"kind": "http", "url": url, "backoff_s": 0.0, "retries": 2, "request_timeout_s": 60.0}
     return HttpSearch.model_validate({**given, **changes})
 
 
@@ -124,7 +127,7 @@ def test_a_large_answer_is_not_read_to_its_end() -> None:
     assert "larger than tools.search.max_response_kib = 64 KiB" in text and len(server.bodies) == 1
 
 
-def test_a_server_that_drips_or_is_silent_is_given_up() -> None:
+def test_a_server_that_drips_or_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     def drip(handler: Handler, body: dict[str, Any], before: int) -> None:
@@ -133,9 +136,12 @@ def test_a_server_that_drips_or_is_silent_is_given_up() -> None:
         while not gate.wait(0.02):
             handler.wfile.write(b" ")
 
-    text, _ = ask(drip, request_timeout_s=0.2, retries=1)
-    assert "no whole answer within tools.search.request_timeout_s = 0.2 s" in text
-    text, _ = ask(lambda handler, body, before: gate.wait(1.0), request_timeout_s=0.1, retries=0)
+    clock = itertools.count(0.0, 10.0)  # seconds between two looks at it: what was sent takes none of them
+    with monkeypatch.context() as patch:
+        patch.setattr(http_line, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        text, _ = ask(drip, request_timeout_s=15.0, retries=1)
+    assert "no whole answer within tools.search.request_timeout_s = 15 s" in text
+    text, _ = ask(lambda handler, body, before: gate.wait(60.0), request_timeout_s=0.1, retries=0)
     assert "given up after 1 attempts: ReadTimeout" in text
     gate.set()
 
@@ -150,7 +156,7 @@ def test_closing_ends_a_search_that_waits() -> None:
 
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
         asked.set()
-        gate.wait(30.0)
+        gate.wait(120.0)
 
     def search() -> None:
         try:
@@ -159,12 +165,12 @@ def test_closing_ends_a_search_that_waits() -> None:
             said.append(str(error))
 
     with completions_server(reply) as server:
-        tool = Retrieval(options(server.base_url, request_timeout_s=30.0))
+        tool = Retrieval(options(server.base_url, request_timeout_s=120.0))
         thread = threading.Thread(target=search)
         thread.start()
-        assert asked.wait(10.0)
+        assert asked.wait(60.0)
         tool.close()
-        thread.join(10.0)
+        thread.join(60.0)
         assert not thread.is_alive() and len(said) == 1
         gate.set()
 
@@ -298,7 +304,7 @@ def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> No
                 assert tool.run({"query": "Andes"}) == ["Doc 1(Title: Peru) A country.\nIn the Andes."]
             assert httpx.post(url, json={"queries": ["Andes"], "topk": 1}).json()["result"][0][0]["id"] == "peru"
             process.send_signal(signal.SIGINT)
-            assert process.wait(30.0) == 0 and process.stderr.read() == ""
+            assert process.wait(120.0) == 0 and process.stderr.read() == ""
         finally:
             process.kill()
 

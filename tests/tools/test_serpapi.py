@@ -35,7 +35,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(url: str = "http://127.0.0.1:1", **changes: object) -> ToolsConfig:
-    given = {"kind": "serpapi", "base_url": url, "backoff_s": 0.0, "retries": 2, "request_timeout_s": 5.0, **changes}
+    given = {"kind": "serpapi", "base_url": url, "backoff_s": 0.0, "retries": 2, "request_timeout_s": 60.0, **changes}
     return ToolsConfig.model_validate({"search": given, "scholar": given})
 
 

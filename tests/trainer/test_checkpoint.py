@@ -29,7 +29,7 @@ class WordSave:
         self.error: Exception | None = None
 
     def write(self) -> None:
-        self.may_write.wait(20)
+        self.may_write.wait(120)
         self.thread = threading.current_thread()
         try:
             if self.word == "unwritable":
@@ -121,7 +121,7 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and run.steps_on_disk() == []
     learner.may_write.set()
-    saves._pending.writer.join(20)  # type: ignore[union-attr]
+    saves._pending.writer.join(120)  # type: ignore[union-attr]
     saves.finish_if_written()
     assert load(run) == (1, "a", [])
     thread = learner.saves[0].thread

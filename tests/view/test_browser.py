@@ -45,6 +45,7 @@ class Watched:
     def __init__(self, context: BrowserContext) -> None:
         self.complaints: list[str] = []
         self.asked: list[str] = []
+        context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
         self.page: Page = context.new_page()
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -56,7 +57,7 @@ class Watched:
         self.page.wait_for_selector("main")
         self.page.wait_for_load_state("networkidle")
 
-    def wait_until(self, is_so: str, timeout_s: float = 30.0) -> None:
+    def wait_until(self, is_so: str, timeout_s: float = 300.0) -> None:
         """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
         end = time.monotonic() + timeout_s
         while not self.page.evaluate(is_so):
@@ -70,7 +71,7 @@ def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     seen = Watched(context)
     seen.page.goto(viewer)
     indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
-    seen.wait_until(indexed, timeout_s=60)
+    seen.wait_until(indexed)
     yield seen
     context.close()
 

@@ -76,7 +76,7 @@ def test_the_documents_commands_view_a_run(runs: list[Path], tmp_path: Path) -> 
             assert said.startswith("open http://127.0.0.1:")
             process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.wait(60) == 0, command
+        assert process.wait(300) == 0, command
 
 
 def test_nothing_goes_on_after_a_viewer_that_was_killed(runs: list[Path], tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.jit._builtins import _register_builtin
 from torch.utils._device import _device_constructors
 
+from marsrl.rollout.imports import imports_for_good
+
 _CPU = torch.device("cpu")
 # Functions of torch that megatron calls with device="cuda" or pin_memory=True. One by one: a TorchFunctionMode would see every
 # operation of the process and every look at a tensor's shape, a quarter of a small model's step.
@@ -48,9 +50,10 @@ def install() -> bool:
                 "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
                 "call marsrl.trainer.learner.megatron.shim.install() first"
             )
-        _before_import()
-        _is_installed = True
-        _after_import()
+        with imports_for_good():
+            _before_import()
+            _is_installed = True
+            _after_import()
     _mend_without_transformer_engine()
     return True
 
