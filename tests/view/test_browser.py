@@ -194,7 +194,10 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: st
     watched.wait_until("[...document.querySelectorAll('.item b')].every(b => b.innerText === 'verifier1')")
     page.keyboard.press("Escape")
     page.keyboard.press("/")
-    page.keyboard.type("nowhere")
+    page.keyboard.type("no")
+    page.evaluate("dispatchEvent(new Event('state'))")  # the page is rendered while somebody types
+    page.wait_for_timeout(100)
+    page.keyboard.type("where")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=No sample passes this filter")
     shared = page.url

@@ -1,6 +1,6 @@
 // The sample browser: a filter, the list that passes it, and the sample that is looked at.
 
-import { html, useAnswer, useEffect, useRef, useState, ask, go, note, number, pillOf, signed } from "./lib.js";
+import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, note, number, pillOf, signed } from "./lib.js";
 import { Sample } from "./sample.js";
 
 const FIELDS = ["agent", "first", "last", "low", "high", "flag", "problem", "words"];
@@ -35,9 +35,11 @@ export function Samples({ run, about, url }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, [at, rows.length, key]);
+  // Rendered anew for another filter alone: a field that is rendered while somebody types in it loses what the URL does not have yet.
+  const bar = useMemo(() => html`<${FilterBar} about=${about} url=${url} />`, [url.toString(), JSON.stringify(about.agents)]);
   return html`<main class=${`samples ${place ? "reads" : ""}`}>
     <section class="list" aria-label="samples">
-      <${FilterBar} about=${about} url=${url} />
+      ${bar}
       <p class="muted count">${data ? counted(data, rows, next) : "…"}
         ${about.samples > fresh && html` <button class="more" onClick=${() => go({}, true) || location.reload()}>new samples</button>`}</p>
       ${error && note(error)}
