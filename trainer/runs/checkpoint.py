@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Literal
 
 from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.runs.manifest import FileSum, damage, write_manifest
+from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.runs.directory import (
     Checkpoint,
     CheckpointError,
@@ -39,6 +38,7 @@ from marsrl.trainer.runs.directory import (
     write_atomically,
     write_json,
 )
+from marsrl.trainer.runs.manifest import FileSum, damage, write_manifest
 
 if TYPE_CHECKING:
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave

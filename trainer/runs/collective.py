@@ -22,6 +22,9 @@ COLLECTIVE_S = 1800.0
 """After so long in a collective, which all ranks have come to, something hangs that still beats. More than ranks that read a
 model from one slow disk end apart."""
 
+PIECE_BYTES = 1 << 20
+"""Of each rank, in one all_gather: a few MB of one rank would else be as many on the device for every rank that there is."""
+
 _LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 
 
@@ -105,7 +108,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank, on every rank. Collective."""
+    """Every rank's bytes, by rank, on every rank. Collective; the device holds PIECE_BYTES of each rank at a time."""
     if world_size() == 1:
         return [data]
     barrier()
@@ -113,12 +116,17 @@ def gather_bytes(data: bytes) -> list[bytes]:
     sizes = torch.zeros(world_size(), dtype=torch.int64, device=device)
     sizes[rank()] = len(data)
     dist.all_reduce(sizes)
-    mine = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    parts = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(parts, mine)
-    return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes.tolist(), strict=True)]
+    ends = sizes.tolist()
+    found = [bytearray() for _ in ends]
+    for begin in range(0, max(ends), PIECE_BYTES):
+        mine = torch.zeros(min(PIECE_BYTES, max(ends) - begin), dtype=torch.uint8, device=device)
+        if piece := data[begin : begin + PIECE_BYTES]:
+            mine[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
+        pieces = [torch.empty_like(mine) for _ in ends]
+        dist.all_gather(pieces, mine)
+        for whole, part, end in zip(found, pieces, ends, strict=True):
+            whole += part[: max(0, end - begin)].cpu().numpy().tobytes()
+    return [bytes(whole) for whole in found]
 
 
 def all_true(claim: bool) -> bool:

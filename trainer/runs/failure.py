@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from marsrl.trainer.runs.manifest import missing_or_cut
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
+from marsrl.trainer.runs.manifest import missing_or_cut
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

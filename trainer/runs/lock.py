@@ -73,4 +73,6 @@ def why_held(run: RunDirectory) -> str:
 
 def _held(run: RunDirectory, file: TextIO) -> str:
     holder = file.read(200).strip() or "another process"
-    return f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name (--out)"
+    return (
+        f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name (--out)"
+    )
