@@ -1,6 +1,7 @@
 """From the arguments of a policy loss to the inputs of its row kernel."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, en
     they must be complete before this is called.
     """
     log_ratio, dropped = _of_whole_sequences(tokens, logprobs)
-    prepared = {
+    prepared: dict[str, Any] = {
         "advantages": _float32(tokens.advantages),
         "log_ratio": log_ratio,
         "old_logprobs": _float32(tokens.old_logprobs),
