@@ -55,9 +55,9 @@ def come_late() -> None:
 
     def limited(*words: Any) -> None:
         start(*words)  # ranks come to it as far apart as their imports end
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LIMIT_S))  # type: ignore[attr-defined]
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LIMIT_S))
 
-    parallel.start = limited
+    parallel.start = limited  # type: ignore[assignment]
     waits, resting = [LATE_S], Scheduler.resting
 
     @contextmanager

@@ -16,7 +16,7 @@ def job(limit_s: float, late_s: float) -> list[list[str]]:
     """What both ranks got, by rank; with the CPU seconds that rank 1 took in all, most of which it waited."""
     dist.init_process_group("gloo")
     limit = datetime.timedelta(seconds=limit_s)  # of collectives; to come here takes a rank what it takes
-    dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
+    dist.distributed_c10d._set_pg_timeout(limit)
     found = []
     begin = time.process_time()
     for call in (
