@@ -3,6 +3,7 @@ comes later than a collective waits, to every kind of thing that it does alone."
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import random
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from scripted_pool import pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -49,7 +51,13 @@ def kill_at(step: int) -> None:
 
 def come_late() -> None:
     """Rank 0, once each: from the start of its engines, a stage, its part of a checkpoint, and engines that come to rest."""
-    parallel.COLLECTIVE_S = LIMIT_S
+    start = parallel.start
+
+    def limited(*words: Any) -> None:
+        start(*words)  # ranks come to it as far apart as their imports end
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LIMIT_S))
+
+    parallel.start = limited  # type: ignore[assignment]
     waits, resting = [LATE_S], Scheduler.resting
 
     @contextmanager

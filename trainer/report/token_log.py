@@ -139,13 +139,14 @@ def _with(record: TokenRecord, tokens: TrainedTokens) -> TokenRecord:
     own = record.is_sampled
     logprobs, entropy, marks = record.logprobs.copy(), record.entropy.copy(), np.zeros(len(own), np.uint8)
     logprobs[own], entropy[own], marks[own] = tokens.logprobs, tokens.entropy, tokens.marks
-    flags = {"is_clipped": CLIPPED, "is_gated": GATED, "is_masked": MASKED}
     return replace(
         record,
         update=tokens.update,
         logprobs=logprobs,
         entropy=entropy,
-        **{name: (marks & bit).astype(bool) for name, bit in flags.items()},
+        is_clipped=(marks & CLIPPED).astype(bool),
+        is_gated=(marks & GATED).astype(bool),
+        is_masked=(marks & MASKED).astype(bool),
     )
 
 
