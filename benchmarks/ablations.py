@@ -111,9 +111,9 @@ ABLATIONS = {
                 "mean of samples": ("loss.aggregation=sequence",),
             }
         },
-        ("solver", "verifier", "corrector"),
+        ("solver", "verifier1", "corrector1"),
         ("solver", *CRITICS),
-        ("system", "solver", "verifier", "corrector", "entropy_first", "entropy_last"),
+        ("system", "solver", "verifier1", "corrector1", "entropy_first", "entropy_last"),
         ("arm", "whole", "outcome reward"),
     ),
     "mars": Ablation(
@@ -147,21 +147,30 @@ T_95 = {
 }  # by number of seeds
 
 
-def train(ablation: Ablation, name: str, folder: Path, settings: Sequence[str]) -> dict[str, float] | str:
-    """What one training has shown, or the last line of one that stopped."""
-    from marsrl.trainer.report.metrics import read_metrics
-    from marsrl.trainer.report.summary import load_summary
-
+def train(name: str, folder: Path, settings: Sequence[str]) -> str | None:
+    """The last line of a training that stopped; None: it went to its end."""
     command = [sys.executable, str(ROOT / "trainer" / "main.py"), f"run.dir={folder}", f"run.name={name}", *settings]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         return done.stdout.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-    rows = [row.values for row in read_metrics(folder / name / "metrics.jsonl")]
-    after = load_summary(folder / name / "summary.json").after
-    assert after is not None
-    found = {name: estimate.mean for name, estimate in after.rows.items() if estimate.mean is not None}
-    accuracies = {agent: found[agent] for agent in ("system", *ablation.evaluated)}
-    return accuracies | gradients(rows) | rewards(rows, ablation.agents) | last_counts(rows, ablation.counted)
+    return None
+
+
+def shown(ablation: Ablation, run: Path) -> tuple[dict[str, float], dict[str, list[float | None]]]:
+    """What one training has shown, as numbers and as curves (a value a step)."""
+    from marsrl.trainer.report.metrics import read_metrics
+    from marsrl.trainer.report.summary import load_summary
+
+    rows = [row.values for row in read_metrics(run / "metrics.jsonl")]
+    summary = load_summary(run / "summary.json")
+    assert summary.before is not None and summary.after is not None
+    found = {name: estimate.mean for name, estimate in summary.after.rows.items() if estimate.mean is not None}
+    numbers = {agent: found[agent] for agent in ("system", *ablation.evaluated)}
+    before = summary.before.rows["system"].mean
+    numbers |= {} if before is None else {"system_before": before}
+    names = ("actor/entropy", *(f"reward/{agent}/mean" for agent in ablation.agents))
+    curves = {name: [row.get(name) for row in rows] for name in names}
+    return numbers | gradients(rows) | rewards(rows, ablation.agents) | last_counts(rows, ablation.counted), curves
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
@@ -273,8 +282,10 @@ def main() -> int:
                     continue
                 name = "-".join([*(value.replace(" ", "_") for value in cell.values()), f"seed{seed}"])
                 given = [f"preset={ablation.preset}", f"run.seed={seed}", *settings, *words.settings]
-                found = train(ablation, name, words.dir or Path(temporary), given)
-                record = {**cell, "seed": seed, "found": found}
+                folder = words.dir or Path(temporary)
+                stopped = train(name, folder, given)
+                found, curves = (stopped, {}) if stopped else shown(ablation, folder / name)
+                record = {**cell, "seed": seed, "found": found, "curves": curves}
                 record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
                 records.append(record)
                 print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)

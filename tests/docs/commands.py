@@ -263,6 +263,11 @@ WAYS = {
     "python benchmarks/ablations.py marsrl --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
+    "python benchmarks/foreign_solver.py RUN RUN": PLAYED,
+    "python benchmarks/foreign_solver.py runs/whole-seed0 runs/whole-seed1 runs/whole-seed2": PLAYED,
+    "python benchmarks/evidence.py": bench(
+        "its page: tests/benchmarks/test_ablations.py::test_the_page_is_made_of_the_results_that_are_there"
+    ),
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,
     "python benchmarks/run.py linear_policy_loss --all": RUN_PY,

@@ -85,7 +85,10 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_on_two_sets_a
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
-    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "rollout={engine: local, placement: local}"]
+    own = [
+        "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}",
+        "rollout={engine: local, placement: local}",
+    ]
     own += ["rollout.max_response_tokens=40", "policies.main.dtype=float32"]
 
     def model(name: str) -> Path:

@@ -238,7 +238,9 @@ def test_length_is_counted_in_our_tokens(ask, renderer):
 
 def test_a_prompt_without_room_is_refused_here(ask):
     results, server = ask(lambda handler, body, before: handler.complete("4"), "x" * 600, "y")
-    assert [r.finish for r in results] == [Finish.ERROR, Finish.STOP] and "no room in max_model_len 500" in results[0].error
+    assert [r.finish for r in results] == [Finish.ERROR, Finish.STOP] and "no room in max_model_len 500" in results[
+        0
+    ].error
     assert len(server.bodies) == 1
 
 
