@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -33,6 +34,17 @@ def test_all_hear_which_rank_is_silent() -> None:
     with ranks[0].heartbeat, ranks[1].heartbeat:
         assert all(rank.stopped.wait(60) for rank in ranks)
     assert all("silent for run.silence_s = 2 s" in rank.reason and "rank 2" in rank.reason for rank in ranks)
+
+
+def test_the_first_beat_is_not_waited_for() -> None:
+    """A rank that is lost before the second has a machine and a process in what is said of it."""
+    store, until = dist.HashStore(), time.monotonic() + 60
+    with Heartbeat(store, 1, 3, silence_s=1e9, beat_s=120.0):
+        while not store.check(["beat/1"]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert f"process {os.getpid()})" in heartbeat._place(store.get("beat/1"))
+    assert heartbeat._place(store.get("beat/1")) == "" and store.get("beat/1") == b"done"
 
 
 def test_all_hear_which_rank_ended_with_an_error() -> None:

@@ -98,9 +98,9 @@ class Heartbeat:
         counts, changed = self._counts, self._changed
         changed.update(dict.fromkeys(self._watched, time.monotonic()))  # a rank that never beats is silent from now on
         beat, silent = 0, list[str]()
-        while self._reason is None and not self._left.wait(self._beat_s):
+        while self._reason is None:
             beat += 1
-            try:
+            try:  # at once: who falls silent soon is found by its place, too
                 self._store.set(f"beat/{self._rank}", f"{beat} {socket.gethostname()} {os.getpid()}")
                 if self._store.check(["lost"]):
                     self._reason, silent, self._is_interrupted = json.loads(self._store.get("lost"))
@@ -119,6 +119,8 @@ class Heartbeat:
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
             except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
                 self._reason, silent = self._store_is_gone(f"the store does not answer ({str(error).splitlines()[0]})")
+            if self._reason is None and self._left.wait(self._beat_s):
+                break
         if self._reason is not None:
             self._stop_once(self._reason, silent)
             return
@@ -176,16 +178,17 @@ def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
 
 
 def _place(beat: bytes) -> str:
-    """The machine and process of a beat; nothing where there was none."""
-    _, host, pid = beat.decode().split(" ") if beat else ("", "", "")
-    return f" ({host}, process {pid})" if host else ""
+    """The machine and process of a beat; nothing where there was none, or the rank was done."""
+    words = beat.decode().split(" ")
+    return f" ({words[1]}, process {words[2]})" if len(words) == 3 else ""
 
 
 def _kill_sibling(beat: str) -> None:
     """SIGKILL for the process of a beat where it is a child of our launcher: numbers mean something on one machine only."""
-    if not beat:
+    words = beat.split(" ")
+    if len(words) != 3:
         return
-    _, host, pid = beat.split(" ")
+    _, host, pid = words
     with contextlib.suppress(OSError):  # it has ended, or this system has no /proc
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if host == socket.gethostname() and parent == os.getppid():
