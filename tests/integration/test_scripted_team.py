@@ -429,6 +429,7 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
+    settings += ("run.token_log_every=1", "run.token_log_groups=999")
     play(*settings, "run.steps=3")
     assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run_directory = play(*settings, "run.steps=7", "run.resume=auto")
@@ -439,6 +440,8 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
     samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
     assert max(Counter(r.uid for r in samples).values()) == 1
+    logged = [r for path in token_files(RunDirectory(run_directory)).values() for r in read_tokens(path).samples]
+    assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
     assert {r.agent for r in samples} >= {"solver", "verifier1"}
