@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests that need no GPU, in parts, four at a time on two cores, each on one thread: a part waits now and then, for
+# All tests that need no GPU, in parts, five at a time on two cores, each on one thread: a part waits now and then, for
 # processes that start, that were killed or that are silent, and another has its core meanwhile. The next part starts when
 # one ends. Arguments go to every pytest. A part is printed when it has ended; the last lines are the closing lines of all.
 set -uo pipefail
@@ -10,25 +10,26 @@ unset PYTHONDONTWRITEBYTECODE  # some hundred processes import the same files
 trap 'rm -rf "$folder"' EXIT
 trap 'kill 0' INT TERM
 
-# The longest first, so that the last ones are short. Files that share runs, engines or ranks are one part.
+# The longest first, those that mostly wait in the middle, so that the last ones are short and busy. Files that share runs,
+# engines or ranks are one part.
 parts=(
-  tests/integration/test_default_run.py
-  tests/integration/test_miniatures.py
-  tests/engines
   tests  # all that no other part holds
+  tests/engines
   tests/integration  # the same
-  tests/integration/test_trainer_engine_sync.py
-  tests/megatron
+  tests/integration/test_miniatures.py
+  tests/integration/test_default_run.py
   tests/benchmarks
+  tests/integration/test_killed_rank.py
+  tests/megatron
   tests/kernels
   tests/docs
-  tests/integration/test_engines_in_halves.py
-  tests/integration/test_reward_rises.py
+  tests/integration/test_trainer_engine_sync.py
+  tests/integration/test_chaos.py
   tests/cluster
   tests/plan
+  tests/integration/test_engines_in_halves.py
+  tests/integration/test_reward_rises.py
   tests/kernels/interpreter
-  tests/integration/test_chaos.py
-  tests/integration/test_killed_rank.py
 )
 
 run_part() {  # the part, then pytest's arguments
@@ -48,7 +49,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 4 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 5 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo
