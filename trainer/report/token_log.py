@@ -105,6 +105,7 @@ def _size(sample: Sample) -> int:
 def token_record(sample: Sample, line: int, policy: str, renderer: ChatRenderer) -> TokenRecord:
     """What rank 0 knows of a sample's tokens before any update; renderer: of its policy."""
     pieces = renderer.pieces(sample.token_ids)
+    text = "".join(pieces).encode("utf-8", "replace").decode()  # a lone surrogate, from a tokenizer in Python, is "?"
     own, num = sample.is_sampled, len(sample.token_ids)
     return TokenRecord(
         uid=sample.uid,
@@ -114,9 +115,7 @@ def token_record(sample: Sample, line: int, policy: str, renderer: ChatRenderer)
         policy=policy,
         update=0,
         segments=sample.segments,
-        text="".join(pieces)
-        .encode("utf-8", "replace")
-        .decode(),  # a lone surrogate, from a tokenizer in Python, is "?"
+        text=text,
         ends=np.fromiter(accumulate(map(len, pieces)), np.int32, num),
         token_ids=sample.token_ids,
         is_sampled=own,

@@ -65,7 +65,7 @@ class Heartbeat:
         self._stop = stop or self._stop_process
         self._left = threading.Event()
         self._counts = dict.fromkeys(self._watched, b"")  # last beats
-        self._changed = dict.fromkeys(self._watched, time.monotonic())  # and when each was new
+        self._changed = dict.fromkeys(self._watched, time.monotonic())  # when each was new
         self._answered = threading.Event()  # by the store, since the last look
         self._stopping = threading.Lock()  # taken by the thread that stops this process, for good
         self._reason: str | None = None
@@ -96,7 +96,6 @@ class Heartbeat:
 
     def _run(self) -> None:
         counts, changed = self._counts, self._changed
-        changed.update(dict.fromkeys(self._watched, time.monotonic()))  # a rank that never beats is silent from now on
         beat, silent = 0, list[str]()
         while self._reason is None:
             beat += 1
