@@ -28,11 +28,12 @@ from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.first_prompts import check_first_prompts
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.placement import placement_lines, with_backend
-from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence
+from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence, shorten_prompts
+from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.problems import hold_out, read_data
 from marsrl.trainer.refusals import check_extra, check_machine, engines_device, slow_records, vllm_of, why_not_backend
-from marsrl.trainer.schools.registry import school_of, who_is_taught
+from marsrl.trainer.schools.registry import who_is_taught
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +137,12 @@ def preflight(
                         f"{shape.architecture} without experts; set it to none"
                     )
                 _check_reference(config, name, shape, world_size)
-            config = within_positions(config, name, shape.max_positions)
+            config = shorten_prompts(config, name, shape.max_positions, trains=trains)
             if trains and not policy.frozen and config.rollout.engine == "vllm":
                 warnings += shortages_here(config, name, shape, world_size)
-        elif school_of(config) is None:
+        elif taught := taught_shape(config, policy):
+            config = shorten_prompts(config, name, taught.max_positions, trains=trains)
+        else:
             raise ConfigError(
                 f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
                 f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
@@ -257,30 +260,3 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
             f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
             f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
         )
-
-
-def within_positions(config: RunConfig, policy: str, max_positions: int) -> RunConfig:
-    """max_input_tokens of the policy's agents and of its judge, lowered to what leaves room for a whole completion.
-
-    Raises:
-        ConfigError: a completion alone is as long as the model can be.
-    """
-
-    def room(key: str, max_response_tokens: int) -> int:
-        left = max_positions - max_response_tokens
-        if left < 1:
-            raise ConfigError(
-                f"{key} is {max_response_tokens}, but policies.{policy}.model knows {max_positions} positions "
-                "(max_position_embeddings); lower it"
-            )
-        return left
-
-    agents, judge = dict(config.agents), config.judge
-    for name in [name for name, agent in agents.items() if agent.policy == policy]:
-        left = room("rollout.max_response_tokens", config.rollout.max_response_tokens)
-        update = {"max_input_tokens": min(agents[name].max_input_tokens, left)}
-        agents[name] = agents[name].model_copy(update=update)
-    if judge is not None and judge.policy == policy:
-        left = room("judge.max_response_tokens", judge.max_response_tokens)
-        judge = judge.model_copy(update={"max_input_tokens": min(judge.max_input_tokens, left)})
-    return config.model_copy(update={"agents": agents, "judge": judge})

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from marsrl.trainer import cli
-from marsrl.trainer.config.read import CONFIGS, read_config
+from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan import hardware as hw
@@ -447,10 +447,10 @@ def test_what_does_not_fit_says_why() -> None:
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
     assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
     config, _ = read_config(CONFIGS / "qwen3_8b.yaml", ["rollout.max_response_tokens=32768"])
-    assert (
-        "can have 40,960 tokens (prompt and completion): such a batch would be refused"
-        in make_plan(config, 8, "h100-80g").notes[-1]
-    )
+    with pytest.raises(
+        ConfigError, match="max_response_tokens is 32768, but trainer.max_tokens_per_micro_batch is 24576"
+    ):
+        make_plan(config, 8, "h100-80g")
 
 
 def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from marsrl.rollout.engines.refusals import (
 )
 from marsrl.rollout.engines.vllm.arguments import OWN_ARGUMENTS, checked_extra, engine_arguments
 from marsrl.rollout.engines.vllm.engine import vllm_environment
-from marsrl.trainer.config.read import CONFIGS
+from marsrl.trainer.config.read import CONFIGS, read_config
 from marsrl.trainer.plan.models import KNOWN
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -74,6 +74,19 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["moe"] == "triton"  # whose layout the checksums know
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
     assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
+
+
+def test_vllm_accepts_an_engine_of_another_team_on_the_preset_of_its_task(told: dict[str, Any]) -> None:
+    """Agents that the preset does not name ask for prompts as long as the model and a micro-batch have room for."""
+    warm_started, given = told["cpu_default"]["other_teams"], told["math_default"]["other_teams"]
+    assert warm_started == {"solver": 256 + 56, "solver_verifier": 1024, "debate": 1024}
+    assert given == {"solver": 3072 + 1024, "solver_verifier": 16384, "debate": 16384}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_model_has_room_for_the_prompts_that_the_preset_names(preset: str, told: dict[str, Any]) -> None:
+    config, _ = read_config(CONFIGS / f"{preset}.yaml")
+    assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
 
 
 def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:

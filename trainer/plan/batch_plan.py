@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +111,37 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
             f"policies.{policy}: neither an agent (agents.<name>.policy) nor the judge (judge.policy) has it; take it out"
         )
     return max(longest)
+
+
+def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, trains: bool = True) -> RunConfig:
+    """max_input_tokens of the policy's agents and of its judge, lowered to what leaves room for a whole completion of theirs.
+
+    The room is the model's positions, and of a policy that is trained (trains: here) a micro-batch too, which holds whole
+    samples.
+
+    Raises:
+        ConfigError: a completion alone takes all of it.
+    """
+
+    def shortened(key: str, max_input_tokens: int, max_response_tokens: int, bounds: dict[str, int]) -> int:
+        bound, room = min(bounds.items(), key=lambda each: each[1])
+        if room <= max_response_tokens:
+            raise ConfigError(
+                f"{key} is {max_response_tokens}, but {bound} {room}; a prompt needs room too: lower the first"
+            )
+        return min(max_input_tokens, room - max_response_tokens)
+
+    positions = {f"the positions (max_position_embeddings) that policies.{policy}.model knows are": max_positions}
+    bounds, agents, judge = dict(positions), dict(config.agents), config.judge
+    if trains and not config.policies[policy].frozen:
+        bounds["trainer.max_tokens_per_micro_batch is"] = config.trainer.max_tokens_per_micro_batch
+    for name, agent in agents.items():
+        if agent.policy == policy:
+            own = agent.max_response_tokens
+            key = "rollout.max_response_tokens" if own is None else f"agents.{name}.max_response_tokens"
+            length = shortened(key, agent.max_input_tokens, own or config.rollout.max_response_tokens, bounds)
+            agents[name] = agent.model_copy(update={"max_input_tokens": length})
+    if judge is not None and judge.policy == policy:
+        length = shortened("judge.max_response_tokens", judge.max_input_tokens, judge.max_response_tokens, positions)
+        judge = judge.model_copy(update={"max_input_tokens": length})
+    return config.model_copy(update={"agents": agents, "judge": judge})

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.schools.registry import school_of
 
 _MOE_30B = ModelShape(
     architecture="Qwen3MoeForCausalLM",
@@ -75,7 +77,7 @@ KNOWN = {
     "Qwen3-1.7B": replace(_SMALL, hidden_size=2048, ffn_size=6144),
     "Qwen3-0.6B": replace(_SMALL, hidden_size=1024, ffn_size=3072),
     "Qwen2.5-7B": _QWEN25_7B,
-    "Qwen2.5-7B-Instruct": _QWEN25_7B,
+    "Qwen2.5-7B-Instruct": replace(_QWEN25_7B, max_positions=32768),
     "Qwen2.5-3B": _QWEN25_3B,
 }
 
@@ -100,6 +102,12 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
         num_experts=made.num_experts,
         experts_per_token=made.experts_per_token,
     )
+
+
+def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
+    """Of this policy, which has no model; None: nobody teaches the team of these settings."""
+    school = school_of(config)
+    return None if school is None else warm_start_shape(policy.shape, school.tokenizer)
 
 
 def find_shape(model: str) -> ModelShape:

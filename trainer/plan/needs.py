@@ -56,7 +56,7 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """Of a trained policy on so many trainer ranks; config: within_positions of the model."""
+    """Of a trained policy on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
@@ -64,7 +64,7 @@ def needs_of(
     setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
     engine = engine_memory(setup, gpu)
     kept = 0.0 if rollout.placement == "disaggregated" else engine.taken
-    tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
+    tokens = config.trainer.max_tokens_per_micro_batch
     job = _job(config, policy, shape, trainers, tokens, work, kept)
     layout = resolve(policy.layout)
     problem = why_not(layout, shape, trainers)

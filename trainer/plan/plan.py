@@ -18,6 +18,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.placement import rebalance_outlook, with_backend
 from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.batch_plan import shorten_prompts
 from marsrl.trainer.plan.engines import (
     EngineMemory,
     EngineSetup,
@@ -27,16 +28,14 @@ from marsrl.trainer.plan.engines import (
     slowest,
     split_engines,
 )
-from marsrl.trainer.plan.models import find_shape, warm_start_shape
+from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.ranking import Option, options
 from marsrl.trainer.plan.speed import Work
 from marsrl.trainer.plan.splits import Split, splits, step_seconds
 from marsrl.trainer.plan.sync import SyncTime, sync_time
-from marsrl.trainer.preflight import within_positions
 from marsrl.trainer.refusals import refusals_of, why_not_backend
-from marsrl.trainer.schools.registry import school_of
 
 
 @dataclass(frozen=True)
@@ -179,10 +178,10 @@ def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
 
 def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
     """Of a policy that a school makes."""
-    school = school_of(config)
-    if school is None:
+    shape = taught_shape(config, policy)
+    if shape is None:
         raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-    return warm_start_shape(policy.shape, school.tokenizer)
+    return shape
 
 
 def _policy(
@@ -195,7 +194,7 @@ def _policy(
     mean_response: float | None,
 ) -> tuple[PolicyPlan, Load, list[str]]:
     shape = find_shape(policy.model) if policy.model else _made_shape(config, name, policy)
-    config = within_positions(config, name, shape.max_positions)
+    config = shorten_prompts(config, name, shape.max_positions)
     needs = needs_of(config, name, shape, trainers, gpu, mean_response)
     sync = sync_time(config.sync.backend, needs.setup, needs.engine, trainers, num_gpus, gpu)
     load, rollout = Load(needs.setup, needs.engine, needs.demand), config.rollout
@@ -219,19 +218,7 @@ def _policy(
         host_bytes=needs.host_bytes,
         splits=tuple(splits(needs.job, load, config.sync.backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
-    notes = [*_notes_on_lengths(config, planned), *shortages(needs, gpu)]
-    return planned, load, notes + _notes_on_layouts(planned, needs, gpu)
-
-
-def _notes_on_lengths(config: RunConfig, planned: PolicyPlan) -> list[str]:
-    longest, limit = planned.longest_sequence, config.trainer.max_tokens_per_micro_batch
-    if longest <= limit:
-        return []
-    return [
-        f"trainer.max_tokens_per_micro_batch is {limit:,}, but a sequence of policy "
-        f"{planned.name} can have {longest:,} tokens (prompt and completion): such a batch would be refused; planned with "
-        f"{longest:,}"
-    ]
+    return planned, load, [*shortages(needs, gpu), *_notes_on_layouts(planned, needs, gpu)]
 
 
 def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
