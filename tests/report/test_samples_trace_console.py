@@ -163,7 +163,14 @@ def test_an_evaluation_says_how_much_is_over_and_what_is_left(monkeypatch: pytes
         assert bar.left() == ""
         now[0] = 60.0
         bar.played(100, 960, 5_000_000)
-    assert "evaluation: 100/960 episodes  2 episodes/s  9 min left  5,000,000 tokens" in out.getvalue()
+    assert "evaluation: 100/960 episodes  1.7 episodes/s  9 min left  5,000,000 tokens" in out.getvalue()
+
+
+def test_of_what_had_nothing_to_do_nothing_is_said() -> None:
+    out = io.StringIO()
+    with RunConsole(0, out).progress("fixed inputs", unit="episodes"):
+        pass
+    assert out.getvalue() == ""
 
 
 def test_a_run_that_was_not_evaluated_has_no_table() -> None:

@@ -22,12 +22,16 @@ PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minu
 
 
 class Bar:
-    """Progress of one thing. Counts, and says its rate, the time left and a note (a loss); how it is shown is the subclass's."""
+    """Progress of one thing. Counts, and says its rate, the time left and a note (a loss); how it is shown is the subclass's.
+
+    Of a thing that turns out to have nothing to do (nobody counts) nothing is shown.
+    """
 
     def __init__(self, description: str, total: int | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
         self.completed = 0
         self.note = ""
+        self.is_begun = False
         self._start = time.monotonic()
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
@@ -37,6 +41,7 @@ class Bar:
         """Set how much is done, in `unit`; note None keeps the last one."""
         self.completed = completed
         self.note = self.note if note is None else note
+        self.is_begun = True
         self._show()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
@@ -46,7 +51,10 @@ class Bar:
 
     def rate(self) -> str:
         elapsed_s = time.monotonic() - self._start
-        return f"{self.completed / elapsed_s:,.0f} {self.unit}/s" if elapsed_s > 0 and self.unit else ""
+        if elapsed_s <= 0 or not self.unit:
+            return ""
+        rate = self.completed / elapsed_s
+        return f"{rate:,.0f} {self.unit}/s" if rate >= 9.95 else f"{rate:.1f} {self.unit}/s"
 
     def left(self) -> str:
         """How long what is left would take at this rate; nothing where that is not known."""
@@ -54,6 +62,9 @@ class Bar:
             return ""
         left_s = (time.monotonic() - self._start) * (self.total - self.completed) / self.completed
         return f"{left_s / 60:.0f} min left" if left_s >= 100 else f"{left_s:.0f} s left"
+
+    def finish(self) -> None:
+        """The thing is over."""
 
     def _show(self) -> None:
         """Quiet."""
@@ -70,6 +81,10 @@ class _RichBar(Bar):
             self._task, completed=self.completed, total=self.total, rate=self.rate(), left=self.left(), note=self.note
         )
 
+    def finish(self) -> None:
+        if not self.is_begun:
+            self._progress.remove_task(self._task)
+
 
 class _PlainBar(Bar):
     def __init__(self, description: str, total: int | None, unit: str, out: Console, interval_s: float) -> None:
@@ -80,6 +95,10 @@ class _PlainBar(Bar):
         now = time.monotonic()
         if now - self._last >= self._interval_s:
             self._last = now
+            self.print_line()
+
+    def finish(self) -> None:
+        if self.is_begun:
             self.print_line()
 
     def print_line(self) -> None:
@@ -139,11 +158,13 @@ class RunConsole:
                 TimeElapsedColumn(),
             )
             with Progress(*columns, console=self._console) as progress:
-                yield _RichBar(description, total, unit, progress)
+                bar: Bar = _RichBar(description, total, unit, progress)
+                yield bar
+                bar.finish()
         else:
             bar = _PlainBar(description, total, unit, self._console, self._plain_interval_s)
             yield bar
-            bar.print_line()
+            bar.finish()
 
     def results(self, summary: Summary) -> None:
         """The table before / after with 95% intervals; nothing where nothing was evaluated."""
