@@ -14,6 +14,7 @@ from marsrl.kernels.mpt_gate import mpt_gate
 from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
 from marsrl.kernels.policy_loss.marks import TokenMarks, token_marks
+from marsrl.kernels.swiglu import swiglu
 
 __all__ = [
     "Explanation",
@@ -37,5 +38,6 @@ __all__ = [
     "pack",
     "policy_loss",
     "raise_bad_targets",
+    "swiglu",
     "token_marks",
 ]

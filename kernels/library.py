@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 12  # csrc/include/abi.h
+ABI_VERSION = 13  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -56,6 +56,11 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_attention_decode": (
         None,
         [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
+    ),
+    "marsrl_swiglu": (None, [_pointer, _int, _pointer, _int64, _int64, _pointer, _int]),
+    "marsrl_swiglu_gradients": (
+        None,
+        [_pointer, _int, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _int],
     ),
     "marsrl_word_sum": (ctypes.c_uint64, [_pointer, _int64, ctypes.c_uint64]),
     "marsrl_sequence_of": (None, [_pointer, _int, _int64, _pointer]),

@@ -19,6 +19,7 @@ from marsrl.kernels import (
     mpt_gate,
     pack,
     policy_loss,
+    swiglu,
 )
 
 NUM_TOKENS, SIZE, VOCAB = 9, 16, 40
@@ -109,6 +110,14 @@ def _of_experts() -> list[Tensor]:
     return [out.detach(), x.grad, weights.grad]
 
 
+def _of_activation() -> list[Tensor]:
+    products, weights = _leaf(NUM_TOKENS, SIZE), _leaf(NUM_TOKENS)
+    out = swiglu(products, weights)
+    out.sum().backward()
+    assert products.grad is not None and weights.grad is not None
+    return [out.detach(), products.grad, weights.grad]
+
+
 def _of_packing() -> list[Tensor]:
     packed = pack(TARGETS, MASK, BOUNDS, NUM_TOKENS, logprobs=_numbers(NUM_TOKENS))
     return [each for each in vars(packed).values() if each is not None] + [kept_rows(packed.mask)]
@@ -140,6 +149,7 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
     "attention_varlen": _of_attention,
     "attention_decode": _of_decoding,
     "grouped_linear": _of_experts,
+    "swiglu": _of_activation,
 }
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of packing, group_advantage and sequence_sums compile for GPUs that are not here."""
+"""The Triton kernels of packing, group_advantage, sequence_sums and swiglu compile for GPUs that are not here."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels.group_advantage.triton_impl import group_advantage_triton
 from marsrl.kernels.packing import triton_impl as packing
 from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
+from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
 
 META = torch.device("meta")
 T, S = 70_000, 33
@@ -43,3 +44,17 @@ def test_segments_are_summed_without_spills(target):
     assert [report.kernel for report in reports[4:]] == ["_set_statistics", "_set_statistics", "_advantages"]
     for report in reports:
         assert_compiled_well(report, dots=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [768, 12288])
+def test_swiglu_reads_and_writes_128_bits_at_once_without_spills(width, target):
+    products = torch.empty(T, 2 * width, dtype=torch.bfloat16, device=META)
+    weights = torch.empty(T, device=META) if width == 768 else None  # an expert's; a dense layer has none
+    with compiled_launches(target) as reports:
+        out = TritonSwiglu().forward(products, weights)
+        TritonSwiglu().gradients(products, weights, out)
+    assert [report.kernel for report in reports] == ["forward_rows", "gradient_rows"]
+    for report in reports:
+        assert_compiled_well(report, dots=False)
+        assert report.num_wide_loads and report.num_wide_stores, report

@@ -12,10 +12,11 @@ import fused_head
 import grouped_linear_cases
 import packing_cases
 import pytest
+import swiglu_cases
 import torch
 from torch import Tensor
 
-from marsrl.kernels import attention_decode, attention_varlen, group_advantage, grouped_linear, mpt_gate, pack
+from marsrl.kernels import attention_decode, attention_varlen, group_advantage, grouped_linear, mpt_gate, pack, swiglu
 from marsrl.kernels.head import gemms
 from marsrl.kernels.head.rows import cpu
 from marsrl.kernels.head.vocabulary import Head
@@ -86,6 +87,10 @@ def compare_grouped(dtype: torch.dtype, function: Any = grouped_linear) -> None:
     grouped_linear_cases.compare([40, 0, 70], 48, 64, dtype, given=[40, 0, 70], function=function)
 
 
+def compare_swiglu(dtype: torch.dtype, function: Any = swiglu) -> None:
+    swiglu_cases.compare((100,), 64, dtype, function=function)
+
+
 OPS = {
     "linear_policy_loss": (fused_head, compare_policy_loss),
     "linear_logprob": (fused_head, compare_logprob),
@@ -93,6 +98,7 @@ OPS = {
     "attention_varlen": (attention_cases, compare_attention),
     "attention_decode": (decode_cases, compare_decode),
     "grouped_linear": (grouped_linear_cases, compare_grouped),
+    "swiglu": (swiglu_cases, compare_swiglu),
 }
 
 

@@ -159,8 +159,8 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
         attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T D e [angles] + 4 T N/t [statistics]
                    with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
-        dense MLP  T/t F e 5 [gate, up, silu, up + offset, product]
-        experts    R (H e [rows] + F/ETP e 5 [gate, up, silu, product, weighted] + 4) + T/t (20 k + 5 E) [routing]
+        dense MLP  T/t F e 3 [gate, up, product]
+        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (20 k + 5 E) [routing]
 
     selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
     """
@@ -184,16 +184,16 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     total += tokens * heads * 4
     if s.num_experts:
         width = s.ffn_size / layout.expert_tensor
-        total += setup.rows * (s.hidden_size * e + (2 if is_selective else 5) * width * e + 4)
+        total += setup.rows * (s.hidden_size * e + (2 if is_selective else 3) * width * e + 4)
         total += local * (20 * s.experts_per_token + 5 * s.num_experts)
     elif not is_selective:
-        total += tokens * s.ffn_size / t * e * 5
+        total += tokens * s.ffn_size / t * e * 3
     return round(total)
 
 
 def remade_bytes(setup: Training) -> int:
     """What recomputation makes again at once: a layer (full_offload: and its input, which comes back); selective: one norm's
-    output and copies, and the MLP or the experts' activation: R F/ETP e 3."""
+    output and copies, and the MLP or the experts' activation: R F/ETP e."""
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
@@ -202,8 +202,8 @@ def remade_bytes(setup: Training) -> int:
         return layer_bytes(setup, "none") + back
     of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * (e + (e if setup.has_fused_norm else 8))
     if s.num_experts:
-        return round(of_norm + setup.rows * 3 * s.ffn_size / layout.expert_tensor * e)
-    return round(of_norm + setup.tokens_of_rank * 5 * s.ffn_size / layout.tensor * e)
+        return round(of_norm + setup.rows * s.ffn_size / layout.expert_tensor * e)
+    return round(of_norm + setup.tokens_of_rank * 3 * s.ffn_size / layout.tensor * e)
 
 
 def angle_bytes(setup: Training) -> int:
@@ -246,12 +246,12 @@ def attention_copies_bytes(setup: Training) -> int:
 def layer_working_bytes(setup: Training) -> int:
     """What one layer makes and drops again on its way, forward or backward, beside what it keeps.
 
-    dense    T/t H e 2 + T F/t e 2 [gradients of silu and up]
+    dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: T/t H (2 e + 8 [float32 copy for the router, where e is 2]) + R H e 3 [permuted, sorted, results]
              (+ R H e (1 + 1/ETP) [gathered, and before that] where ETP > 1), or
              backward: T/t H e 2 + the most of
-               R (H e + F/ETP (2 e + 8)) [gradients of the products, float32 where router weights take part]
-               R (2 H e + 2 F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights]
+               R (H e + F/ETP 2 e) [gradients of gate and up]
+               R (2 H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     local = setup.tokens_of_rank / layout.tensor
@@ -262,7 +262,7 @@ def layer_working_bytes(setup: Training) -> int:
     buffers = 3 if layout.expert_tensor == 1 else 4 + 1 / layout.expert_tensor
     forward = local * s.hidden_size * (2 * e + copies) + setup.rows * s.hidden_size * e * buffers
     weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
-    of_products = setup.rows * (s.hidden_size * e + width * (2 * e + 8))
-    of_weights = setup.rows * 2 * (s.hidden_size + width) * e + weights
+    of_products = setup.rows * (s.hidden_size * e + width * 2 * e)
+    of_weights = setup.rows * (2 * s.hidden_size - width) * e + weights
     backward = 2 * local * s.hidden_size * e + max(of_products, of_weights)
     return round(max(forward, backward))

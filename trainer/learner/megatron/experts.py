@@ -11,10 +11,9 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import silu
 from torch.nn.parameter import Parameter
 
-from marsrl.kernels import grouped_linear
+from marsrl.kernels import grouped_linear, swiglu
 
 
 class GroupedExperts(MegatronModule):
@@ -40,11 +39,6 @@ class GroupedExperts(MegatronModule):
             set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
 
-    @staticmethod
-    def _activate(products: Tensor, weights: Tensor) -> Tensor:
-        gate, up = products.chunk(2, dim=-1)
-        return (silu(gate) * up * weights.unsqueeze(-1)).to(products.dtype)
-
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias.
 
@@ -53,9 +47,9 @@ class GroupedExperts(MegatronModule):
         """
         products = grouped_linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert)
         if not (self.recomputes_activation and torch.is_grad_enabled()):
-            return grouped_linear(self._activate(products, weights), self.down, tokens_per_expert), None
+            return grouped_linear(swiglu(products, weights), self.down, tokens_per_expert), None
         activation = CheckpointWithoutOutput(fp8=None)  # its False means on
-        inner = activation.checkpoint(self._activate, products, weights)
+        inner = activation.checkpoint(swiglu, products, weights)
         output = grouped_linear(inner, self.down, tokens_per_expert)
         activation.discard_output_and_register_recompute(output)
         return output, None

@@ -5,6 +5,7 @@
     linear layers     TE{Column,Row}ParallelLinear  megatron's
     attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
                       kernels where it is installed)
+    activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
     experts           GroupedExperts on kernels.grouped_linear (TransformerEngine's GEMMs where it can serve)
 
 TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
@@ -16,16 +17,27 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
+from marsrl.kernels import swiglu
 from marsrl.trainer.learner.megatron.attention import PackedAttention, RMSNorm
 from marsrl.trainer.learner.megatron.experts import GroupedExperts
 
 # Below it TENorm on queries and keys harms convergence (megatron-core, extensions/transformer_engine_spec_provider.py).
 _TE_WITH_QK_NORM = "1.9.0"
+
+
+class Swiglu(MegatronModule):
+    """The activation of a dense layer's MLP, where megatron would put TransformerEngine's (use_te_activation_func)."""
+
+    def forward(self, products: Tensor) -> Tensor:
+        """products [T, 1, 2 F] of this rank, the gate first; returns [T, 1, F]."""
+        return swiglu(products)
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -38,6 +50,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer.self_attention.submodules.core_attention = PackedAttention
     if config.num_moe_experts:
         layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+    else:
+        layer.mlp.submodules.activation_func = Swiglu
     if config.transformer_impl == "transformer_engine":
         norm, qk_norm = _take_transformer_engine(layer)
     else:

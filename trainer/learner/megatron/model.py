@@ -93,6 +93,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
+        use_te_activation_func=not shape.num_experts,  # the module that layer_spec.py puts there: ours
         add_bias_linear=False,
         add_qkv_bias=shape.has_qkv_bias,
         qk_layernorm=shape.has_qk_norm,

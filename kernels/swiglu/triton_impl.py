@@ -1,0 +1,95 @@
+"""SwiGLU in Triton: a program takes whole rows, so that the gradient of a row's weight is one sum in a fixed order."""
+# mypy: disallow-untyped-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from marsrl.kernels.triton_machine import on_device_of
+
+ELEMENTS = 2048  # of a program at once: 16 a thread
+WIDEST = 1024
+
+
+@triton.jit
+def _gate_and_up(products, row, column, is_in, width):
+    at = products + row[:, None].to(tl.int64) * 2 * width + column[None, :]
+    gate = tl.load(at, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=is_in, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (blocks of rows, blocks of columns)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = (row < num_rows)[:, None] & (column < width)[None, :]
+    gate, up = _gate_and_up(products, row, column, is_in, width)
+    found = gate * tl.sigmoid(gate) * up
+    if weights is not None:
+        found *= tl.load(weights + row, mask=row < num_rows, other=0.0)[:, None]
+    at = out + row[:, None].to(tl.int64) * width + column[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def gradient_rows(
+    products, weights, grad, of_products, of_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (blocks of rows): a row's columns one block after the other, for the sum that is the gradient of its weight."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    weight = tl.full([ROWS], 1.0, tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + row, mask=is_row, other=0.0)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        is_in = is_row[:, None] & (column < width)[None, :]
+        gate, up = _gate_and_up(products, row, column, is_in, width)
+        own = row[:, None].to(tl.int64)
+        d = tl.load(grad + own * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        sums += d * silu * up
+        d *= weight[:, None]
+        at = of_products + own * 2 * width + column[None, :]
+        tl.store(at, (d * up * (s + silu * (1.0 - s))).to(of_products.dtype.element_ty), mask=is_in)
+        tl.store(at + width, (d * silu).to(of_products.dtype.element_ty), mask=is_in)
+    if of_weights is not None:
+        tl.store(of_weights + row, tl.sum(sums, axis=1), mask=is_row)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """(rows, columns) that a program takes at once; by the width alone, so that a row's sums know nothing of others."""
+    block = min(WIDEST, triton.next_power_of_2(width))
+    return max(1, ELEMENTS // block), block
+
+
+class TritonSwiglu:
+    """RowsOfSwiglu on the current stream."""
+
+    def forward(self, products: Tensor, weights: Tensor | None) -> Tensor:
+        num_rows, width = products.shape[0], products.shape[1] // 2
+        out = torch.empty(num_rows, width, dtype=products.dtype, device=products.device)
+        if out.numel():
+            rows, block = _tile(width)
+            with on_device_of(products):
+                grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, block))
+                forward_rows[grid](products, weights, out, num_rows, width, ROWS=rows, BLOCK=block)
+        return out
+
+    def gradients(self, products: Tensor, weights: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        num_rows, width = grad.shape
+        of_products = torch.empty_like(products)
+        of_weights = None if weights is None else torch.zeros_like(weights)
+        if grad.numel():
+            rows, block = _tile(width)
+            with on_device_of(products):
+                grid = (triton.cdiv(num_rows, rows),)
+                gradient_rows[grid](
+                    products, weights, grad, of_products, of_weights, num_rows, width, ROWS=rows, BLOCK=block
+                )
+        return of_products, of_weights
