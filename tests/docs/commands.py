@@ -139,7 +139,7 @@ WAYS = {
     "torchrun trainer/main.py orchestration=solver": OTHER_TEAM,
     "torchrun trainer/main.py orchestration=solver_verifier credit.normalise=agent": OTHER_TEAM,
     "torchrun trainer/main.py orchestration=debate orchestration_options.rounds=2": OTHER_TEAM,
-    "torchrun trainer/main.py --config own_team.yaml": OTHER_TEAM,
+    "torchrun trainer/main.py --config own_team.yaml": DEFAULT_RUN,
     "torchrun trainer/main.py preset=cpu_solver_verifier": MINIATURE,
     "torchrun trainer/main.py preset=cpu_solver_verifier agents.verifier.policy=solver": MINIATURE,
     "torchrun trainer/main.py preset=cpu_solver_verifier policies.solver.shape=cpu_default": MINIATURE,

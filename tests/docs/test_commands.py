@@ -153,10 +153,6 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
         "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
         "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
         "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
-        "own_team.yaml": (
-            ["first", "second", "judge"],
-            "at most 192 samples a step, if each agent is asked once in an episode",
-        ),
         "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
     }
     names, batch = next(said[word] for word in command.split() if word in said)

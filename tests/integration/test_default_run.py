@@ -158,19 +158,28 @@ def test_commands_on_a_run_are_as_they_are_written(
     assert written == 2
 
 
-def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: object, tmp_path: Path) -> None:
-    """What `make train` starts. It finds its policy in the cache: the one that the first run has taught, less well."""
+@pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))
+def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: object, tmp_path: Path) -> None:
+    """What `make train` starts, and with a team of one's own. It finds its policy in the cache: the one that the first run has
+    taught, less well."""
     desk = Desk(tmp_path)
+    words = desk.words(command, Path)
+    file = tmp_path / words[-1] if "--config" in words else None
     taught = warm_started(runner.cache, first_run / "config.yaml")  # type: ignore[attr-defined]
-    shutil.copytree(taught, warm_started(desk.cache, None))
-    (command,) = run_by("test_the_default_run_starts_as_it_is_written")
-    run = desk.until_version_1(desk.words(command, Path))
+    shutil.copytree(taught, warm_started(desk.cache, file))
+    run = desk.until_version_1(words)
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
     assert interrupted and "warm start: cached" in ours and "Traceback" not in ours, desk.console()[-4000:]
-    asked = with_backend(read_config(None)[0], on_gpus=False)
-    assert read_config(run / "config.yaml")[0].model_dump() == asked.model_dump()
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
-    assert step.values["actor/empty_steps"] == 0 and step.values["sync/seconds"] > 0
+    assert step.values["sync/seconds"] > 0
+    found = read_config(run / "config.yaml")[0]
+    if file is None:
+        assert found.model_dump() == with_backend(read_config(None)[0], on_gpus=False).model_dump()
+        assert step.values["actor/empty_steps"] == 0
+    else:
+        room = found.agents["judge"].max_input_tokens + found.rollout.max_response_tokens
+        assert list(found.agents) == ["first", "second", "judge"] and room == 1024  # the policy's positions
+        assert "at most 192 samples a step, if each agent is asked once in an episode" in ours
 
 
 def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: object) -> None:
