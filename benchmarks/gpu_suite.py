@@ -119,6 +119,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         script("first steps", 110, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
                modules=TRAINING_MODULES),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
+        script("step parts", 60, "step_parts.py", "--model", model, "--steps", "1", *to("step_parts"), modules=TRAINING_MODULES),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
         *(bench(f"head {text}", "linear_policy_loss", 60, "--budget", "4", "--shape", text)
           for text in OTHER_HEADS if not is_quick),

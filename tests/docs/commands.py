@@ -281,6 +281,9 @@ WAYS = {
     "python benchmarks/gpu_suite.py --out results --wheels wheels": SUITE,
     "python benchmarks/gpu_suite.py --device cpu --quick --out dry_run": SUITE,
     "python benchmarks/train_step.py": STEP,
+    "python benchmarks/step_parts.py": bench(
+        "a tiny model: tests/benchmarks/test_benchmarks.py::test_the_parts_of_a_step_are_all_of_it"
+    ),
     "python benchmarks/train_step.py --layout tensor=2 expert=2 --repeats 2 --no-dmmpt": STEP,
     "python benchmarks/rollout.py": PLAYED,
     "python benchmarks/pipeline.py": PLAYED,
