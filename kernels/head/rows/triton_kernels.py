@@ -39,6 +39,19 @@ def exact_expm1(x):
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
+@triton.jit
+def gradient_of(p, logp, entropy, c, e, inverse):
+    """dz of a column that is not the target; logp is finite."""
+    return -p * (c + e * (logp + entropy)) * inverse
+
+
+@triton.jit
+def gradient_of_target(logp, entropy, c, e, inverse):
+    """dz of the target; 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0."""
+    bounded = tl.where(logp < NOTHING, NOTHING, logp)  # p is 0 there, and 0 times -inf would be NaN
+    return (-c * exact_expm1(logp) - e * exact_exp(logp) * (bounded + entropy)) * inverse
+
+
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
@@ -385,11 +398,8 @@ def row_gradients(
         maximum = tl.load(maximum_of + token)
         log_sum = tl.load(log_sum_of + token)
         ent = tl.load(entropy + token)
-        logp_target = tl.load(logprobs + token)
         target = tl.load(targets + token) - first_column
-        # 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
-        bounded = tl.where(logp_target < NOTHING, NOTHING, logp_target)  # p is 0 there, and 0 times -inf would be NaN
-        at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (bounded + ent)) * inverse
+        at_target = gradient_of_target(tl.load(logprobs + token), ent, c, e, inverse)
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
         out_stop = tl.minimum(begin + PIECE, out_stride)
@@ -399,7 +409,7 @@ def row_gradients(
             x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
-            dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
+            dz = gradient_of(tl.exp(logp), logp, ent, c, e, inverse)
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(column < columns, dz, 0.0)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

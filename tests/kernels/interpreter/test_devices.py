@@ -50,4 +50,4 @@ def test_kernels_run_on_the_device_of_their_tensors(name, launched):
 def test_the_first_gemm_runs_on_the_device_of_its_tensors(name, launched, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", GEMM)
     check_the_default_device_is_not_used(name)
-    assert "logits_and_pieces" in launched
+    assert "first_product_by_copies" in launched
