@@ -65,7 +65,7 @@ def plan_tiles(num_rows: int, copies: bool) -> Tiles:
     return Tiles(128, 128, 64, 4, num_warps=8, num_stages=3, max_registers=most, programs=programs)
 
 
-def _capability() -> int:
+def capability() -> int:
     """Of the current device: 80, 90, ..."""
     if is_interpreted():
         return 90
@@ -122,7 +122,7 @@ class TritonFirstGemm:
     ) -> None:
         weight, columns, size = head.weight[: head.num_columns], head.num_columns, hidden.shape[1]
         with on_device_of(hidden):
-            copies = _capability() >= 90 and _can_be_copied(hidden) and _can_be_copied(weight)
+            copies = capability() >= 90 and _can_be_copied(hidden) and _can_be_copied(weight)
             tiles = plan_tiles(rows.count, copies)
             # of dz what lies behind the real columns is 0 too
             column_tiles = triton.cdiv(out.stride(0) if known is not None and out is not None else columns, tiles.n)

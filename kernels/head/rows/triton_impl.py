@@ -15,6 +15,7 @@ from marsrl.kernels.triton_machine import on_device_of
 
 if TYPE_CHECKING:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
 # Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
 # long enough (128 KiB) to run at the speed of memory. Not measured yet.
@@ -32,6 +33,7 @@ class TritonRowKernels:
     is_host = False
     tiles = None
     first_gemm: "TritonFirstGemm | None" = None
+    backward_gemms: "TritonBackwardGemms | None" = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         put_statistics(self._pieces(logits, rows, head), rows, head, out)
@@ -101,6 +103,12 @@ def list_active(
     of these to active. Where that is None every row has its own place: (None, R). On the device of the tensors."""
     if active is None:
         return None, LateCount(rows.count)
+    place_of, count = list_places(rows, coefficient, entropy_coefficient, active)
+    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
+
+
+def list_places(rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """list_active with the count [1] int32 where it is."""
     place_of = torch.empty(rows.count, dtype=torch.int32, device=coefficient.device)
     count = torch.empty(1, dtype=torch.int32, device=coefficient.device)
     triton_kernels.list_active[(1,)](
@@ -114,7 +122,7 @@ def list_active(
         count,
         BLOCK=BLOCK_TOKENS,
     )
-    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
+    return place_of, count
 
 
 def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:

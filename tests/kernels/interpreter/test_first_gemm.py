@@ -13,9 +13,9 @@ from fused_head import (
     run_policy_loss,
     with_exact_logits,
 )
+from small_tiles import TILES, in_chunks, use_small_tiles
 
 from marsrl.kernels import PolicyObjective, linear_logprob
-from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
@@ -24,36 +24,19 @@ from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head, make_head
 
 NAME = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm"
-TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
 
 @pytest.fixture(autouse=True)
 def _small_and_by_name(monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", NAME)
-    monkeypatch.setattr(triton_impl, "plan_tiles", lambda *_: TILES)
-    monkeypatch.setattr(triton_impl, "num_multiprocessors", lambda _: 2)  # programs that take several tiles
-    monkeypatch.setattr(triton_impl, "GROUP", 2)
-    monkeypatch.setattr(triton_impl, "BLOCK_COLUMNS", 64)
-    monkeypatch.setattr(triton_impl, "PIECE_COLUMNS", 128)
-    monkeypatch.setattr(rows_impl, "JOIN_ELEMENTS", 8)
-    monkeypatch.setattr(rows_impl, "JOIN_PIECES", 2)
-    monkeypatch.setattr(rows_impl, "BLOCK_TOKENS", 4)
-
-
-def in_chunks(monkeypatch, rows, vocab=131):
-    """Chunks of so many rows, whether logits are written or not; gradients of two wait for the backward GEMMs."""
-    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
-    row_bytes = 2 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
-    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
-    monkeypatch.setattr(chunked_head, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
-    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * row_bytes)
+    use_small_tiles(monkeypatch)
 
 
 # gradient in the forward; masked and inactive rows; statistics first, then the gradients from the product
 @pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3, entropy bonus, tis", "sequence ratio"])
 @pytest.mark.parametrize("capability", [80, 90])  # addresses, the copy engine
 def test_an_objective_equals_its_definition(name, capability, monkeypatch):
-    monkeypatch.setattr(triton_impl, "_capability", lambda: capability)
+    monkeypatch.setattr(triton_impl, "capability", lambda: capability)
     in_chunks(monkeypatch, 9)  # a tile of rows and a row of the next
     case = head_case(20, 24)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
@@ -154,7 +137,7 @@ def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_exponentials_are_relative_to_a_power_of_two_and_padding_is_not_read(capability, monkeypatch):
-    monkeypatch.setattr(triton_impl, "_capability", lambda: capability)
+    monkeypatch.setattr(triton_impl, "capability", lambda: capability)
     hidden, weight, targets = head_case(9, 8, 96)
     hidden, weight, targets = hidden.bfloat16(), weight.bfloat16(), targets % 70
     weight[70:] = torch.nan
