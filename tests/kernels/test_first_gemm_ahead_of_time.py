@@ -47,8 +47,9 @@ def assert_product_compiled_well(product, copies):
 
 
 # listed rows with a temperature each, whose exponentials are bfloat16; float32 ones of an entropy bonus
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("num_rows, dtype", [(1536, torch.bfloat16), (768, torch.float32)])
+@pytest.mark.parametrize(
+    "target, num_rows, dtype", [(80, 1536, torch.bfloat16), (90, 1536, torch.bfloat16), (90, 768, torch.float32)]
+)
 def test_a_chunk_to_exponentials_and_these_to_gradients(target, num_rows, dtype):
     head, gemm = head_of(2048, torch.bfloat16), TritonFirstGemm()
     rows = Rows(torch.empty(num_rows, dtype=torch.int64, device=META), 0, num_rows)
@@ -86,8 +87,9 @@ def test_gradients_at_once(target):
 
 
 # an H that no step divides: whole units of 16 bytes, and not; few rows
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("num_rows, size", [(3456, 1008), (3456, 1001), (48, 2048)])
+@pytest.mark.parametrize(
+    "target, num_rows, size", [(80, 3456, 1008), (90, 3456, 1008), (90, 3456, 1001), (90, 48, 2048)]
+)
 def test_statistics_alone(target, num_rows, size):
     head, rows = head_of(size, torch.float16, has_temperature=False), Rows(None, 0, num_rows)
     with compiled_launches(target) as reports:
@@ -96,8 +98,7 @@ def test_statistics_alone(target, num_rows, size):
 
 
 # every size is a multiple of its tile; a vocabulary and an H that no tile divides, in rows of whole 16 columns
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("width, size", [(WIDTH, 2048), (50257, 1008)])
+@pytest.mark.parametrize("target, width, size", [(80, WIDTH, 2048), (90, WIDTH, 2048), (90, 50257, 1008)])
 def test_backward_products_of_exponentials(target, width, size):
     num_rows = 5760
     head = replace(head_of(size, torch.bfloat16), weight=floats(width, size, dtype=torch.bfloat16), num_columns=width)

@@ -55,7 +55,7 @@ def plan_tiles(num_rows: int, copies: bool) -> Tiles:
 
     copies: by the copy engine of sm_90. Two programs then share a multiprocessor, in 128 registers a thread and half of
     the shared memory: while one takes exponentials and stores, the other multiplies. The kernel that computes
-    addresses spills 64 bytes in 128 registers, so it has as many as there are; 128 x 256 spills in 255, with copies
+    addresses spills 80 bytes in 128 registers, so it has as many as there are; 128 x 256 spills in 255, with copies
     too (40 bytes at best), and Triton 3.6 cannot give loads and products warps of their own (warp_specialize) for
     tiles of 128 rows. Compiled for sm_80 and sm_90; not measured.
     """

@@ -14,16 +14,16 @@ def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> No
     patch.setattr(first, "plan_tiles", lambda *_: tiles)
     patch.setattr(no_dz, "plan_tiles", lambda *_: tiles)
     patch.setattr(no_dz, "plan_backward", lambda: no_dz.BackwardTiles(tiles.n, 32, 16, num_warps=4, num_stages=1))
-    patch.setattr(no_dz, "FACTOR_ROWS", 4)
+    patch.setattr(no_dz, "FACTOR_ROWS", tiles.m // 2)
     patch.setattr(no_dz, "FACTOR_TILES", 2)
     patch.setattr(no_dz, "TARGET_UNITS", 16)
     patch.setattr(first, "num_multiprocessors", lambda _: 2)  # programs that take several tiles
     patch.setattr(first, "GROUP", 2)
     patch.setattr(first, "BLOCK_COLUMNS", 2 * tiles.n)
     patch.setattr(first, "PIECE_COLUMNS", 4 * tiles.n)
-    patch.setattr(rows, "JOIN_ELEMENTS", 8)
+    patch.setattr(rows, "JOIN_ELEMENTS", tiles.m)
     patch.setattr(rows, "JOIN_PIECES", 2)
-    patch.setattr(rows, "BLOCK_TOKENS", 4)
+    patch.setattr(rows, "BLOCK_TOKENS", tiles.m // 2)
 
 
 def in_chunks(patch: pytest.MonkeyPatch, num_rows: int, vocab: int = 131) -> None:

@@ -33,12 +33,15 @@ def _small_and_by_name(monkeypatch):
 
 
 # gradient in the forward; masked and inactive rows; statistics first, then the gradients from the product
-@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3, entropy bonus, tis", "sequence ratio"])
-@pytest.mark.parametrize("capability", [80, 90])  # addresses, the copy engine
+@pytest.mark.parametrize(
+    "capability, name",  # 80: by addresses; 90: by the copy engine
+    [(80, "clip"), (80, "sequence ratio"), (90, "pseudo on-policy"), (90, "clip"), (90, "k3, entropy bonus, tis"),
+     (90, "sequence ratio")],
+)  # fmt: skip
 def test_an_objective_equals_its_definition(name, capability, monkeypatch):
     monkeypatch.setattr(triton_impl, "capability", lambda: capability)
     in_chunks(monkeypatch, 9)  # a tile of rows and a row of the next
-    case = head_case(20, 24)
+    case = head_case(14, 24)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
 
 

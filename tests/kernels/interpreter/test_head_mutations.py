@@ -10,19 +10,20 @@ from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
 BF16 = torch.bfloat16
+TILES = Tiles(64, 64, 32, parts=1, num_warps=4, num_stages=1, max_registers=None)
 OBJECTIVES = {"triton_gemm": "k3, entropy bonus, tis", "triton_no_dz": "k3"}
 
 
 @pytest.fixture(params=OBJECTIVES)
 def provider(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", f"linear_policy_loss={request.param}")
-    use_small_tiles(monkeypatch, Tiles(64, 64, 32, 2, num_warps=4, num_stages=1, max_registers=None))
+    use_small_tiles(monkeypatch, TILES)
     return request.param
 
 
 def comparison(provider):
     """Logits of about 1, no token sure of its target: bfloat16 in plain PyTorch is then as exact as it gets."""
-    case = torch.randn(128, 32), torch.randn(256, 32) * 0.1, torch.randint(0, 256 - TILE, (128,))
+    case = torch.randn(64, 32), torch.randn(128, 32) * 0.1, torch.randint(0, 128 - TILE, (64,))
     arguments = fused_head.arguments_for(case, OBJECTIVES[provider])
     return lambda dtype: fused_head.compare_policy_loss(case, arguments, dtype)
 
@@ -57,7 +58,7 @@ def test_a_vocabulary_tile_that_is_skipped_is_seen(provider, monkeypatch):
 def test_rows_of_another_place_are_seen(monkeypatch):
     """Two neighbouring exponentials of each row change places before dX and dW are formed."""
     monkeypatch.setenv("MARSRL_KERNELS", "linear_policy_loss=triton_no_dz")
-    use_small_tiles(monkeypatch, Tiles(64, 64, 32, 2, num_warps=4, num_stages=1, max_registers=None))
+    use_small_tiles(monkeypatch, TILES)
     add, compare = TritonBackwardGemms.add_gradients, comparison("triton_no_dz")
     monkeypatch.setattr(
         TritonBackwardGemms, "add_gradients", lambda self, values, *rest: add(self, values.roll(1, 0), *rest)

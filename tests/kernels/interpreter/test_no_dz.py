@@ -29,11 +29,11 @@ def _small_and_by_name(monkeypatch):
     use_small_tiles(monkeypatch)
 
 
-# gradient in the forward; clipped rows; KL and a weight of each sequence; statistics first, and then dz after all
-@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3", "cispo", "strong gate", "sequence ratio"])
+# gradient in the forward; clipped rows; KL; statistics first, and then dz after all
+@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3", "sequence ratio"])
 def test_an_objective_equals_its_definition(name, monkeypatch):
     in_chunks(monkeypatch, 3)  # 9 rows: a tile of rows and a row of the next
-    case = head_case(20, 24)
+    case = head_case(14, 24)
     compare_policy_loss(case, arguments_for(case, name), BF16)
 
 

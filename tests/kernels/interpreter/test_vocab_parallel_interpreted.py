@@ -22,7 +22,7 @@ def test_the_statistics_of_a_chunk_travel_while_the_next_is_computed(of_ranks):
 
 def test_shards_of_exponentials_equal_the_whole(tmp_path, monkeypatch):
     """A bfloat16 model, whose exponentials wait for the statistics of all shards."""
-    kernels, cases = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm", [0, 1, 2, 4]
+    kernels, cases = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm", [0, 1, 4]
     monkeypatch.setenv("MARSRL_KERNELS", kernels)
     of_ranks = run_ranks(2, TOKENS, 2, tmp_path, "bfloat16", cases, MARSRL_KERNELS=kernels)
     for place, number in enumerate(cases):
