@@ -7,7 +7,7 @@ from marsrl.kernels.head.first_gemm import triton_impl as first
 from marsrl.kernels.head.no_dz import triton_impl as no_dz
 from marsrl.kernels.head.rows import triton_impl as rows
 
-TILES = first.Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
+TILES = first.Tiles(8, 64, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
 
 def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> None:
@@ -20,7 +20,7 @@ def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> No
     patch.setattr(first, "num_multiprocessors", lambda _: 2)  # programs that take several tiles
     patch.setattr(first, "GROUP", 2)
     patch.setattr(first, "BLOCK_COLUMNS", 2 * tiles.n)
-    patch.setattr(first, "PIECE_COLUMNS", 4 * tiles.n)
+    patch.setattr(first, "PIECE_COLUMNS", 2 * tiles.n)
     patch.setattr(rows, "JOIN_ELEMENTS", tiles.m)
     patch.setattr(rows, "JOIN_PIECES", 2)
     patch.setattr(rows, "BLOCK_TOKENS", tiles.m // 2)

@@ -59,8 +59,8 @@ def test_without_compaction_the_results_are_the_same(name, monkeypatch):
     [
         ((2, 8, 5), torch.bfloat16),
         ((1, 19, 333), torch.float16),
-        ((8, 16, 32), torch.bfloat16),
-        ((9, 32, 33), torch.float16),
+        ((8, 16, 64), torch.bfloat16),
+        ((9, 32, 65), torch.float16),
         ((3, 8, 4096), torch.bfloat16),
     ],
 )

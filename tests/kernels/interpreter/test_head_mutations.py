@@ -7,7 +7,6 @@ from small_tiles import use_small_tiles
 from spoils import TILE, refuse_every_spoil, without_last_tile
 
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
-from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
 BF16 = torch.bfloat16
 TILES = Tiles(64, 64, 32, parts=1, num_warps=4, num_stages=1, max_registers=None)
@@ -53,15 +52,3 @@ def test_a_vocabulary_tile_that_is_skipped_is_seen(provider, monkeypatch):
         monkeypatch.setattr(TritonFirstGemm, "exponentials", spoil)
         with pytest.raises(AssertionError, match="error|blocks"):
             compare(BF16)
-
-
-def test_rows_of_another_place_are_seen(monkeypatch):
-    """Two neighbouring exponentials of each row change places before dX and dW are formed."""
-    monkeypatch.setenv("MARSRL_KERNELS", "linear_policy_loss=triton_no_dz")
-    use_small_tiles(monkeypatch, TILES)
-    add, compare = TritonBackwardGemms.add_gradients, comparison("triton_no_dz")
-    monkeypatch.setattr(
-        TritonBackwardGemms, "add_gradients", lambda self, values, *rest: add(self, values.roll(1, 0), *rest)
-    )
-    with pytest.raises(AssertionError, match="error|blocks"):
-        compare(BF16)

@@ -37,8 +37,8 @@ def test_an_objective_equals_its_definition(name, monkeypatch):
     compare_policy_loss(case, arguments_for(case, name), BF16)
 
 
-# one tile with columns to spare; sizes on each side of a tile; more targets of one column than a step has rows
-@pytest.mark.parametrize("shape", [(2, 8, 5), (1, 19, 333), (8, 32, 32), (33, 40, 33), (20, 16, 3)])
+# one tile with columns to spare; an odd vocabulary; one more than tiles have; more targets of one column than a step has rows
+@pytest.mark.parametrize("shape", [(2, 8, 5), (1, 19, 333), (17, 40, 65), (20, 16, 3)])
 def test_shapes(shape):
     case = head_case(*shape)
     arguments = arguments_for(case, "k3")
@@ -116,16 +116,14 @@ def test_a_row_without_a_coefficient_is_not_multiplied():
     assert 0 < sum(seen) < 7 and dx.isfinite().all() and dw.isfinite().all()
 
 
-@pytest.mark.parametrize("known", [None, 3.0])
-def test_main_grad_gets_what_a_gradient_of_its_own_would_be(known, monkeypatch):
+def test_main_grad_gets_what_a_gradient_of_its_own_would_be(monkeypatch):
     in_chunks(monkeypatch, 1)
     hidden, weight, targets = head_case(7, 8)
     arguments = arguments_for((hidden, weight, targets), "clip")
     _, dx, dw = run_policy_loss((hidden, weight, targets), arguments, BF16)
     leaves = hidden.to(BF16).requires_grad_(), weight.to(BF16).requires_grad_()
     main_grad = torch.ones(weight.shape)
-    given = {} if known is None else {"grad_output": known}
-    (3.0 * linear_policy_loss(*leaves, targets, **arguments, main_grad=main_grad, **given).loss).backward()
+    (3.0 * linear_policy_loss(*leaves, targets, **arguments, main_grad=main_grad, grad_output=3.0).loss).backward()
     torch.testing.assert_close(main_grad, 1 + dw.float(), atol=1e-6, rtol=2**-7)
     torch.testing.assert_close(leaves[0].grad, dx)
 
