@@ -12,7 +12,8 @@ from torch import Tensor
 from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import eager_logprob
 from marsrl.kernels.dispatch import ENVIRONMENT
-from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
+from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, ROW_PROVIDERS, RowProvider
+from marsrl.kernels.head.vocabulary import make_head
 
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
 EXACT_BYTES = 2**28  # of one float64 chunk of logits
@@ -144,11 +145,22 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
     }
 
 
-def with_own_gemm(op: str, inputs: HeadInputs, run: Callable[[], Results]) -> Variant | Missing:
-    """Ours with the first GEMM that takes the statistics itself: what has to be ahead of `ours` to become the default."""
-    provider = next(each for each in HEAD_PROVIDERS if each.name == "triton_gemm")
+def with_own_gemms(
+    op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
+) -> tuple[list[Variant], list[Missing]]:
+    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default.
+    has_entropy: `run` differentiates the entropy."""
+    named = [provider for provider in HEAD_PROVIDERS if provider not in ROW_PROVIDERS]
+    found = [_by_name(provider, op, inputs, run, has_entropy) for provider in named]
+    return [each for each in found if isinstance(each, Variant)], [each for each in found if isinstance(each, Missing)]
+
+
+def _by_name(
+    provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
+) -> Variant | Missing:
     name = f"ours, {provider.name}"
-    reason = provider.machine_lacks() or provider.why_not(hidden=inputs.hidden, weight=inputs.weight)
+    head = make_head(op, inputs.hidden, inputs.weight, inputs.targets, 1.0, None, None)
+    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head, has_entropy)
     if reason is not None:
         return Missing(name, reason)
 

@@ -42,3 +42,13 @@ def why_not_triton(name: str, tensor: Tensor) -> str | None:
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+def num_multiprocessors(tensor: Tensor) -> int:
+    """Of the tensor's device; of an H100 where it is on no device."""
+    if not tensor.is_cuda:
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import FirstGemm, RowKernels, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
+
+if TYPE_CHECKING:
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 
 LOGITS, OF_HIDDEN, OF_WEIGHT = "logits", "dX", "dW"
 ROUNDED = "its result is rounded to the input's dtype"
@@ -71,12 +75,18 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
         kernels.statistics(logits, rows, head, statistics)
         return results
 
-    def at_once(gemm: FirstGemm, out: Tensor | None) -> Results:
-        gemm.statistics(gemm.logits(hidden, rows, head, out), rows, head, statistics)
-        return {} if out is None else {LOGITS: out}
+    def at_once(gemm: TritonFirstGemm, out: Tensor | None) -> Results:
+        gemm.statistics(gemm.exponentials(hidden, rows, head, out), rows, head, statistics)
+        return {}
+
+    def gradients(gemm: TritonFirstGemm, out: Tensor) -> Results:
+        gemm.gradients_at_once(hidden, rows, head, statistics, coefficient, coefficient, out)
+        return {}
 
     variants, missing = [Variant("ours", product)], list[Missing]()
     for provider in HEAD_PROVIDERS:
+        if provider.name == "triton_no_dz":
+            continue  # its first product is triton_gemm's
         reason = provider.machine_lacks() or provider.why_not(hidden=hidden, weight=weight)
         if reason is not None:
             missing.append(Missing(f"ours, {provider.name}, with statistics", reason))
@@ -86,9 +96,15 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
             then = partial(then_statistics, kernels)
             variants.append(Variant(f"ours, {provider.name}, with statistics", then))
             continue
-        for out, what in ((logits, "with statistics"), (None, "statistics alone")):
-            run = partial(at_once, kernels.first_gemm, out)
-            variants.append(Variant(f"ours, {provider.name}, {what}", run, "" if out is not None else "no logits"))
+        name, gemm, coefficient = f"ours, {provider.name}", kernels.first_gemm, torch.ones_like(statistics.logprobs)
+        out = torch.empty_like(logits, dtype=gemms.gradient_dtype)
+        variants += [
+            Variant(f"{name}, with statistics", partial(at_once, gemm, out), "exponentials in place of logits"),
+            Variant(f"{name}, statistics alone", partial(at_once, gemm, None), "no logits"),
+            Variant(
+                f"{name}, dz", partial(gradients, gemm, out), "the gradient of known statistics in place of logits"
+            ),
+        ]
     return variants, missing
 
 

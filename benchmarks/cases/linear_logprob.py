@@ -16,7 +16,7 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemm,
+    with_own_gemms,
 )
 from marsrl.benchmarks.peers import LogprobFunction, LogprobPeer
 from marsrl.benchmarks.peers.fused import fused_peers
@@ -41,12 +41,9 @@ def _build(shape: Shape) -> Bench:
         *fused_peers(shape.device),
     ]
     run_peer = _evaluate if shape.note == NO_GRADIENT else _run
-    variants, missing = [], []
-    own_gemm = with_own_gemm("linear_logprob", inputs, partial(run_peer, inputs, gradients, _ours))
-    if isinstance(own_gemm, Missing):
-        missing.append(own_gemm)
-    else:
-        variants.append(replace(own_gemm, prepare=inputs.clear))
+    ours = partial(run_peer, inputs, gradients, _ours)
+    variants, missing = with_own_gemms("linear_logprob", inputs, ours, has_entropy=True)
+    variants = [replace(variant, prepare=inputs.clear) for variant in variants]
     for peer in peers:
         if isinstance(peer, Missing):
             missing.append(peer)

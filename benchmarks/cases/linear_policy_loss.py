@@ -19,7 +19,7 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemm,
+    with_own_gemms,
 )
 from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
 from marsrl.benchmarks.peers.fused import fused_peers
@@ -33,13 +33,8 @@ KEPT_ROWS = ", unmasked rows only"
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
     bare, sentence = floors(inputs, shape)
-    variants = [Variant("ours", partial(_ours, inputs)), *bare]
-    missing: list[Missing] = []
-    own_gemm = with_own_gemm("linear_policy_loss", inputs, partial(_ours, inputs))
-    if isinstance(own_gemm, Missing):
-        missing.append(own_gemm)
-    else:
-        variants.append(own_gemm)
+    by_name, missing = with_own_gemms("linear_policy_loss", inputs, partial(_ours, inputs), has_entropy=False)
+    variants = [Variant("ours", partial(_ours, inputs)), *bare, *by_name]
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -14,12 +15,14 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.shards import ShardStatistics
 from marsrl.kernels.head.tiles import gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head
+from marsrl.kernels.triton_machine import num_multiprocessors
 
 # A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
 # rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
 # 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# A device: at V = 151936 chunks of 768 rows of float32 logits, and 4224 rows of bfloat16 gradients: 1.75 GB in all. The
+# A device: at V = 151936 chunks of 768 rows of float32 logits, or 1536 of bfloat16 exponentials (first_gemm), and 4224
+# rows of bfloat16 gradients: 1.75 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
 # some 1000 rows), and 4224 because dX has then whole waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
@@ -33,24 +36,35 @@ DEVICE_MAX_ROWS = 16384
 TILE_COLUMNS = 256  # of dX: cuBLAS's tile on Hopper for large products is 128 by 256
 # A row of logits or of dz takes a multiple of this many elements: 128-bit loads and aligned GEMM operands where V is odd.
 COLUMN_MULTIPLE = 16
-MULTIPROCESSORS = 132  # of an H100 or H200; asked of the device where there is one
+
+
+@dataclass(frozen=True)
+class Product:
+    """What the first product leaves of a chunk: [R, V] logits, or, where pieces are given, the exponentials that go with
+    them, [R, 0] where nobody wants gradients. Overwritten by the next chunk's."""
+
+    values: Tensor
+    pieces: Tensor | None = None
 
 
 class ChunkedHead:
     """One pass over rows of hidden [T, H], chunk after chunk.
 
-        for chunk, logits in chunks:
-            chunks.statistics(logits, chunk, statistics)
-            chunks.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+        for chunk, product in chunks:
+            chunks.statistics(product, chunk, statistics)
+            chunks.add_gradients(product, chunk, statistics, coefficient, entropy_coefficient)
         gradients = chunks.finish()
 
-    `policy_rows` stands for both calls with the objective between them.
+    `policy_rows` stands for both calls with the objective between them, add_known_gradients for the whole loop where
+    statistics and coefficients are known and the product is our own (first_gemm).
 
     The gradients of a chunk wait in a buffer until those of the next would not fit, then enter the backward GEMMs.
     On the CPU that is the buffer of the logits: the next logits lie behind the gradients that wait (bfloat16 models go
     another way there: tiles.py). On a device there are two, and the number of gradients of a chunk is read after the
     next chunk is queued: the device never runs dry. With a vocabulary shard on a device there are two buffers of
-    logits: while the statistics of a chunk travel between the ranks the logits of the next are computed.
+    logits: while the statistics of a chunk travel between the ranks the logits of the next are computed. A first_gemm
+    leaves exponentials in place of logits; their gradients go to the other buffer all the same: to close the gaps of
+    rows without a coefficient in one buffer, a row would have to wait until the one whose place it takes was read.
     """
 
     def __init__(
@@ -62,17 +76,21 @@ class ChunkedHead:
         wanted: Wanted = NOTHING,
         wants_statistics: bool = True,
         compacts: bool = True,
+        has_entropy: bool = False,
     ):
         """wants_statistics: they are asked of every chunk. compacts: rows without a coefficient are left out of the
-        backward GEMMs, how many a device tells the host; else dz has every row, and the host waits for nothing."""
+        backward GEMMs, how many a device tells the host; else dz has every row, and the host waits for nothing.
+        has_entropy: dL/dH is not 0. Exponentials are then float32: one in bfloat16 is off by up to 0.4%, its logarithm by
+        0.004, and c + e (log p + H) may be no larger than that."""
         self._kernels, self._head, self._hidden, self._rows = kernels, head, hidden, rows
         self._compacts = compacts or kernels.is_host
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
         self._gemms = self._gradients.gemms
-        # A product of our own pays where statistics come with it, and needs no logits where nothing else does.
-        self._first_gemm = kernels.first_gemm if wants_statistics else None
-        self._writes_logits = self._first_gemm is None or wanted.any
-        self._pieces: Tensor | None = None  # of the chunk that was multiplied last
+        self._first_gemm = kernels.first_gemm
+        # Products of dX and dW that take the exponentials: a chunk is done with when it has passed, and nothing waits.
+        self._backward_gemms = kernels.backward_gemms if wants_statistics and wanted.any else None
+        # Nothing but its statistics is wanted of a product, or it turns into gradients at once.
+        self._writes_nothing = self._first_gemm is not None and wants_statistics != wanted.any
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
         self._flights: deque[ShardStatistics] = deque()
         width, device = head.width, hidden.device
@@ -83,28 +101,41 @@ class ChunkedHead:
             self._logits = host_buffer(held * width).view(held, width)
             self._waiting = self._logits
         else:
-            padded = ceil(width / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            at_most = _device_rows(4 * padded, DEVICE_LOGITS_BYTES)
-            if self._first_gemm is not None and not self._writes_logits:
-                at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
-            dtype = self._gemms.gradient_dtype
-            waiting = max(at_most, _rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
-            full, rest = divmod(waiting, at_most)
-            self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
-            size = min(rows.count, at_most)
-            columns, padded_columns = (width, padded) if self._writes_logits else (0, 0)
-            self._logits = torch.empty(size, padded_columns, device=device)[:, :columns]
-            if self._has_two_in_flight:
-                others = torch.empty(size if rows.count > size else 0, padded_columns, device=device)
-                self._other_logits = others[:, :columns]
-            self._waiting = torch.empty(min(rows.count, waiting), padded, dtype=dtype, device=device)[:, :width]
+            self._allocate_on_device(rows.count, has_entropy)
         self._active = torch.empty(self._waiting.shape[0], dtype=torch.int64, device=device)  # whose gradients wait
         self._filled = 0
         self._late: LateCount | None = None
 
-    def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
-        """(chunk, its logits [R, V] float32, overwritten by the next; [R, 0] where only a first_gemm's statistics are
-        wanted)."""
+    def _allocate_on_device(self, num_rows: int, has_entropy: bool) -> None:
+        """How the rows are cut, a buffer or two for a product, and one for dz."""
+        width, wanted, device = self._head.width, self._gradients.wanted, self._hidden.device
+        padded = ceil(width / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        dtype = self._gemms.gradient_dtype
+        of_product = torch.float32 if self._first_gemm is None or has_entropy else dtype
+        waiting = _rows_of_dz(dtype.itemsize * padded, self._hidden) if wanted.any else 0
+        at_most = _device_rows(of_product.itemsize * padded, DEVICE_LOGITS_BYTES)
+        if self._writes_nothing and wanted.any:
+            at_most = waiting
+        elif self._writes_nothing:
+            assert self._first_gemm is not None
+            at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
+        waiting = max(at_most, waiting) if wanted.any else 0
+        if self._backward_gemms is not None:  # as many bytes as the others have for logits and dz
+            buffers = 2 if self._has_two_in_flight else 1
+            num_bytes = (DEVICE_LOGITS_BYTES + DEVICE_GRADIENT_BYTES) // buffers
+            at_most, waiting = _device_rows(dtype.itemsize * padded, num_bytes), 0
+        full, rest = divmod(waiting, at_most)
+        self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
+        size = min(num_rows, at_most)
+        columns, padded_columns = (0, 0) if self._writes_nothing else (width, padded)
+        self._logits = torch.empty(size, padded_columns, dtype=of_product, device=device)[:, :columns]
+        if self._has_two_in_flight:
+            size = size if num_rows > size else 0
+            self._other_logits = torch.empty(size, padded_columns, dtype=of_product, device=device)[:, :columns]
+        self._waiting = torch.empty(min(num_rows, waiting), padded, dtype=dtype, device=device)[:, :width]
+
+    def __iter__(self) -> Iterator[tuple[Rows, Product]]:
+        """(chunk, what the first product leaves of it)."""
         if self._has_two_in_flight:
             yield from self._two_in_flight()
             return
@@ -113,90 +144,110 @@ class ChunkedHead:
             if self._kernels.is_host:
                 self._make_room(chunk.count)
                 begin = self._filled
-            logits = self._logits[begin : begin + chunk.count]
-            self._multiply(chunk, logits)
+            product = self._multiply(chunk, self._logits[begin : begin + chunk.count])
             known = chunk.settled()
             if known.count > 0:
-                yield known, logits[: known.count]
+                yield known, Product(product.values[: known.count], product.pieces)
 
-    def _two_in_flight(self) -> Iterator[tuple[Rows, Tensor]]:
+    def _two_in_flight(self) -> Iterator[tuple[Rows, Product]]:
         """The chunks of a vocabulary shard: the statistics of one travel while the logits of the next are computed."""
-        before: tuple[Rows, Tensor] | None = None
+        before: tuple[Rows, Product] | None = None
         for turn, chunk in enumerate(self._chunks()):
-            logits = (self._other_logits if turn % 2 else self._logits)[: chunk.count]
-            self._multiply(chunk, logits)
+            product = self._multiply(chunk, (self._other_logits if turn % 2 else self._logits)[: chunk.count])
             known = chunk.settled()
             if known.count == 0:
                 continue
-            logits = logits[: known.count]
-            self._flights.append(self._send_statistics(logits, known))
+            product = Product(product.values[: known.count], product.pieces)
+            self._flights.append(self._send_statistics(product, known))
             if before is not None:
                 yield before
-            before = known, logits
+            before = known, product
         if before is not None:
             yield before
 
-    def _multiply(self, chunk: Rows, out: Tensor) -> None:
+    def _multiply(self, chunk: Rows, out: Tensor) -> Product:
         hidden = chunk.take(self._hidden)
-        if self._first_gemm is None:
-            self._gemms.logits(hidden, out)
-            self._head.restrict_(out, chunk)
-        else:
-            self._pieces = self._first_gemm.logits(hidden, chunk, self._head, out if self._writes_logits else None)
+        if self._first_gemm is not None:
+            exponentials = None if self._writes_nothing else out
+            return Product(out, self._first_gemm.exponentials(hidden, chunk, self._head, exponentials))
+        self._gemms.logits(hidden, out)
+        self._head.restrict_(out, chunk)
+        return Product(out)
 
-    def _send_statistics(self, logits: Tensor, chunk: Rows) -> ShardStatistics:
-        if self._first_gemm is not None and self._pieces is not None:
-            own = self._first_gemm.partials(self._pieces, chunk, self._head)
+    def _send_statistics(self, product: Product, chunk: Rows) -> ShardStatistics:
+        if self._first_gemm is not None and product.pieces is not None:
+            own = self._first_gemm.partials(product.pieces, chunk, self._head)
         else:
-            own = self._kernels.partials(logits, chunk, self._head)
+            own = self._kernels.partials(product.values, chunk, self._head)
         return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
 
     def _chunks(self) -> Iterable[Rows]:
         return self._rows.pieces(self._sizes) if self._kernels.is_host else self._rows.chunks(self._sizes)
 
-    def statistics(self, logits: Tensor, chunk: Rows, out: Statistics) -> None:
+    def statistics(self, product: Product, chunk: Rows, out: Statistics) -> None:
         """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
         if self._has_two_in_flight:
             self._flights.popleft().put(out)
         elif self._head.is_sharded:
-            self._send_statistics(logits, chunk).put(out)
-        elif self._first_gemm is not None and self._pieces is not None:
-            self._first_gemm.statistics(self._pieces, chunk, self._head, out)
+            self._send_statistics(product, chunk).put(out)
+        elif self._first_gemm is not None and product.pieces is not None:
+            self._first_gemm.statistics(product.pieces, chunk, self._head, out)
         else:
-            self._kernels.statistics(logits, chunk, self._head, out)
+            self._kernels.statistics(product.values, chunk, self._head, out)
 
     def add_gradients(
-        self, logits: Tensor, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
+        self, product: Product, chunk: Rows, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor
     ) -> None:
         """Turn the rows that have a coefficient into gradients; dL/dlogp and dL/dH are [T] float32."""
         if not self._gradients.wanted.any:
+            return
+        if self._backward_gemms is not None:
+            assert product.pieces is not None, "exponentials go with pieces"
+            self._backward_gemms.add_gradients(
+                product.values,
+                product.pieces,
+                chunk,
+                self._head,
+                statistics,
+                coefficient,
+                self._gradients,
+                self._compacts,
+            )
             return
         if not self._kernels.is_host:  # there the logits themselves have taken the room
             self._make_room(chunk.count)
         active = self._active[self._filled :]
         if not self._compacts:
             active[: chunk.count] = chunk.tokens(active.device)
-        self._late = self._kernels.gradients(
-            logits,
-            chunk,
-            self._head,
-            statistics,
-            coefficient,
-            entropy_coefficient,
-            self._waiting[self._filled :],
-            active if self._compacts else None,
-        )
+        known = statistics, coefficient, entropy_coefficient
+        to = self._waiting[self._filled :], active if self._compacts else None
+        if self._first_gemm is not None and product.pieces is not None:
+            self._late = self._first_gemm.gradients(product.values, product.pieces, chunk, self._head, *known, *to)
+        else:
+            self._late = self._kernels.gradients(product.values, chunk, self._head, *known, *to)
 
-    def policy_rows(self, logits: Tensor, chunk: Rows, statistics: Statistics, terms: PolicyTerms) -> None:
+    def add_known_gradients(self, statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor) -> None:
+        """Gradients of all rows, those without a coefficient too, as they leave our own product."""
+        assert self._first_gemm is not None, "whose product would it be?"
+        known = statistics, coefficient, entropy_coefficient
+        for chunk in self._chunks():
+            self._make_room(chunk.count)
+            out = self._waiting[self._filled : self._filled + chunk.count]
+            self._first_gemm.gradients_at_once(chunk.take(self._hidden), chunk, self._head, *known, out)
+            settled = chunk.settled()
+            self._active[self._filled : self._filled + settled.count] = settled.tokens(out.device)
+            self._filled += settled.count
+
+    def policy_rows(self, product: Product, chunk: Rows, statistics: Statistics, terms: PolicyTerms) -> None:
         """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
         in_one_walk = terms.in_one_walk
         if in_one_walk is None or self._head.is_sharded or not self._gradients.wanted.any:
-            self.statistics(logits, chunk, statistics)
+            self.statistics(product, chunk, statistics)
             terms.evaluate(chunk)
-            self.add_gradients(logits, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
+            self.add_gradients(product, chunk, statistics, terms.coefficient, terms.entropy_coefficient)
             return
-        begin = self._filled
-        self._late = in_one_walk(logits, chunk, self._head, statistics, self._waiting[begin:], self._active[begin:])
+        to = self._waiting[self._filled :], self._active[self._filled :]
+        self._late = in_one_walk(product.values, chunk, self._head, statistics, *to)
 
     def finish(self) -> HeadGradients:
         """The gradients of all chunks."""
@@ -229,11 +280,8 @@ def _device_rows(row_bytes: int, num_bytes: int) -> int:
 
 def _rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
     """How many rows of dz wait for the backward GEMMs on a device."""
-    multiprocessors = MULTIPROCESSORS
-    if hidden.is_cuda:
-        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
-    return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), multiprocessors) * DEVICE_ROW_MULTIPLE
+    return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
 
 def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
@@ -251,8 +299,8 @@ def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows)
     """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     chunks = ChunkedHead(kernels, head, hidden, rows)
-    for chunk, logits in chunks:
-        chunks.statistics(logits, chunk, statistics)
+    for chunk, product in chunks:
+        chunks.statistics(product, chunk, statistics)
     return statistics
 
 
@@ -275,6 +323,9 @@ def head_gradients(
         gradients_by_tiles(kernels, head, rows, statistics, coefficient, entropy_coefficient, gradients)
         return gradients
     chunks = ChunkedHead(kernels, head, hidden, rows, wanted, wants_statistics=False, compacts=compacts)
-    for chunk, logits in chunks:
-        chunks.add_gradients(logits, chunk, statistics, coefficient, entropy_coefficient)
+    if kernels.first_gemm is not None:
+        chunks.add_known_gradients(statistics, coefficient, entropy_coefficient)
+        return chunks.finish()
+    for chunk, product in chunks:
+        chunks.add_gradients(product, chunk, statistics, coefficient, entropy_coefficient)
     return chunks.finish()

@@ -3,10 +3,10 @@
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
             logits [R, columns] float32 = hidden @ tile.T              gemms.py
-            their statistics, and e^(logit - maximum) in bfloat16      TileKernels
+            their statistics, and e^(logit - maximum) in bfloat16      CpuTileKernels
         statistics of the rows, coefficients of those that have one    shards.py, PolicyTerms
         for each tile, converted again:
-            dz [n, columns] float32 from the exponentials              TileKernels
+            dz [n, columns] float32 from the exponentials              CpuTileKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
 A tile of logits, of weight and of dW stays in the cache from one step to the next. Whole rows of logits would not: 256 of
@@ -14,15 +14,20 @@ them are 31 MiB at V = 32000, half of that as exponentials in bfloat16, which is
 statistics come from the float32 logits; the rounding of an exponential is that of a gradient that is stored in bfloat16.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics, TileKernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
+
+if TYPE_CHECKING:
+    from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
 
 # Of the exponentials: 256 rows at once up to V = 151936, 74 MiB there, which with a tile are below a quarter of what plain
 # PyTorch holds. dW is then formed by one product.
@@ -31,13 +36,18 @@ EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**
 ROWS_AGAIN = 512
 
 
-def tiles_for(kernels: RowKernels, head: Head, hidden: Tensor) -> TileKernels | None:
+def tiles_for(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuTileKernels | None":
     """What works on tiles where that is the way to the gradients: both operands are bfloat16, on the CPU."""
     return kernels.tiles if head.weight.dtype == hidden.dtype == torch.bfloat16 else None
 
 
 def policy_gradients_by_tiles(
-    tiles: TileKernels, head: Head, rows: Rows, statistics: Statistics, terms: PolicyTerms, gradients: HeadGradients
+    tiles: "CpuTileKernels",
+    head: Head,
+    rows: Rows,
+    statistics: Statistics,
+    terms: PolicyTerms,
+    gradients: HeadGradients,
 ) -> None:
     """Statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
     width = head.width
@@ -80,7 +90,7 @@ def policy_gradients_by_tiles(
 
 
 def _exponentials(
-    tiles: TileKernels, head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
+    tiles: "CpuTileKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
 ) -> Tensor:
     """Parts [tiles, 4, R] float64 as RowKernels.partials gives them; fills exponentials, tile after tile."""
     gemms = gradients.gemms

@@ -104,7 +104,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head, compacts))
 
     def why_not(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+        return provider.why_not_head(hidden, weight, head, has_entropy=True)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 

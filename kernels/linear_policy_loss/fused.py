@@ -78,9 +78,10 @@ def _single_pass(
         gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
         policy_gradients_by_tiles(tiles, head, rows, statistics, terms, gradients)
         return FusedLoss(statistics, terms, gradients)
-    chunks = ChunkedHead(kernels, head, hidden, rows, wanted, compacts=compacts)
-    for chunk, logits in chunks:
-        chunks.policy_rows(logits, chunk, statistics, terms)
+    has_entropy = tokens.objective.entropy_coef != 0
+    chunks = ChunkedHead(kernels, head, hidden, rows, wanted, compacts=compacts, has_entropy=has_entropy)
+    for chunk, product in chunks:
+        chunks.policy_rows(product, chunk, statistics, terms)
     return FusedLoss(statistics, terms, chunks.finish())
 
 

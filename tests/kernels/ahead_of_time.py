@@ -44,6 +44,8 @@ class Report:
     num_setmaxnreg: int  # > 0: warps are specialised
     num_wide_loads: int  # of global memory, 128 bits a thread
     num_wide_stores: int
+    num_tile_loads: int  # by the copy engine of sm_90 (TMA), a tile each
+    num_tile_stores: int
 
 
 def compile_kernel(
@@ -115,6 +117,8 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
         num_setmaxnreg=len(re.findall(r"\bUSETMAXREG", assembly)),
         num_wide_loads=len(re.findall(r"\bLDG[.\w]*\.128", assembly)),
         num_wide_stores=len(re.findall(r"\bSTG[.\w]*\.128", assembly)),
+        num_tile_loads=len(re.findall(r"\bUTMALDG", assembly)),
+        num_tile_stores=len(re.findall(r"\bUTMASTG", assembly)),
     )
 
 

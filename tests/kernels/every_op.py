@@ -46,6 +46,7 @@ MASK = _bools(0, 1, 1, 1, 0, 1, 1, 0, 1)
 TARGETS = _ints(*range(NUM_TOKENS))
 FULL = PolicyObjective(kl="k3", kl_coef=0.1, entropy_coef=0.05, correction="sequence_mask", mpt_probability=0.3)
 SEQUENCE = PolicyObjective(ratio="sequence", correction="icepop")
+NO_BONUS = PolicyObjective(kl="k2", kl_coef=0.1)
 
 
 def _inputs(objective: PolicyObjective) -> LossInputs:
@@ -135,6 +136,7 @@ HEADS: dict[str, Callable[[], list[Tensor]]] = {
     "linear_policy_loss, support": lambda: _of_head(SEQUENCE, support=SUPPORT),
     "linear_policy_loss, bfloat16": lambda: _of_head(FULL, torch.bfloat16),
     "linear_policy_loss, sequences, bfloat16": lambda: _of_head(SEQUENCE, torch.bfloat16),
+    "linear_policy_loss, bfloat16, no bonus": lambda: _of_head(NO_BONUS, torch.bfloat16),
     "linear_logprob": lambda: _of_head(None),
     "linear_logprob, bfloat16": lambda: _of_head(None, torch.bfloat16),
 }

@@ -1,10 +1,14 @@
-"""The first GEMM with its statistics, at production sizes, for GPUs that are not here."""
+"""The heads' own products, at production sizes, for GPUs that are not here."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+from marsrl.kernels.head.gradients import HeadGradients, Wanted
+from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 from marsrl.kernels.head.rows.protocol import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
@@ -17,39 +21,101 @@ def floats(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-# Qwen's vocabulary with its padding, listed rows, a temperature for each token, logits wanted; statistics alone of a few
-# neighbouring rows, an H that no step divides
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    "num_rows, size, dtype, has_logits", [(768, 2048, torch.bfloat16, True), (3456, 1008, torch.float16, False)]
-)
-def test_logits_and_statistics_of_a_chunk(target, num_rows, size, dtype, has_logits):
-    head = Head(
+def head_of(size, dtype, has_temperature=True):
+    """Qwen's vocabulary with its padding."""
+    return Head(
         op="op",
         weight=floats(WIDTH, size, dtype=dtype),
         targets=torch.empty(TOKENS, dtype=torch.int64, device=META),
-        inverse_temperature=floats(TOKENS) if has_logits else None,
+        inverse_temperature=floats(TOKENS) if has_temperature else None,
         inverse_temperature_of_all=1.0,
         first_column=0,
         num_columns=151669,
         vocab_size=151669,
         tp_group=None,
     )
-    ids = torch.empty(num_rows, dtype=torch.int64, device=META) if has_logits else None
-    rows, gemm = Rows(ids, 0, num_rows), TritonFirstGemm()
-    with compiled_launches(target) as reports:
-        out = floats(num_rows, WIDTH) if has_logits else None
-        pieces = gemm.logits(floats(num_rows, size, dtype=dtype), rows, head, out)
-        if has_logits:
-            gemm.statistics(pieces, rows, head, Statistics(*(floats(TOKENS) for _ in range(4))))
-            gemm.partials(pieces, rows, head)
-    assert [report.kernel for report in reports] == ["logits_and_pieces", "finish_rows", "join_pieces"][: len(reports)]
-    product, *joins = reports
+
+
+def assert_product_compiled_well(product, copies):
+    """copies: two programs of 8 warps on a multiprocessor, in registers and in shared memory (1 KiB of each is reserved):
+    while the epilogue of one takes exponentials and stores, the tensor cores work for the other."""
     assert_compiled_well(product, dots=True)
-    if target >= 90:
-        # Two programs of 8 warps on a multiprocessor, in registers and in shared memory (1 KiB of each is reserved):
-        # while the epilogue of one takes exponentials and stores, the tensor cores work for the other.
+    assert bool(product.num_tile_loads) == copies, product
+    if copies:
         assert product.registers * 32 * product.num_warps * 2 <= 65536, product
         assert (product.shared_bytes + 1024) * 2 <= 228 * 1024, product
-    for report in joins:
+
+
+# listed rows with a temperature each, whose exponentials are bfloat16; float32 ones of an entropy bonus
+@pytest.mark.parametrize(
+    "target, num_rows, dtype", [(80, 1536, torch.bfloat16), (90, 1536, torch.bfloat16), (90, 768, torch.float32)]
+)
+def test_a_chunk_to_exponentials_and_these_to_gradients(target, num_rows, dtype):
+    head, gemm = head_of(2048, torch.bfloat16), TritonFirstGemm()
+    rows = Rows(torch.empty(num_rows, dtype=torch.int64, device=META), 0, num_rows)
+    statistics, out = Statistics(*(floats(TOKENS) for _ in range(4))), floats(num_rows, WIDTH, dtype=dtype)
+    dz, active = floats(num_rows, WIDTH, dtype=torch.bfloat16), torch.empty(num_rows, dtype=torch.int64, device=META)
+    with compiled_launches(target) as reports:
+        pieces = gemm.exponentials(floats(num_rows, 2048, dtype=torch.bfloat16), rows, head, out)
+        gemm.statistics(pieces, rows, head, statistics)
+        gemm.partials(pieces, rows, head)
+        gemm.gradients(out, pieces, rows, head, statistics, floats(TOKENS), floats(TOKENS), dz, active)
+    product, *others, gradients = reports
+    names = ["finish_rows", "join_pieces", "list_active"]
+    assert [report.kernel for report in others] == names and gradients.kernel == "exponential_gradients"
+    assert product.kernel == ("first_product_by_copies" if target >= 90 else "first_product")
+    assert_product_compiled_well(product, target >= 90)
+    assert product.num_tile_stores or product.num_wide_stores, product
+    for report in others:
         assert_compiled_well(report, dots=False)
+    # ptxas lays one double of exact_exp on the stack, with few registers in use: not for lack of them.
+    assert_compiled_well(gradients, dots=False, spill_allowance_bytes=8)
+    assert gradients.registers <= 128 and gradients.num_wide_loads and gradients.num_wide_stores, gradients
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_at_once(target):
+    statistics, rows = Statistics(*(floats(TOKENS) for _ in range(4))), Rows(None, 768, 4224)
+    hidden, dz = floats(4224, 2048, dtype=torch.bfloat16), floats(4224, WIDTH, dtype=torch.bfloat16)
+    with compiled_launches(target) as (reports):
+        TritonFirstGemm().gradients_at_once(
+            hidden, rows, head_of(2048, torch.bfloat16), statistics, floats(TOKENS), floats(TOKENS), dz
+        )
+    (product,) = reports
+    assert_product_compiled_well(product, target >= 90)
+    assert product.num_tile_stores or product.num_wide_stores, product
+
+
+# an H that no step divides: whole units of 16 bytes, and not; few rows
+@pytest.mark.parametrize(
+    "target, num_rows, size", [(80, 3456, 1008), (90, 3456, 1008), (90, 3456, 1001), (90, 48, 2048)]
+)
+def test_statistics_alone(target, num_rows, size):
+    head, rows = head_of(size, torch.float16, has_temperature=False), Rows(None, 0, num_rows)
+    with compiled_launches(target) as reports:
+        TritonFirstGemm().exponentials(floats(num_rows, size, dtype=torch.float16), rows, head, None)
+    assert_product_compiled_well(reports[0], target >= 90 and size % 8 == 0)
+
+
+# every size is a multiple of its tile; a vocabulary and an H that no tile divides, in rows of whole 16 columns
+@pytest.mark.parametrize("target, width, size", [(80, WIDTH, 2048), (90, WIDTH, 2048), (90, 50257, 1008)])
+def test_backward_products_of_exponentials(target, width, size):
+    num_rows = 5760
+    head = replace(head_of(size, torch.bfloat16), weight=floats(width, size, dtype=torch.bfloat16), num_columns=width)
+    rows = Rows(torch.empty(num_rows, dtype=torch.int64, device=META), 0, num_rows)
+    padded = -(-width // 16) * 16
+    exponentials = floats(num_rows, padded, dtype=torch.bfloat16)[:, :width]
+    statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
+    hidden = floats(TOKENS, size, dtype=torch.bfloat16)
+    gradients = HeadGradients(head, hidden, Wanted(True, True, torch.bfloat16))
+    with compiled_launches(target) as reports:
+        pieces = floats(4, -(-width // 128), num_rows)
+        TritonBackwardGemms().add_gradients(
+            exponentials, pieces, rows, head, statistics, floats(TOKENS), gradients, compacts=True
+        )
+    products = {"hidden_gradient", "weight_gradient"}
+    assert {report.kernel for report in reports} == products | {"list_active", "row_factors", "add_target_rows"}
+    for report in reports:
+        assert_compiled_well(report, dots=report.kernel in products)
+        if report.kernel in products:
+            assert report.num_wide_loads and report.num_wide_stores, report

@@ -14,6 +14,7 @@ import packing_cases
 import pytest
 import swiglu_cases
 import torch
+from spoils import OF_FLAGS, SPOILS, TILE, Call, refuse_every_spoil, spoiled, two_rows_swapped, without_last_tile
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen, group_advantage, grouped_linear, mpt_gate, pack, swiglu
@@ -23,38 +24,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.sequence_sums import sequence_sums
 from marsrl.kernels.testing import assert_accurate
 
-TILE = 16
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def block_of_zeros(values: Tensor) -> None:
-    values[TILE : 2 * TILE, :TILE] = 0
-
-
-def last_tile_dropped(values: Tensor) -> None:
-    values[-TILE:] = 0
-
-
-def two_rows_swapped(values: Tensor) -> None:
-    size = values.double().sum(dim=1)
-    pair = torch.stack((size.argmin(), size.argmax()))
-    values[pair] = values[pair.flip(0)]
-
-
-def scaled_by_a_hundredth(values: Tensor) -> None:
-    values.copy_(values * 1.01)
-
-
-SPOILS = (block_of_zeros, last_tile_dropped, two_rows_swapped, scaled_by_a_hundredth)
-OF_FLAGS = SPOILS[:2]
-
-
-def spoiled(values: Tensor, spoil: Callable[[Tensor], None]) -> Tensor:
-    """A copy, spoiled as a matrix: rows are all dimensions but the last, and of a vector its entries."""
-    copy = values.detach().clone(memory_format=torch.contiguous_format)
-    spoil(copy.view(-1, 1) if copy.dim() < 2 else copy.flatten(0, -2))
-    return copy
 
 
 def head_case(vocab: int = 256) -> fused_head.Head:
@@ -104,18 +74,7 @@ OPS = {
 
 @pytest.mark.parametrize("op, dtype", [*((op, FP32) for op in OPS), *((op, BF16) for op in OPS if op != "policy_loss")])
 def test_every_spoiled_result_is_refused(op, dtype, monkeypatch):
-    module, compare = OPS[op]
-    calls: list[Call] = []
-    monkeypatch.setattr(module, "assert_accurate", lambda *values, **words: calls.append((values, words)))
-    compare(dtype)
-    large = [call for call in calls if call[0][1].dim() and call[0][1].numel() >= 4 * TILE]
-    assert large
-    for (name, found, *rest), words in large:
-        assert_accurate(name, found, *rest, **words)
-        for spoil in SPOILS:
-            with pytest.raises(AssertionError, match=name):
-                assert_accurate(name, spoiled(found, spoil), *rest, **words)
-                pytest.fail(f"{name} passes as {spoil.__name__}")
+    refuse_every_spoil(*OPS[op], dtype, monkeypatch)
 
 
 def test_a_weight_gradient_of_nothing_but_its_targets_is_refused(monkeypatch):
@@ -130,10 +89,6 @@ def test_a_weight_gradient_of_nothing_but_its_targets_is_refused(monkeypatch):
     assert name == "weight.grad" and error <= max(2 * baseline, 4 * torch.finfo(BF16).eps * exact.abs().max())
     with pytest.raises(AssertionError, match=r"weight.grad: \d+ of \d+ blocks apart are off"):
         assert_accurate(name, zeroed, exact, plain, **words)
-
-
-def without_last_tile(head: Head) -> Head:
-    return replace(head, num_columns=max(0, head.num_columns - TILE))
 
 
 def skip_in_row_kernels(patch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """The fused head with its vocabulary cut over gloo processes, and what one process makes of all of it.
 
-A script of its own: `python vocab_parallel.py RANK WORLD TOKENS CHUNK FOLDER` is one rank; CHUNK: rows of logits.
+A script of its own: `python vocab_parallel.py RANK WORLD TOKENS CHUNK FOLDER DTYPE CASE...` is one rank; CHUNK: rows of
+float32 logits.
 """
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,20 @@ OBJECTIVES = {
     "single pass": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
     "recompute": PolicyObjective(ratio="sequence"),
     "support": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
+    "without dz": PolicyObjective(kl="k3", kl_coef=0.1),
 }
 # 71: padding in the last shard; 40: half of the shards are nothing but padding
-CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71)]
+CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71), ("without dz", 71)]
 
 
-def make_case(tokens: int, real_vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+KERNELS = {
+    "without dz": "linear_policy_loss=triton_no_dz,linear_logprob=triton_gemm"
+}  # others: what MARSRL_KERNELS says
+
+
+def make_case(
+    tokens: int, real_vocab_size: int, dtype: str = "float32"
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, SIZE, generator=generator)
     weight = torch.randn(VOCAB, SIZE, generator=generator)
@@ -45,7 +56,7 @@ def make_case(tokens: int, real_vocab_size: int) -> tuple[Tensor, Tensor, Tensor
         "normaliser": 21.0,
         "temperature": 0.5 + torch.rand(tokens, generator=generator),
     }
-    return hidden, weight, targets, arguments
+    return hidden.to(getattr(torch, dtype)), weight.to(getattr(torch, dtype)), targets, arguments
 
 
 def results(
@@ -67,7 +78,7 @@ def results(
     first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
     main_grad = (
-        None if weight.dtype == torch.float64 else torch.zeros_like(weight)
+        None if weight.dtype == torch.float64 else torch.zeros(weight.shape)
     )  # the reference leaves it to autograd
     loss = linear_policy_loss(
         hidden,
@@ -98,6 +109,7 @@ def use_chunks(rows: int, width: int) -> None:
     """Of this process: logits of so many rows at a time."""
     chunked_head.HOST = chunked_head.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
     chunked_head.DEVICE_ROW_MULTIPLE, chunked_head.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
+    chunked_head.DEVICE_GRADIENT_BYTES = chunked_head.DEVICE_LOGITS_BYTES
 
 
 def count_flights() -> list[int]:
@@ -118,17 +130,18 @@ def count_flights() -> list[int]:
     return counts
 
 
-def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> None:
+def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str, dtype: str, cases: list[int]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     group, width = dist.group.WORLD, VOCAB // world
     use_chunks(chunk, width)
     flights = count_flights()
     found = []
-    for name, real in CASES:
-        hidden, weight, targets, arguments = make_case(tokens, real)
+    for name, real in (CASES[number] for number in cases):
+        hidden, weight, targets, arguments = make_case(tokens, real, dtype)
         shard = weight[rank * width : (rank + 1) * width]
-        found.append(results(hidden, shard, targets, arguments, name, real, group))
+        with forced(KERNELS.get(name)):
+            found.append(results(hidden, shard, targets, arguments, name, real, group))
         for index in (2, 6):  # dX is this shard's part
             dist.all_reduce(found[-1][index])
     with pytest.raises(ValueError, match=r"targets\[0\] is 80, expected 0..79"):
@@ -144,9 +157,17 @@ def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: str) -> list[OfRank]:
-    """What each rank found. Scripts, not mp.spawn: that cannot import a test's file by name."""
-    words = [str(world), str(tokens), str(chunk), str(folder)]
+def run_ranks(
+    world: int,
+    tokens: int,
+    chunk: int,
+    folder: Path,
+    dtype: str = "float32",
+    cases: Sequence[int] = range(4),
+    **environment: str,
+) -> list[OfRank]:
+    """What each rank found in these of CASES. Scripts, not mp.spawn: that cannot import a test's file by name."""
+    words = [str(world), str(tokens), str(chunk), str(folder), dtype, *map(str, cases)]
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(rank), *words], env={**os.environ, **environment})
         for rank in range(world)
@@ -158,12 +179,16 @@ def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: 
 NAMES = ("logprobs", "entropy", "dX", "dW", "loss", "coefficient", "dX of the loss", "dW of the loss")
 
 
-def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[OfRank]) -> None:
-    """Case `number` of the ranks is as exact as this process with all of the vocabulary; the ranks agree to the bit."""
+def assert_shards_equal_the_whole(
+    number: int, tokens: int, of_ranks: list[OfRank], place: int | None = None, dtype: str = "float32"
+) -> None:
+    """Case `number`, at this place of what the ranks ran, is as exact as this process with all of the vocabulary; the
+    ranks agree to the bit."""
     name, real = CASES[number]
-    shards = [rank.cases[number] for rank in of_ranks]
-    hidden, weight, targets, arguments = make_case(tokens, real)
-    whole = results(hidden, weight, targets, arguments, name, real, None)
+    shards = [rank.cases[number if place is None else place] for rank in of_ranks]
+    hidden, weight, targets, arguments = make_case(tokens, real, dtype)
+    with forced(KERNELS.get(name)):
+        whole = results(hidden, weight, targets, arguments, name, real, None)
     with forced("reference"):
         exact, moved = (
             results(h, w, targets, in_double(arguments), name, real, None)
@@ -182,4 +207,8 @@ def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[OfRan
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.path.append(str(Path(__file__).parent / "interpreter"))
+        importlib.import_module("guarded_interpreter").install()  # bfloat16
+    _, RANK, WORLD, TOKENS, CHUNK, FOLDER, DTYPE, *NUMBERS = sys.argv
+    run_rank(int(RANK), int(WORLD), int(TOKENS), int(CHUNK), FOLDER, DTYPE, [int(number) for number in NUMBERS])

@@ -1,4 +1,4 @@
-"""The first GEMM with its statistics, launched: tile sizes, descriptors, and the row kernels that go with it."""
+"""The first GEMM and the row kernel that reads its exponentials, launched: tile sizes, descriptors, strides."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,13 +7,28 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from marsrl.kernels.head.first_gemm.triton_kernels import logits_and_pieces
-from marsrl.kernels.head.rows.protocol import FirstGemm, Statistics
-from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.triton_impl import TritonRowKernels, put_statistics, shard_partials, token_arguments
+from marsrl.kernels.head.first_gemm.triton_kernels import (
+    exponential_gradients,
+    first_product,
+    first_product_by_copies,
+)
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.triton_impl import (
+    BLOCK_COLUMNS,
+    NUM_WARPS,
+    PIECE_COLUMNS,
+    TritonRowKernels,
+    list_active,
+    put_statistics,
+    shard_partials,
+    token_arguments,
+    with_padding,
+)
 from marsrl.kernels.head.vocabulary import Head
-from marsrl.kernels.triton_machine import is_interpreted, on_device_of
+from marsrl.kernels.triton_machine import is_interpreted, num_multiprocessors, on_device_of
 
 GROUP = 8  # row tiles whose hidden states share the L2 cache: 1024 rows are 4 MB at H = 2048
 
@@ -22,7 +37,7 @@ GROUP = 8  # row tiles whose hidden states share the L2 cache: 1024 rows are 4 M
 class Tiles:
     """A tile of the logits is m rows by n columns; k is the depth of a step. parts: in which the epilogue takes it.
 
-    max_registers: of a thread; None: as many as there are.
+    max_registers: of a thread; None: as many as there are. programs: that share a multiprocessor.
     """
 
     m: int
@@ -32,23 +47,25 @@ class Tiles:
     num_warps: int
     num_stages: int
     max_registers: int | None
+    programs: int = 1
 
 
-def plan_tiles(num_rows: int) -> Tiles:
+def plan_tiles(num_rows: int, copies: bool) -> Tiles:
     """By shape and GPU alone. n and k never vary: how a row is cut and summed up does not depend on those beside it.
 
-    On sm_90 two programs share a multiprocessor, in 128 registers a thread and 96 KiB of shared memory: while one takes
-    exponentials and stores, the other multiplies. For that the epilogue takes a tile in four parts: in one it spills 64
-    bytes a thread. 128 x 256, one program a multiprocessor, spills 104. On sm_80, whose operands pass through
-    registers, 128 are too few (232 bytes). Compiled for both; not measured.
+    copies: by the copy engine of sm_90. Two programs then share a multiprocessor, in 128 registers a thread and half of
+    the shared memory: while one takes exponentials and stores, the other multiplies. The kernel that computes
+    addresses spills 80 bytes in 128 registers, so it has as many as there are; 128 x 256 spills in 255, with copies
+    too (40 bytes at best), and Triton 3.6 cannot give loads and products warps of their own (warp_specialize) for
+    tiles of 128 rows. Compiled for sm_80 and sm_90; not measured.
     """
-    max_registers = 128 if _capability() >= 90 else None
+    most, programs = (128, 2) if copies else (None, 1)
     if num_rows <= 64:
-        return Tiles(64, 128, 64, 4, num_warps=4, num_stages=3, max_registers=max_registers)
-    return Tiles(128, 128, 64, 4, num_warps=8, num_stages=3, max_registers=max_registers)
+        return Tiles(64, 128, 64, 4, num_warps=4, num_stages=3, max_registers=most, programs=programs)
+    return Tiles(128, 128, 64, 4, num_warps=8, num_stages=3, max_registers=most, programs=programs)
 
 
-def _capability() -> int:
+def capability() -> int:
     """Of the current device: 80, 90, ..."""
     if is_interpreted():
         return 90
@@ -57,58 +74,170 @@ def _capability() -> int:
 
 
 class TritonFirstGemm:
-    """FirstGemm on the current stream; hidden states and weight of one 16-bit dtype."""
+    """The first product of a chunk with what its epilogue makes of it, on the current stream.
 
-    def logits(self, hidden: Tensor, rows: Rows, head: Head, out: Tensor | None) -> Tensor:
-        weight, columns = head.weight, head.num_columns
+        pieces = gemm.exponentials(hidden, rows, head, out)           # None: statistics alone
+        gemm.statistics(pieces, rows, head, statistics)               # or partials, to a shard's part
+        gemm.gradients(out, pieces, rows, head, statistics, ..., dz, active)
+
+    and gemm.gradients_at_once where statistics and coefficients are known beforehand. Hidden states and weight of one
+    16-bit dtype. pieces: [4, n, R] float32: maximum, sum e^d, sum d e^d relative to it, and target logit, of n tiles of
+    the columns.
+    """
+
+    def exponentials(self, hidden: Tensor, rows: Rows, head: Head, out: Tensor | None) -> Tensor:
+        """pieces of hidden [R, H] @ head.weight.T; to out [R, V], if it is given, e^(z / tau) / 2^k with one k of each row
+        and tile, 0 at the target and in the tiles' padding."""
+        tiles = plan_tiles(rows.count, False)
+        pieces = torch.empty(4, triton.cdiv(head.num_columns, tiles.n), rows.count, device=hidden.device)
+        if pieces.numel():
+            self._launch(hidden, rows, head, out, pieces, None)
+        return pieces
+
+    def gradients_at_once(
+        self,
+        hidden: Tensor,
+        rows: Rows,
+        head: Head,
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+    ) -> None:
+        """out [R, V] = dz as RowKernels.gradients has it, each row in its place, from statistics and coefficients [T] that
+        are known: nothing else of the logits is written."""
+        if head.num_columns == 0 or rows.count == 0:
+            out.zero_()
+            return
+        self._launch(hidden, rows, head, out, None, _known(statistics, coefficient, entropy_coefficient))
+
+    def _launch(
+        self,
+        hidden: Tensor,
+        rows: Rows,
+        head: Head,
+        out: Tensor | None,
+        pieces: Tensor | None,
+        known: tuple[Tensor, ...] | None,
+    ) -> None:
+        weight, columns, size = head.weight[: head.num_columns], head.num_columns, hidden.shape[1]
         with on_device_of(hidden):
-            tiles = plan_tiles(rows.count)
-        column_tiles = triton.cdiv(columns, tiles.n)
-        pieces = torch.empty(4, column_tiles, rows.count, device=hidden.device)
-        num_programs = triton.cdiv(rows.count, tiles.m) * column_tiles
-        if num_programs == 0:
-            return pieces
-        with on_device_of(hidden):
-            logits_and_pieces[(num_programs,)](
+            copies = capability() >= 90 and _can_be_copied(hidden) and _can_be_copied(weight)
+            tiles = plan_tiles(rows.count, copies)
+            # of dz what lies behind the real columns is 0 too
+            column_tiles = triton.cdiv(out.stride(0) if known is not None and out is not None else columns, tiles.n)
+            numbers = rows.count, columns, size, *token_arguments(rows, head)
+            num_tiles = triton.cdiv(rows.count, tiles.m) * column_tiles
+            if copies:
+                grid = min(num_tiles, tiles.programs * num_multiprocessors(hidden))
+                first_product_by_copies[(grid,)](
+                    TensorDescriptor.from_tensor(hidden, [tiles.m, tiles.k]),
+                    TensorDescriptor.from_tensor(weight, [tiles.n, tiles.k]),
+                    *numbers,
+                    _parts_of(out, tiles),
+                    pieces,
+                    known,
+                    column_tiles,
+                    GROUP=GROUP,
+                    **_constants(tiles),
+                )
+                return
+            first_product[(num_tiles,)](
                 hidden,
                 weight,
                 *hidden.stride(),
                 *weight.stride(),
-                out,
+                *numbers,
+                None if out is None else with_padding(out),
                 0 if out is None else out.stride(0),
-                rows.count,
-                columns,
-                hidden.shape[1],
-                *token_arguments(rows, head),
                 pieces,
+                known,
+                column_tiles,
                 GROUP=GROUP,
-                **_constants(tiles, hidden.shape[1]),
+                IS_EVEN=size % tiles.k == 0,
+                **_constants(tiles),
             )
-        return pieces
 
     def statistics(self, pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+        """As RowKernels.statistics; rows: those that were multiplied or, once their count is known, the first of them."""
         put_statistics(pieces, rows, head, out)
 
     def partials(self, pieces: Tensor, rows: Rows, head: Head) -> Tensor:
+        """As RowKernels.partials."""
         return shard_partials(pieces, rows, head)
 
+    def gradients(
+        self,
+        exponentials: Tensor,
+        pieces: Tensor,
+        rows: Rows,
+        head: Head,
+        statistics: Statistics,
+        coefficient: Tensor,
+        entropy_coefficient: Tensor,
+        out: Tensor,
+        active: Tensor | None,
+    ) -> LateCount:
+        """As RowKernels.gradients, from exponentials [R, V] and their pieces."""
+        tile = plan_tiles(rows.count, False).n
+        step = max(1, BLOCK_COLUMNS // tile)
+        piece = max(step, PIECE_COLUMNS // tile)
+        known = _known(statistics, coefficient, entropy_coefficient)
+        with on_device_of(exponentials):
+            place_of, late = list_active(rows, coefficient, entropy_coefficient, active)
+            exponential_gradients[(rows.count, triton.cdiv(out.stride(0), piece * tile))](
+                with_padding(exponentials),
+                exponentials.stride(0),
+                head.num_columns,
+                *token_arguments(rows, head),
+                pieces,
+                pieces.shape[2],
+                *known,
+                place_of,
+                with_padding(out),
+                out.stride(0),
+                TILE=tile,
+                TILES=min(step, triton.next_power_of_2(triton.cdiv(out.stride(0), tile))),
+                PIECE=piece,
+                num_warps=NUM_WARPS,
+            )
+        return late
+
     def row_bytes(self, width: int) -> int:
-        return 16 * max(1, triton.cdiv(width, plan_tiles(1).n))
+        """Of the pieces of one row over so many columns; ranks with a shard of this width cut the same chunks by it."""
+        return 16 * max(1, triton.cdiv(width, plan_tiles(1, False).n))
 
 
 class TritonGemmRowKernels(TritonRowKernels):
     """TritonRowKernels with the product of our own before them."""
 
-    first_gemm: FirstGemm | None = TritonFirstGemm()
+    first_gemm = TritonFirstGemm()
 
 
-def _constants(tiles: Tiles, size: int) -> dict[str, Any]:
+def _known(statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor) -> tuple[Tensor, ...]:
+    of = statistics
+    return of.logprobs, of.entropy, of.maximum, of.log_sum, coefficient, entropy_coefficient
+
+
+def _can_be_copied(matrix: Tensor) -> bool:
+    """Whether the copy engine takes it: rows of neighbouring elements, each at a multiple of 16 bytes."""
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return is_aligned and matrix.stride(1) == 1 and matrix.numel() > 0
+
+
+def _parts_of(out: Tensor | None, tiles: Tiles) -> TensorDescriptor | None:
+    """out [num_rows, V] with its padding, in the parts of a tile that the epilogue stores."""
+    if out is None:
+        return None
+    return TensorDescriptor.from_tensor(with_padding(out), [tiles.m, tiles.n // tiles.parts])
+
+
+def _constants(tiles: Tiles) -> dict[str, Any]:
     return {
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "BLOCK_K": tiles.k,
         "PARTS": tiles.parts,
-        "IS_EVEN": size % tiles.k == 0,
         "maxnreg": tiles.max_registers,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,

@@ -9,7 +9,7 @@ from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics, TileKernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
@@ -24,9 +24,10 @@ class CpuRowKernels:
 
     is_host = True
     first_gemm = None
+    backward_gemms = None
 
     @property
-    def tiles(self) -> TileKernels:
+    def tiles(self) -> CpuTileKernels:
         return CpuTileKernels()
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
@@ -109,6 +110,7 @@ class CpuPolicyTerms:
     def in_one_walk(
         self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
     ) -> LateCount:
+        """For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of RowKernels.policy_terms."""
         assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(

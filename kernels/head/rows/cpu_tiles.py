@@ -10,11 +10,16 @@ from marsrl.kernels.head.vocabulary import Head
 
 
 class CpuTileKernels:
-    """TileKernels through ctypes; threads over rows."""
+    """Logits of a tile of the vocabulary, which leave bfloat16 exponentials behind, and the gradients from those; threads
+    over rows."""
 
     def exponentials(
         self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
     ) -> None:
+        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding.
+
+        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
+        """
         local = targets - head.first_column
         library.cpu_library().marsrl_row_partials(
             logits.data_ptr(),
@@ -41,6 +46,11 @@ class CpuTileKernels:
         entropy_coefficient: Tensor,
         out: Tensor,
     ) -> None:
+        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
+
+        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
+        the float32 statistics.
+        """
         library.cpu_library().marsrl_exponential_gradients(
             exponentials.data_ptr(),
             exponentials.shape[1],

@@ -8,11 +8,13 @@
         (on the CPU these three in one: terms.in_one_walk)
         dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
 
-A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with TileKernels.
+A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with CpuTileKernels. TritonFirstGemm takes the
+place of gemms.py and of RowKernels for logits that never leave the product (first_gemm/).
 
 Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +25,9 @@ from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
+    from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
     from marsrl.kernels.head.vocabulary import Head
 
 
@@ -43,18 +48,6 @@ class Statistics:
         return Statistics(*torch.zeros(4, num_tokens, device=device).unbind())
 
 
-class RowsInOneWalk(Protocol):
-    """Statistics, evaluation and gradients of a chunk in one call: each row while it is in the cache."""
-
-    def __call__(
-        self, logits: Tensor, rows: Rows, head: "Head", statistics: Statistics, out: Tensor, active: Tensor
-    ) -> LateCount:
-        """What RowKernels.statistics, PolicyTerms.evaluate and RowKernels.gradients do one after the other.
-
-        For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of RowKernels.policy_terms.
-        """
-
-
 class PolicyTerms(Protocol):
     """The objective evaluated at tokens as they come. coefficient, entropy_coefficient: [T] float32, dL/dlogp, dL/dH,
     0 where nothing was evaluated."""
@@ -63,8 +56,9 @@ class PolicyTerms(Protocol):
     entropy_coefficient: Tensor
 
     @property
-    def in_one_walk(self) -> RowsInOneWalk | None:
-        """None where the three steps stay separate calls, as on a device."""
+    def in_one_walk(self) -> Callable[[Tensor, Rows, "Head", Statistics, Tensor, Tensor], LateCount] | None:
+        """What RowKernels.statistics, this evaluation and RowKernels.gradients do one after the other, each row while it is
+        in the cache: of logits, rows, head, statistics, out and active. None: they stay separate calls, as on a device."""
 
     def evaluate(self, rows: Rows) -> None:
         """Evaluate these tokens, each token once; those outside the mask may be listed and are skipped."""
@@ -72,58 +66,6 @@ class PolicyTerms(Protocol):
     def sums(self) -> Tensor:
         """[A, 6] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
         every run."""
-
-
-class TileKernels(Protocol):
-    """Logits of a tile of the vocabulary, which leave bfloat16 exponentials behind, and the gradients from those."""
-
-    def exponentials(
-        self, logits: Tensor, head: "Head", targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
-    ) -> None:
-        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding.
-
-        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
-        """
-
-    def gradients(
-        self,
-        exponentials: Tensor,
-        maxima: Tensor,
-        kept: Tensor,
-        tokens: Tensor,
-        head: "Head",
-        statistics: Statistics,
-        coefficient: Tensor,
-        entropy_coefficient: Tensor,
-        out: Tensor,
-    ) -> None:
-        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
-
-        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
-        the float32 statistics.
-        """
-
-
-class FirstGemm(Protocol):
-    """Logits of a chunk by a product of our own, which takes the statistics from its accumulators.
-
-        pieces = first_gemm.logits(hidden, rows, head, out)     # in place of gemms.py
-        first_gemm.statistics(pieces, rows, head, statistics)   # in place of RowKernels.statistics
-
-    pieces: [4, n, R] float32: maximum, sum e^d, sum d e^d relative to it, and target logit, of n parts of the columns.
-    """
-
-    def logits(self, hidden: Tensor, rows: Rows, head: "Head", out: Tensor | None) -> Tensor:
-        """Write hidden [R, H] @ head.weight.T to out [R, V] float32, but for padding; None: to nowhere. Returns pieces."""
-
-    def statistics(self, pieces: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
-        """As RowKernels.statistics; rows: those that were multiplied or, once their count is known, the first of them."""
-
-    def partials(self, pieces: Tensor, rows: Rows, head: "Head") -> Tensor:
-        """As RowKernels.partials."""
-
-    def row_bytes(self, width: int) -> int:
-        """Of the pieces of one row over so many columns; ranks with a shard of this width cut the same chunks by it."""
 
 
 class RowKernels(Protocol):
@@ -136,12 +78,16 @@ class RowKernels(Protocol):
     is_host: bool
 
     @property
-    def tiles(self) -> TileKernels | None:
+    def tiles(self) -> "CpuTileKernels | None":
         """None on a device."""
 
     @property
-    def first_gemm(self) -> FirstGemm | None:
+    def first_gemm(self) -> "TritonFirstGemm | None":
         """None where the logits come from gemms.py and the statistics from the logits."""
+
+    @property
+    def backward_gemms(self) -> "TritonBackwardGemms | None":
+        """None where dX and dW come from gemms.py, of dz; else first_gemm leaves them exponentials."""
 
     def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.

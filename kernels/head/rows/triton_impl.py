@@ -1,15 +1,21 @@
 """The row kernels in Triton: how triton_kernels.py is launched."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows import triton_kernels
-from marsrl.kernels.head.rows.protocol import FirstGemm, PolicyTerms, Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
+
+if TYPE_CHECKING:
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
 # Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
 # long enough (128 KiB) to run at the speed of memory. Not measured yet.
@@ -26,7 +32,8 @@ class TritonRowKernels:
 
     is_host = False
     tiles = None
-    first_gemm: FirstGemm | None = None
+    first_gemm: "TritonFirstGemm | None" = None
+    backward_gemms: "TritonBackwardGemms | None" = None
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         put_statistics(self._pieces(logits, rows, head), rows, head, out)
@@ -40,7 +47,7 @@ class TritonRowKernels:
         partials = torch.empty(4, pieces, rows.count, device=logits.device)
         with on_device_of(logits):
             triton_kernels.row_partials[(rows.count, pieces)](
-                _with_padding(logits),
+                with_padding(logits),
                 logits.stride(0),
                 rows.count,
                 head.num_columns,
@@ -66,25 +73,10 @@ class TritonRowKernels:
         out: Tensor,
         active: Tensor | None,
     ) -> LateCount:
-        place_of, late = None, LateCount(rows.count)
         with on_device_of(logits):
-            if active is not None:
-                place_of = torch.empty(rows.count, dtype=torch.int32, device=logits.device)
-                count = torch.empty(1, dtype=torch.int32, device=logits.device)
-                triton_kernels.list_active[(1,)](
-                    rows.count,
-                    rows.ids,
-                    rows.first,
-                    coefficient,
-                    entropy_coefficient,
-                    place_of,
-                    active,
-                    count,
-                    BLOCK=BLOCK_TOKENS,
-                )
-                late = LateCount(count)  # its copy is queued before the long kernel: the host learns it early
+            place_of, late = list_active(rows, coefficient, entropy_coefficient, active)
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
-                _with_padding(logits),
+                with_padding(logits),
                 logits.stride(0),
                 head.num_columns,
                 *token_arguments(rows, head),
@@ -95,13 +87,42 @@ class TritonRowKernels:
                 coefficient,
                 entropy_coefficient,
                 place_of,
-                _with_padding(out),
+                with_padding(out),
                 out.stride(0),
                 PIECE=PIECE_COLUMNS,
                 BLOCK=_block(head.width),
                 num_warps=NUM_WARPS,
             )
         return late
+
+
+def list_active(
+    rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor | None
+) -> tuple[Tensor | None, LateCount]:
+    """(place of each row [R] int32 among those that have a coefficient, -1: it has none; how many have), and the tokens
+    of these to active. Where that is None every row has its own place: (None, R). On the device of the tensors."""
+    if active is None:
+        return None, LateCount(rows.count)
+    place_of, count = list_places(rows, coefficient, entropy_coefficient, active)
+    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
+
+
+def list_places(rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """list_active with the count [1] int32 where it is."""
+    place_of = torch.empty(rows.count, dtype=torch.int32, device=coefficient.device)
+    count = torch.empty(1, dtype=torch.int32, device=coefficient.device)
+    triton_kernels.list_active[(1,)](
+        rows.count,
+        rows.ids,
+        rows.first,
+        coefficient,
+        entropy_coefficient,
+        place_of,
+        active,
+        count,
+        BLOCK=BLOCK_TOKENS,
+    )
+    return place_of, count
 
 
 def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
@@ -233,7 +254,7 @@ class TritonPolicyTerms:
         return torch.cat(self._sums).sum(0)
 
 
-def _with_padding(rows: Tensor) -> Tensor:
+def with_padding(rows: Tensor) -> Tensor:
     """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
     return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 

@@ -39,6 +39,19 @@ def exact_expm1(x):
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
+@triton.jit
+def gradient_of(p, logp, entropy, c, e, inverse):
+    """dz of a column that is not the target; logp is finite."""
+    return -p * (c + e * (logp + entropy)) * inverse
+
+
+@triton.jit
+def gradient_of_target(logp, entropy, c, e, inverse):
+    """dz of the target; 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0."""
+    bounded = tl.where(logp < NOTHING, NOTHING, logp)  # p is 0 there, and 0 times -inf would be NaN
+    return (-c * exact_expm1(logp) - e * exact_exp(logp) * (bounded + entropy)) * inverse
+
+
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
@@ -193,6 +206,52 @@ def join_pieces(
     tl.store(out + 3 * num_rows + rows, logit.to(tl.float64), mask=is_row)
 
 
+@triton.jit
+def divergence(x, KL: tl.constexpr):
+    """(estimate of the KL divergence, its slope) from x = log p - log of the reference's p; k1, k2 or k3."""
+    if KL == "k1":
+        return x, tl.full(x.shape, 1.0, tl.float32)
+    elif KL == "k2":
+        return 0.5 * x * x, x
+    else:
+        m = exact_expm1(-x)  # e^-x + x - 1 without cancellation near 0
+        return m + x, -m
+
+
+@triton.jit
+def clipped_surrogate(
+    ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
+):
+    """(surrogate float64, its slope in log p, whether the token was clipped); "clip" or "cispo"."""
+    low = 1.0 - clip_low
+    high = 1.0 + clip_high
+    clipped_ratio = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+    if KIND == "cispo":
+        slope = clipped_ratio * advantage
+        return slope.to(tl.float64) * logp, slope, (ratio < low) | (ratio > high)
+    else:
+        is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        surrogate = tl.where(is_clipped, clipped_ratio, ratio).to(tl.float64) * advantage
+        if HAS_DUAL_CLIP:
+            is_beyond = (advantage < 0) & (ratio > dual_clip)
+            is_clipped = is_clipped | is_beyond
+            surrogate = tl.where(is_beyond, (dual_clip * advantage).to(tl.float64), surrogate)
+        return surrogate, tl.where(is_clipped, 0.0, ratio * advantage), is_clipped
+
+
+@triton.jit
+def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, entropy, kl):
+    """To at [num_agents, 6] float64 the sums over the tokens of each agent, in the order of objective.METRICS."""
+    for a in range(num_agents):
+        is_mine = is_kept & (agent == a)
+        tl.store(at + 6 * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
+        tl.store(at + 6 * a + 1, tl.sum((is_mine & is_clipped).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 2, tl.sum((is_mine & is_masked).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 3, tl.sum(tl.where(is_mine, entropy, 0.0).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 4, tl.sum(tl.where(is_mine, kl, 0.0).to(tl.float64), axis=0))
+        tl.store(at + 6 * a + 5, tl.sum(is_mine.to(tl.float64), axis=0))
+
+
 @triton.jit(do_not_specialize=VARYING)
 def policy_terms(
     num_rows,
@@ -250,17 +309,7 @@ def policy_terms(
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":
-        x = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
-        if KL == "k1":
-            kl = x
-            kl_slope = tl.full(logp.shape, 1.0, tl.float32)
-        elif KL == "k2":
-            kl = 0.5 * x * x
-            kl_slope = x
-        else:
-            m = exact_expm1(-x)  # e^-x + x - 1 without cancellation near 0
-            kl = m + x
-            kl_slope = -m
+        kl, kl_slope = divergence(logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0), KL)
 
     is_masked = tl.zeros(logp.shape, tl.int1)
     if dropped is not None:
@@ -281,21 +330,9 @@ def policy_terms(
         ratio = exact_exp(tl.load(log_ratio + tokens, mask=is_kept, other=0.0))
     elif old_logprobs is not None:
         ratio = exact_exp(logp - old)
-    low = 1.0 - clip_low
-    high = 1.0 + clip_high
-    clipped_ratio = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
-    if KIND == "cispo":
-        is_clipped = (ratio < low) | (ratio > high)
-        slope = clipped_ratio * advantage
-        surrogate = slope.to(tl.float64) * logp
-    else:
-        is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-        surrogate = tl.where(is_clipped, clipped_ratio, ratio).to(tl.float64) * advantage
-        if HAS_DUAL_CLIP:
-            is_beyond = (advantage < 0) & (ratio > dual_clip)
-            is_clipped = is_clipped | is_beyond
-            surrogate = tl.where(is_beyond, (dual_clip * advantage).to(tl.float64), surrogate)
-        slope = tl.where(is_clipped, 0.0, ratio * advantage)
+    surrogate, slope, is_clipped = clipped_surrogate(
+        ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
+    )
 
     loss = (-weight * surrogate + (kl_coef * kl).to(tl.float64) - (entropy_coef * ent).to(tl.float64)) * scale
     loss = tl.where(is_masked, 0.0, loss)
@@ -309,14 +346,7 @@ def policy_terms(
     if agent_of is not None:
         agent = tl.load(agent_of + tokens, mask=is_kept, other=0)
     at = sums + tl.program_id(0).to(tl.int64) * num_agents * 6
-    for a in range(num_agents):
-        is_mine = is_kept & (agent == a)
-        tl.store(at + 6 * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
-        tl.store(at + 6 * a + 1, tl.sum((is_mine & is_clipped & ~is_masked).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 2, tl.sum((is_mine & is_masked).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 3, tl.sum(tl.where(is_mine, ent, 0.0).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 4, tl.sum(tl.where(is_mine, kl, 0.0).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 5, tl.sum(is_mine.to(tl.float64), axis=0))
+    put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped & ~is_masked, is_masked, ent, kl)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -385,11 +415,8 @@ def row_gradients(
         maximum = tl.load(maximum_of + token)
         log_sum = tl.load(log_sum_of + token)
         ent = tl.load(entropy + token)
-        logp_target = tl.load(logprobs + token)
         target = tl.load(targets + token) - first_column
-        # 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0
-        bounded = tl.where(logp_target < NOTHING, NOTHING, logp_target)  # p is 0 there, and 0 times -inf would be NaN
-        at_target = (-c * exact_expm1(logp_target) - e * exact_exp(logp_target) * (bounded + ent)) * inverse
+        at_target = gradient_of_target(tl.load(logprobs + token), ent, c, e, inverse)
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
         out_stop = tl.minimum(begin + PIECE, out_stride)
@@ -399,7 +426,7 @@ def row_gradients(
             x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
-            dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
+            dz = gradient_of(tl.exp(logp), logp, ent, c, e, inverse)
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(column < columns, dz, 0.0)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

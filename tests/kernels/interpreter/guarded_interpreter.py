@@ -143,9 +143,9 @@ def _guard_memory(builder: Any) -> None:
     GridExecutor._init_args_hst = remembered
     load, store, update = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
-    def checked_load(self: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any) -> TensorHandle:
+    def checked_load(self: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any, **words: Any) -> TensorHandle:
         MEMORY.check("load", pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **words)
 
     def checked_store(self: Any, pointers: TensorHandle, value: TensorHandle, mask: TensorHandle, *rest: Any) -> Any:
         MEMORY.check("store", pointers, mask)

@@ -11,6 +11,7 @@ from triton.runtime.interpreter import GridExecutor
 from marsrl import kernels
 
 GEMM = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm"
+NO_DZ = "linear_policy_loss=triton_no_dz"
 
 
 @pytest.fixture
@@ -50,4 +51,10 @@ def test_kernels_run_on_the_device_of_their_tensors(name, launched):
 def test_the_first_gemm_runs_on_the_device_of_its_tensors(name, launched, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", GEMM)
     check_the_default_device_is_not_used(name)
-    assert "logits_and_pieces" in launched
+    assert "first_product_by_copies" in launched
+
+
+def test_the_backward_gemms_run_on_the_device_of_their_tensors(launched, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", NO_DZ)
+    check_the_default_device_is_not_used("linear_policy_loss, bfloat16, no bonus")
+    assert {"row_factors", "hidden_gradient", "weight_gradient", "add_target_rows"} <= set(launched)

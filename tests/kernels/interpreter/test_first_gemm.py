@@ -1,4 +1,4 @@
-"""The first GEMM that takes the statistics from its accumulators, interpreted, with tiles so small that it needs many."""
+"""The first GEMM that leaves statistics and exponentials, interpreted, with tiles so small that it needs many."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from fused_head import (
     run_policy_loss,
     with_exact_logits,
 )
+from small_tiles import TILES, in_chunks, use_small_tiles
 
 from marsrl.kernels import PolicyObjective, linear_logprob
-from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl
 from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
@@ -23,33 +23,34 @@ from marsrl.kernels.head.rows import triton_impl as rows_impl
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head, make_head
 
-TILES = Tiles(8, 32, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
+NAME = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm"
 
 
 @pytest.fixture(autouse=True)
 def _small_and_by_name(monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm")
-    monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: TILES)
-    monkeypatch.setattr(triton_impl, "GROUP", 2)
-    monkeypatch.setattr(rows_impl, "JOIN_ELEMENTS", 8)
-    monkeypatch.setattr(rows_impl, "JOIN_PIECES", 2)
-    monkeypatch.setattr(rows_impl, "BLOCK_TOKENS", 4)
+    monkeypatch.setenv("MARSRL_KERNELS", NAME)
+    use_small_tiles(monkeypatch)
 
 
-def in_chunks(monkeypatch, rows, vocab=131):
-    """Chunks of so many rows, whether logits are written or not; gradients of two wait for the backward GEMMs."""
-    monkeypatch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
-    monkeypatch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * 4 * vocab)
-    monkeypatch.setattr(chunked_head, "DEVICE_PIECES_BYTES", rows * 16 * -(-vocab // TILES.n))
-    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * 4 * vocab)
-
-
-# gradient in the forward; masked and inactive rows; statistics first, without logits, then the gradients
-@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "k3, entropy bonus, tis", "sequence ratio"])
-def test_an_objective_equals_its_definition(name, monkeypatch):
+# gradient in the forward; masked and inactive rows; statistics first, then the gradients from the product
+@pytest.mark.parametrize(
+    "capability, name",  # 80: by addresses; 90: by the copy engine
+    [(80, "clip"), (80, "sequence ratio"), (90, "pseudo on-policy"), (90, "clip"), (90, "k3, entropy bonus, tis"),
+     (90, "sequence ratio")],
+)  # fmt: skip
+def test_an_objective_equals_its_definition(name, capability, monkeypatch):
+    monkeypatch.setattr(triton_impl, "capability", lambda: capability)
     in_chunks(monkeypatch, 9)  # a tile of rows and a row of the next
-    case = head_case(20, 24)
+    case = head_case(14, 24)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["k3, entropy bonus, strong gate", "sequence ratio"])
+def test_without_compaction_the_results_are_the_same(name, monkeypatch):
+    in_chunks(monkeypatch, 3)
+    case = head_case(8, 8)
+    compare_policy_loss(case, arguments_for(case, name, compacts=False), torch.bfloat16)
+    compare_logprob(case, dtype=torch.bfloat16, compacts=False)
 
 
 # one tile with columns to spare; H that no step divides; tiles on each side of a multiple; the largest that is interpreted
@@ -58,14 +59,14 @@ def test_an_objective_equals_its_definition(name, monkeypatch):
     [
         ((2, 8, 5), torch.bfloat16),
         ((1, 19, 333), torch.float16),
-        ((8, 16, 32), torch.bfloat16),
-        ((9, 32, 33), torch.float16),
+        ((8, 16, 64), torch.bfloat16),
+        ((9, 32, 65), torch.float16),
         ((3, 8, 4096), torch.bfloat16),
     ],
 )
 def test_shapes_and_dtypes(shape, dtype, monkeypatch):
     if shape[2] > 1000:
-        monkeypatch.setattr(triton_impl, "plan_tiles", lambda num_rows: Tiles(16, 256, 16, 4, 4, 1, None))
+        monkeypatch.setattr(triton_impl, "plan_tiles", lambda *_: Tiles(16, 256, 16, 4, 4, 1, None))
     case = head_case(*shape)
     arguments = arguments_for(case, "k3, entropy bonus, tis")
     arguments["mask"][0] = True
@@ -109,7 +110,7 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan():
     assert out.logprobs[1].isnan() and out.entropy[1].isnan()
 
 
-def test_without_a_gradient_no_logits_are_written_and_the_statistics_have_the_same_bits(monkeypatch):
+def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_bits(monkeypatch):
     in_chunks(monkeypatch, 5)
     hidden, weight, targets = head_case(12, 8)
     weight = weight.bfloat16()
@@ -121,42 +122,53 @@ def test_without_a_gradient_no_logits_are_written_and_the_statistics_have_the_sa
         "normaliser": 11.0,
     }
     written = []
-    logits = TritonFirstGemm.logits
+    exponentials = TritonFirstGemm.exponentials
     monkeypatch.setattr(
-        TritonFirstGemm, "logits", lambda *given: (written.append(given[-1] is not None), logits(*given))[1]
+        TritonFirstGemm, "exponentials", lambda *given: (written.append(given[-1]), exponentials(*given))[1]
     )
     leaf = hidden.bfloat16().requires_grad_()
     trained = linear_policy_loss(leaf, weight, targets, **arguments)
-    assert written and all(written)
+    assert written and all(each.dtype == torch.bfloat16 for each in written)  # 2 bytes a logit
     written.clear()
     with torch.no_grad():
         evaluated = linear_policy_loss(leaf, weight, targets, **arguments)
     linear_logprob(leaf, weight, targets)
-    assert written and not any(written)
+    assert written and not any(each is not None for each in written)
     for field in ("loss", "logprobs", "entropy", "coefficient"):
         assert torch.equal(getattr(trained, field), getattr(evaluated, field))
 
 
-def test_the_logits_are_those_of_the_product_and_padding_is_neither_read_nor_written():
+@pytest.mark.parametrize("capability", [80, 90])
+def test_exponentials_are_relative_to_a_power_of_two_and_padding_is_not_read(capability, monkeypatch):
+    monkeypatch.setattr(triton_impl, "capability", lambda: capability)
     hidden, weight, targets = head_case(9, 8, 96)
-    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    hidden, weight, targets = hidden.bfloat16(), weight.bfloat16(), targets % 70
     weight[70:] = torch.nan
-    head = make_head("op", hidden, weight, targets % 70, 1.0, None, 70)
+    head = make_head("op", hidden, weight, targets, 0.5, None, 70)
     out = torch.full((9, 96), 7.0)
-    TritonFirstGemm().logits(hidden, Rows(None, 0, 9), head, out)
-    torch.testing.assert_close(out[:, :70], hidden.float() @ weight[:70].float().t())
-    assert (out[:, 70:] == 7).all()
+    pieces = TritonFirstGemm().exponentials(hidden, Rows(None, 0, 9), head, out)
+    z = 2 * (hidden.double() @ weight[:70].double().t())
+    for tile, begin in enumerate(range(0, 70, TILES.n)):
+        columns = slice(begin, min(begin + TILES.n, 70))
+        exact = (
+            z[:, columns]
+            - torch.log(torch.tensor(2.0)) * (pieces[0, tile].double() * 2 * 1.4426950408889634).ceil()[:, None]
+        ).exp()
+        exact[targets[:, None] == torch.arange(70)[columns]] = 0
+        torch.testing.assert_close(out[:, columns].double(), exact, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(pieces[0, tile].double() * 2, z[:, columns].amax(1), rtol=1e-6, atol=1e-6)
+    assert not out[:, 70:].any()  # the rest of the last tile; the row kernel reads no further than the real columns
+    assert out.max() <= 1 and ((out.amax(1) > 0.25) | (out.amax(1) == 0)).all()
 
 
-def test_the_logits_are_computed_once_where_their_statistics_are_not_wanted_again(monkeypatch):
-    products = []
-    plain = HeadGemms.logits
-    monkeypatch.setattr(HeadGemms, "logits", lambda *given: (products.append("plain"), plain(*given))[1])
+def test_no_product_of_the_library_has_logits_and_known_statistics_give_the_gradient_at_once(monkeypatch):
+    monkeypatch.setattr(HeadGemms, "logits", lambda *_: pytest.fail("logits of the library"))
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(6, 8))
     out = linear_logprob(hidden.requires_grad_(), weight, targets)
-    assert not products
-    out.logprobs.sum().backward()  # nothing but logits is wanted here
-    assert products == ["plain"]
+    monkeypatch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nothing but dz is wanted here"))
+    monkeypatch.setattr(TritonFirstGemm, "gradients", lambda *_: pytest.fail("there is nothing to turn into dz"))
+    out.logprobs.sum().backward()
+    assert hidden.grad.any()
 
 
 def test_two_runs_give_the_same_bits_whatever_the_chunks(monkeypatch):
@@ -185,7 +197,7 @@ def test_shards_have_the_partials_that_the_row_kernel_finds():
         head = make_head("op", hidden, shard, targets % 40, torch.rand(6) + 0.5, None, None)
         head = type(head)(**{**vars(head), "first_column": begin, "num_columns": columns})
         rows, gemm = Rows(None, 0, 6), TritonFirstGemm()
-        found = gemm.partials(gemm.logits(hidden, rows, head, None), rows, head)
+        found = gemm.partials(gemm.exponentials(hidden, rows, head, None), rows, head)
         expected = rows_impl.TritonRowKernels().partials(hidden.float() @ shard.float().t(), rows, head)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -224,7 +236,7 @@ def test_it_is_taken_by_name_only():
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(4, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MARSRL_KERNELS")
-        patch.setattr(TritonFirstGemm, "logits", lambda *_: pytest.fail("nobody asked for it"))
+        patch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nobody asked for it"))
         linear_logprob(hidden, weight, targets)
         with pytest.raises(pytest.fail.Exception, match="nobody"), forced("linear_logprob=triton_gemm"):
             linear_logprob(hidden, weight, targets)
