@@ -11,13 +11,13 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from marsrl.benchmarks.gpu_state import gpu_state
+from marsrl.trainer.doctor import library_versions
 from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.runs.directory import write_atomically
 
@@ -51,7 +51,12 @@ def surroundings(device: str) -> Surroundings:
         clocks=gpu_state() if is_cuda else _cpu_clocks(),
         threads=torch.get_num_threads(),
         load=float(Path("/proc/loadavg").read_text().split()[0]),
-        versions={"python": platform.python_version(), "cuda": str(torch.version.cuda), **_versions()},
+        versions={
+            "python": platform.python_version(),
+            "cuda": str(torch.version.cuda),
+            **dict.fromkeys(LIBRARIES, "missing"),
+            **library_versions(LIBRARIES),
+        },
         commit=commit(),
         memory_bytes=_memory_bytes() if is_cuda else None,
     )
@@ -69,16 +74,6 @@ def write_records(file: Path | None, records: Sequence[Mapping[str, Any]]) -> No
     """Replace the file of --json, whole or not at all; None: it was not asked for."""
     if file is not None:
         write_atomically(file, (json.dumps(records, indent=1) + "\n").encode())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            found[library] = "missing"
-    return found
 
 
 def _cpu_clocks() -> str:

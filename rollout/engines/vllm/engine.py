@@ -314,10 +314,7 @@ class VllmEngine:
         reason = why_not_decodable(request, self._max_model_len, self._vocab_size)
         if not reason and self._draws == "engine":
             reason = self._refused_by_vllm(request)
-        if not reason:
-            return None
-        none = np.zeros(0, np.int32)
-        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
+        return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason) if reason else None
 
     def _refused_by_vllm(self, request: DecodeRequest) -> str:
         """Why vLLM's sampler cannot draw it, or nothing."""
