@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from books import check_books
-from dual_worker import NUM_CALLS, READS, says
+from killed_turns_worker import NUM_CALLS, READS, says
 
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
@@ -31,7 +31,7 @@ from marsrl.trainer.view.tokens import tokens_of_sample
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).parent / "dual_worker.py"
+WORKER = Path(__file__).parent / "killed_turns_worker.py"
 PHASES = ("thinking", "tools", "distilling", "resumed")
 LIMIT_S = 900  # only a run that hangs takes so long
 TOOL_S = 0.2
