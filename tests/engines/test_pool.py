@@ -139,7 +139,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
                 pool.collect(1.0)
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=60)
+    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=600)
     assert not left
 
 
