@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 import subprocess
@@ -262,14 +261,13 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
     words = parser.parse_intermixed_args()
     map_marsrl()
-    from marsrl.benchmarks.record import surroundings
+    from marsrl.benchmarks.record import read_records, surroundings, write_records
 
     try:
         ablation = ABLATIONS[words.ablation].only(words.arms)
     except ValueError as error:
         parser.error(str(error))
-    is_there = words.json is not None and words.json.exists()
-    records: list[dict[str, Any]] = json.loads(words.json.read_text()) if is_there else []
+    records = read_records(words.json)
     if any(not set(ablation.factors) <= record.keys() or record["settings"] != words.settings for record in records):
         parser.error(
             f"--json {words.json} holds trainings of another ablation, or with other settings; name another file"
@@ -289,8 +287,7 @@ def main() -> int:
                 record |= {"settings": words.settings, "surroundings": dataclasses.asdict(surroundings("cpu"))}
                 records.append(record)
                 print(f"{name}: {found if isinstance(found, str) else _line(found)}", flush=True)
-                if words.json:
-                    words.json.write_text(json.dumps(records, indent=1) + "\n")
+                write_records(words.json, records)
     print(table(ablation, records))
     print(f"ratio: {headline(ablation, records):.3f}")
     return 0

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from namespace import map_marsrl
 
@@ -58,14 +57,14 @@ def main() -> int:
     if len(words.runs) < 2:
         parser.error("a foreign Solver is another run's: name at least two runs")
     map_marsrl()
-    from marsrl.benchmarks.record import surroundings
+    from marsrl.benchmarks.record import read_records, surroundings, write_records
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
     from marsrl.trainer.warm_start import warm_starts
 
     configs = [read_config(run / "config.yaml")[0] for run in words.runs]
     before = [warm_starts(config, RunConsole(0))["main"].model_dir for config in configs]
-    records: list[dict[str, Any]] = json.loads(words.json.read_text()) if words.json and words.json.exists() else []
+    records = read_records(words.json)
     done = [(record["arm"], record["seed"]) for record in records]
     with tempfile.TemporaryDirectory() as temporary:
         for index, (run, config) in enumerate(zip(words.runs, configs, strict=True)):
@@ -83,8 +82,7 @@ def main() -> int:
                 print(
                     f"{arm}, seed {config.run.seed}: alone {found['alone']:.3f}, team {found['system']:.3f}", flush=True
                 )
-    if words.json:
-        words.json.write_text(json.dumps(records, indent=1) + "\n")
+                write_records(words.json, records)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a number is worth without: the device and its state, the versions, the commit.
+"""What a number is worth nothing without: the device and its state, the versions, the commit; and the file that numbers go into.
 
 python -m marsrl.benchmarks.record [--device cuda|cpu] [--json FILE]
 """
@@ -9,14 +9,17 @@ import argparse
 import dataclasses
 import json
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from marsrl.benchmarks.gpu_state import gpu_state
+from marsrl.trainer.doctor import library_versions
 from marsrl.trainer.machine import commit, device_name
+from marsrl.trainer.runs.directory import write_atomically
 
 LIBRARIES = (
     "torch", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl", "flash-attn",
@@ -48,20 +51,29 @@ def surroundings(device: str) -> Surroundings:
         clocks=gpu_state() if is_cuda else _cpu_clocks(),
         threads=torch.get_num_threads(),
         load=float(Path("/proc/loadavg").read_text().split()[0]),
-        versions={"python": platform.python_version(), "cuda": str(torch.version.cuda), **_versions()},
+        versions={
+            "python": platform.python_version(),
+            "cuda": str(torch.version.cuda),
+            **dict.fromkeys(LIBRARIES, "missing"),
+            **library_versions(LIBRARIES),
+        },
         commit=commit(),
         memory_bytes=_memory_bytes() if is_cuda else None,
     )
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            found[library] = "missing"
+def read_records(file: Path | None) -> list[dict[str, Any]]:
+    """What earlier calls of a benchmark wrote with --json: it goes on behind them. [] where there is none yet."""
+    if file is None or not file.exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))
     return found
+
+
+def write_records(file: Path | None, records: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the file of --json, whole or not at all; None: it was not asked for."""
+    if file is not None:
+        write_atomically(file, (json.dumps(records, indent=1) + "\n").encode())
 
 
 def _cpu_clocks() -> str:

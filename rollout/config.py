@@ -379,9 +379,17 @@ class EvaluateConfig(Settings):
         description="marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with "
         "its figures",
     )
-    temperature: float = Field(0.6, gt=0)
-    top_p: float = Field(0.95, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
+    temperature: float = Field(
+        0.6,
+        gt=0,
+        description="sampling temperature in evaluations, of all agents; agents.<name>.temperature is training's",
+    )
+    top_p: float = Field(
+        0.95, gt=0, le=1, description="likeliest tokens of this probability together are drawn from; 1: all"
+    )
+    top_k: int = Field(
+        -1, ge=-1, le=MOST_TOKENS, description="tokens that are drawn from at most, the likeliest; -1: no bound"
+    )
     fixed_inputs: int = Field(
         160, gt=0, le=MOST, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
     )

@@ -119,3 +119,9 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
 def test_the_loop_imports_no_engine_and_no_megatron_before_its_shim() -> None:
     loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build")
     assert not loaded & {"vllm", "ray", "megatron"}
+
+
+def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
+    """`make check` collects all rooms of tests in one process, where the first module of a name is everybody's."""
+    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -33,6 +33,7 @@ from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import evaluation_identity
 from marsrl.trainer.learner.learner import Learner
@@ -43,12 +44,13 @@ from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.preflight import Checked
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
-from marsrl.trainer.run import Driver, Run
+from marsrl.trainer.run import Run
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.step_log import StepLog
 from marsrl.trainer.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
@@ -95,7 +97,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             stack.callback(channels[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
         if driver is not None and config.run.prometheus_port:
-            driver.port = MetricsPort(
+            driver.log.port = MetricsPort(
                 directory.path.name,
                 agents=config.agents,
                 policies=trained,
@@ -103,7 +105,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
                 engines=lambda: {name: pool.num_engines for name, pool in driver.team.pools.items()},
                 silences_s=lambda: {} if beat is None else beat.silences_s,
             )
-            stack.enter_context(served(config.run.prometheus_port, driver.port))
+            stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
         yield Run(config, directory, console, learners, channels, driver, started)
@@ -191,7 +193,8 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         mover = None
         if config.rollout.rebalance:
             mover = Rebalancer(team.pools, in_turn=not config.rollout.overlap, say=console.message)
-        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team), mover)
+        log = StepLog(config, directory, console, team)
+        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team), log, mover)
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:

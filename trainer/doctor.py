@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -43,10 +43,10 @@ class Finding:
     detail: str
 
 
-def library_versions() -> dict[str, str]:
-    """{distribution: version} of the libraries that matter and are installed."""
+def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
+    """{distribution: version} of those that are installed; default: of all that matter."""
     found = {}
-    for name in LIBRARIES:
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

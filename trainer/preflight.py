@@ -16,8 +16,6 @@ from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tasks.data import find_repeats
 from marsrl.rollout.tasks.eval_files import HeldOut
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
@@ -31,7 +29,7 @@ from marsrl.trainer.placement import placement_lines, with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence, shorten_prompts
 from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
-from marsrl.trainer.problems import hold_out, read_data
+from marsrl.trainer.problems import RunProblems, problems_of, sources
 from marsrl.trainer.refusals import check_extra, check_machine, engines_device, slow_records, vllm_of, why_not_backend
 from marsrl.trainer.schools.registry import who_is_taught
 
@@ -63,8 +61,8 @@ class Checked:
         if self.num_skipped_lines:
             notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
         if self.num_held_out:
-            own = is_own(self.config.task)
-            of, none = ("problems", "held_out is empty") if own else ("data.train", "no data.eval is given")
+            of, _ = sources(self.config.task)
+            none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
             notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
         notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
         notes += "".join(f"\npolicies.{name}: {line}" for name, line in self._engines().items())
@@ -91,7 +89,8 @@ def preflight(
     """
     import torch
 
-    curators, config = config.curators, with_backend(config.without_curators(), on_gpus=torch.cuda.is_available())
+    has_cuda = torch.cuda.is_available()
+    curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)
@@ -99,16 +98,8 @@ def preflight(
         _check_wandb(config)
         _check_prometheus(config)
     check_machine(config, host)
-    train, held_out, sets, num_skipped = read_data(config) if given is None else ((), given, (), 0)
-    of_train, of_eval = ("data.train", "data.eval") if not is_own(config.task) else ("problems", "held_out")
-    warnings = [*find_repeats(train).sentences(of_train), *find_repeats(held_out).sentences(of_eval)]
-    num_held_out = 0
-    if not trains and not train:
-        train = held_out  # nobody draws from them; a task that reads files wants some
-    if train and not held_out:
-        train, held_out = hold_out(train, config.evaluate.num_problems)
-        num_held_out = len(held_out)
-    task = build_task(config.task, config.task_options, train, held_out)
+    problems = problems_of(config, trains=trains, given=given)
+    task = build_task(config.task, config.task_options, problems.train, problems.held_out)
     orchestration = build_orchestration(  # or refuses its prompts
         config.orchestration,
         config.agents,
@@ -118,49 +109,71 @@ def preflight(
         tools=config.tools.names,
     )
     check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
-    for name, policy in config.policies.items():
-        longest_sequence(config, name)  # or nobody has the policy
-        if policy.engine == "openai":
-            continue  # the directory holds a tokenizer, and only the server knows how long its sequences can be
-        if policy.model is not None:
-            shape = read_shape(policy.model)
-            _check_files(policy.model, shape)
-            if found := why_not_cut(shape, config.rollout_of(name).vllm):
-                raise ConfigError(f"policies.{name}.model: {found}")
-            if not policy.frozen and trains:
-                check(resolve(policy.layout), shape, world_size)
-                if reason := why_not_context(resolve(policy.layout), config.loss.ratio, config.loss.correction):
-                    raise ConfigError(f"policies.{name}.{reason}")
-                if config.trainer.router_replay != "none" and not shape.num_experts:
-                    raise ConfigError(
-                        f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
-                        f"{shape.architecture} without experts; set it to none"
-                    )
-                _check_reference(config, name, shape, world_size)
-            config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-            if trains and not policy.frozen and config.rollout.engine == "vllm":
-                warnings += shortages_here(config, name, shape, world_size)
-        elif taught := taught_shape(config, policy):
-            config = shorten_prompts(config, name, taught.max_positions, trains=trains)
-        else:
-            raise ConfigError(
-                f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
-                f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
-            )
-        if policy.reference != "none" and config.loss.kl == "none":
-            warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
-    if config.judge is not None:
-        warnings += _check_judge(config.judge, {of_train: train if trains else (), of_eval: held_out})
-    if (reason := why_not_backend(config, has_cuda=torch.cuda.is_available())) is not None:
+    warnings = list(problems.repeats)
+    for name in config.policies:
+        config, found = _checked_policy(config, name, world_size, trains=trains)
+        warnings += found
+    warnings += _check_judge(config, problems, trains=trains)
+    if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
     check_extra(config)
     warnings += slow_records(config, host)
     plan = batch_plan(config, world_size)
-    warnings += check_first_prompts(config, task, orchestration, len(train) if trains else 0)
-    where = placement_lines(config, host, world_size)
+    warnings += check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
     return Checked(
-        config, plan, task, num_skipped, num_held_out, host, tuple(where), tuple(warnings), sets, curators=curators
+        config,
+        plan,
+        task,
+        num_skipped_lines=problems.num_skipped,
+        num_held_out=problems.num_taken,
+        host=host,
+        placement=tuple(placement_lines(config, host, world_size)),
+        warnings=tuple(warnings),
+        eval_sets=problems.sets,
+        curators=curators,
     )
+
+
+def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
+    """The config with prompts that leave room in the policy's model, and warnings: does its directory fit what is to be done?"""
+    policy, warnings = config.policies[name], list[str]()
+    longest_sequence(config, name)  # or nobody has the policy
+    if policy.engine == "openai":  # the directory holds a tokenizer; how long sequences can be only the server knows
+        return config, warnings
+    if policy.model is not None:
+        shape = read_shape(policy.model)
+        _check_files(policy.model, shape)
+        if found := why_not_cut(shape, config.rollout_of(name).vllm):
+            raise ConfigError(f"policies.{name}.model: {found}")
+        if trains and not policy.frozen:
+            _check_trainable(config, name, shape, world_size)
+        config = shorten_prompts(config, name, shape.max_positions, trains=trains)
+        if trains and not policy.frozen and config.rollout.engine == "vllm":
+            warnings += shortages_here(config, name, shape, world_size)
+    elif taught := taught_shape(config, policy):
+        config = shorten_prompts(config, name, taught.max_positions, trains=trains)
+    else:
+        raise ConfigError(
+            f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
+            f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
+        )
+    if policy.reference != "none" and config.loss.kl == "none":
+        warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
+    return config, warnings
+
+
+def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
+    """The model can be cut as the layout says, and the loss can be computed on it."""
+    layout = resolve(config.policies[name].layout)
+    check(layout, shape, world_size)
+    if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
+        raise ConfigError(f"policies.{name}.{reason}")
+    if config.trainer.router_replay != "none" and not shape.num_experts:
+        raise ConfigError(
+            f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
+            f"{shape.architecture} without experts; set it to none"
+        )
+    _check_reference(config, name, shape, world_size)
 
 
 def _check_something_trains(config: RunConfig) -> None:
@@ -213,13 +226,14 @@ def _check_prometheus(config: RunConfig) -> None:
         raise ConfigError(f"run.prometheus_port={port}: {error.strerror}; give a port that is free, or 0") from error
 
 
-def _check_judge(judge: JudgeConfig, problems: Mapping[str, Sequence[Problem]]) -> list[str]:
-    """A warning about problems without a reference answer; an error where none of those that are to be judged has one.
-
-    problems: by where they come from, those for training first; none of a task that makes its own, which have references.
-    """
-    warnings = []
-    for where, found in list(problems.items())[0 if judge.when == "always" else 1 :]:
+def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> list[str]:
+    """A warning about problems without a reference answer; an error where none of those that are to be judged has one."""
+    judge, warnings = config.judge, list[str]()
+    if judge is None:
+        return warnings
+    of_train, of_eval = sources(config.task)
+    judged = [(of_train, problems.train)] if trains and judge.when == "always" else []
+    for where, found in [*judged, (of_eval, problems.held_out)]:
         num_without = sum(problem.answer is None for problem in found)
         if found and num_without == len(found):
             raise ConfigError(

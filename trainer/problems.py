@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.tasks.data import read_problems
+from marsrl.rollout.tasks.data import find_repeats, read_problems
 from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.protocol import EVALUATION_SET
@@ -16,12 +17,50 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 
 
-def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], tuple[HeldOut, ...], int]:
-    """Problems to train on, problems to evaluate on, the sets that those are of (() unless data.eval is a list), and the number
-    of lines of data.train and data.eval left out.
+@dataclass(frozen=True, slots=True)
+class RunProblems:
+    """train: () of a task that makes its own. held_out: to evaluate on; sets: which of data.eval's these are, if it is a list.
 
-    Those of the files, nothing where there is no file; or what a user's own task makes of them.
+    num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: of the problems to train on, for
+    evaluation, where none are given for it. repeats: warnings about questions that are there twice, among those that were given.
     """
+
+    train: Sequence[Problem]
+    held_out: Sequence[Problem]
+    sets: tuple[HeldOut, ...] = ()
+    num_skipped: int = 0
+    num_taken: int = 0
+    repeats: tuple[str, ...] = ()
+
+
+def sources(task: str) -> tuple[str, str]:
+    """Where problems to train on and to evaluate on come from, as the user calls it."""
+    return ("problems", "held_out") if is_own(task) else ("data.train", "data.eval")
+
+
+def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
+    """Those of the files or of a user's own task, some of them held out where none are given to evaluate on.
+
+    given: to evaluate on, in place of the files' (see preflight). Where nobody trains, problems to evaluate on are enough.
+
+    Raises:
+        ValueError: a file cannot be used, or does not go with the task.
+        OSError: a file cannot be read.
+    """
+    found = read_data(config) if given is None else RunProblems((), given)
+    of_train, of_eval = sources(config.task)
+    repeats = (*find_repeats(found.train).sentences(of_train), *find_repeats(found.held_out).sentences(of_eval))
+    train, held_out, num_taken = found.train, found.held_out, 0
+    if not trains and not train:
+        train = held_out  # nobody draws from them; a task that reads files wants some
+    if train and not held_out:
+        train, held_out = hold_out(train, config.evaluate.num_problems)
+        num_taken = len(held_out)
+    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, repeats)
+
+
+def read_data(config: RunConfig) -> RunProblems:
+    """Those of the files, nothing where there is no file; or what a user's own task makes of them."""
     data = config.data
     how = (data.question_key, data.answer_key, data.on_bad_line)
     train: Sequence[Problem] = ()
@@ -52,8 +91,8 @@ def read_data(config: RunConfig) -> tuple[Sequence[Problem], Sequence[Problem], 
                 f"data.eval is a list, and task={config.task} has other problems to evaluate on (held_out): give one path, or "
                 "have held_out return self.eval_data"
             )
-        return own_train, own_held_out, sets, num_skipped
-    return train, held_out, sets, num_skipped
+        return RunProblems(own_train, own_held_out, sets, num_skipped)
+    return RunProblems(train, held_out, sets, num_skipped)
 
 
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:

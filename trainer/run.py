@@ -1,78 +1,44 @@
-"""What the loop calls: playing, publishing, logging, checkpoints, the two evaluations. The loop itself is loop.py."""
+"""What the loop (loop.py) calls, on every rank: an update is everybody's; rank 0 plays and evaluates (driver.py) and logs
+(step_log.py).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 
-from marsrl.rollout.pool.rebalance import Rebalancer
-from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.ledger import Batch
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.data.credit import Credited, drmas_metrics
+from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch
-from marsrl.trainer.evaluate.draws import EVALUATION, Kept
-from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
+from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics, tool_shares
-from marsrl.trainer.report.grad_spikes import GradSpikes
-from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
-from marsrl.trainer.report.metrics import MetricsLog, read_metrics
-from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.report import write_report
-from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import step_metrics
-from marsrl.trainer.report.summarise_run import gates_of, missed_gates, summarise_run
-from marsrl.trainer.report.summary import Evaluation, save_summary
-from marsrl.trainer.report.token_log import choose_samples, forget_tokens, token_record, with_trained, write_tokens
+from marsrl.trainer.report.summarise_run import gates_of, summarise_run
+from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
-from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
+from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.standby import Standby
 
 _FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
-
-
-@dataclass(slots=True)
-class Driver:
-    """Rank 0's side of a run: who plays, who evaluates."""
-
-    directory: RunDirectory
-    console: RunConsole
-    team: Team
-    scheduler: Scheduler | BackgroundScheduler
-    evaluator: Evaluator
-    rebalancer: Rebalancer | None = None
-    metrics: MetricsLog | None = None
-    port: MetricsPort | None = None
-    spikes: GradSpikes = field(default_factory=GradSpikes)
-    before: Evaluation | None = None
-    after: Evaluation | None = None
-    num_syncs: int = 0
-    episode_clock: EpisodeClock = field(default_factory=EpisodeClock)
-    credited: dict[str, float] = field(default_factory=dict)  # advantages of this step, by uid
-    kept: frozenset[str] = frozenset()  # samples of this step whose tokens are logged
-    tokens: list[TrainedTokens] = field(default_factory=list)  # what this step's updates said of them
-    row: dict[str, float] = field(default_factory=dict)  # this step's metrics so far
 
 
 class Run:
@@ -107,7 +73,7 @@ class Run:
             watch_engines(driver.team.all_pools, self.trace)
             watch_judge(driver.team, self.trace)
             driver.scheduler.on_stage = lambda: self.trace.mark("stage")
-            driver.scheduler.on_episode = driver.episode_clock
+            driver.scheduler.on_episode = driver.log.episode_clock
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
@@ -120,6 +86,12 @@ class Run:
             keep_every=config.run.keep_every,
             is_async=config.run.async_checkpoint,
         )
+
+    @property
+    def _rank_0(self) -> Driver:
+        """Rank 0's side, for what rank 0 alone does."""
+        assert self.driver is not None
+        return self.driver
 
     @property
     def shard_of_this_rank(self) -> BatchShard:
@@ -175,19 +147,17 @@ class Run:
                 )
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
-            self.driver.metrics = MetricsLog(
-                self.directory, wandb_project=self.config.run.wandb, resume_step=resume_step
-            )
+            self.driver.log.open(resume_step)
             self.directory.forget_evaluations_after(resume_step or 0)
-            self.driver.spikes = GradSpikes(row.values for row in read_metrics(self.directory.metrics))
             if restored is not None:
                 self.driver.scheduler.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
                 self._sync(policy)
         if self.config.run.evaluate:
+            gates = gates_of(self.config) if self.started else {}
             with self.timed("evaluate"):
-                self.standby.during(self._evaluate_before)
+                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, gates))
         barrier()
 
     def steps_left(self) -> Iterator[int]:
@@ -204,24 +174,8 @@ class Run:
     def play(self) -> Batch | None:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective."""
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
-        return self.standby.during(self._next_batch)
-
-    def _next_batch(self) -> Batch:
-        driver = self.driver
-        assert driver is not None
-        if driver.rebalancer is not None and driver.rebalancer.is_due:
-            with driver.scheduler.resting(self.versions):
-                driver.rebalancer.move()
-        with self.console.progress(f"step {self.step}/{self.config.run.steps} rollout", unit="tokens") as bar:
-
-            def progress(num_tokens: int) -> None:
-                bar.update(num_tokens)
-                self.standby.feed_unfed()
-
-            batch = driver.scheduler.next_batch(self.versions, progress)
-        if driver.rebalancer is not None:
-            driver.rebalancer.note_stage()
-        return batch
+        title = f"step {self.step}/{self.config.run.steps} rollout"
+        return self.standby.during(lambda: self._rank_0.play(self.versions, title, self.standby.feed_unfed))
 
     def agents_of(self, policy: str) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.policy == policy]
@@ -234,28 +188,16 @@ class Run:
 
     def note_credit(self, credited: Credited) -> None:
         """Rank 0: keep the advantages for the samples log, and what a common baseline would cost."""
-        assert self.driver is not None
-        self.driver.credited.update(credited.advantages)
-        if self.config.has_whole_instances:  # else a step has parts of them, mostly of one agent
-            self.driver.row.update(drmas_metrics(credited.groups))
+        self._rank_0.log.note_credit(credited)
 
     def choose_kept(self, credited: Credited | None) -> frozenset[str]:
         """Uids of the samples whose tokens are kept of this step. Collective where there is such a step; else nothing is done."""
         if not self.keeps_tokens:
             return frozenset()
-        chosen: list[str] = []
-        if credited is not None:
-            chosen = choose_samples(
-                credited.groups,
-                {sequence.uid for sequence in credited.sequences},
-                num_groups=self.config.run.token_log_groups,
-                seed=self.config.run.seed,
-                step=self.step,
-            )
-        uids = frozenset(decode(list[str], broadcast_bytes(encode(chosen) if self.driver is not None else None)))
+        chosen = None
         if self.driver is not None:
-            self.driver.kept = uids
-        return uids
+            chosen = encode(self.driver.log.choose_kept(credited, self.step) if credited is not None else [])
+        return frozenset(decode(list[str], broadcast_bytes(chosen)))
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
@@ -293,11 +235,11 @@ class Run:
         if self.keeps_tokens:
             told = gather_bytes(encode(stats.tokens))
             if self.driver is not None:
-                self.driver.tokens += [each for part in told for each in decode(tuple[TrainedTokens, ...], part)]
+                self.driver.log.tokens += [each for part in told for each in decode(tuple[TrainedTokens, ...], part)]
         if self.driver is not None:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
-            self.driver.row.update({prefix + name: value for name, value in named.items()})
+            self.driver.log.note({prefix + name: value for name, value in named.items()})
 
     def stop_if_unusable(self, batch: Batch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
@@ -352,17 +294,18 @@ class Run:
         arguments = {"version": report.version, "bytes": report.num_bytes, **parts}
         self.trace.add(f"sync/{policy}", "publish", end - report.seconds, end, arguments)
         self.driver.num_syncs += 1
-        self.driver.row.update(report.metrics)
+        self.driver.log.note(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
         """An evaluation on the way, into rank 0's metrics of this step as eval/{agent} and eval/system. Collective."""
         if not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):
-            result = self.standby.during(lambda: self._evaluate(f"evaluation at step {step}"))
-        if self.driver is None or result is None:
-            return
-        self.driver.row.update(eval_metrics(result))
+            result = self.standby.during(
+                lambda: self._rank_0.evaluate(self.versions, step, f"evaluation at step {step}")
+            )
+        if self.driver is not None and result is not None:
+            self.driver.log.note(eval_metrics(result))
 
     def record(self, step: int, batch: Batch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
@@ -370,62 +313,16 @@ class Run:
         driver = self.driver
         if driver is None or batch is None:
             return
-        summary = summarise(
-            batch.groups,
-            version=self.consumed_version,
-            num_unfinished=driver.scheduler.num_unfinished,
-            advantages=driver.credited,
-            verifiers=driver.team.orchestration.verifiers,
-            frozen=[name for name, agent in self.agents.items() if agent.policy not in self.learners],
-        )
-        timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
-        total = sum(self.seconds.values())
-        decoded = batch.metrics.get("rollout/tokens", 0)
-        overlaps = self.config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
-        speed = {
-            "timing_s/total": total,
-            "rollout/tokens_per_s": decoded / (total if overlaps else self.seconds["rollout"]),
-            "perf/tokens_per_s": decoded / total,
-        }
-        assert driver.metrics is not None
-        driver.row.update(driver.spikes.found(driver.row))
-        driver.row |= {f"rollout/engines/{name}": pool.num_engines for name, pool in driver.team.pools.items()}
         if driver.rebalancer is not None:
-            driver.row["rollout/engine_moves"] = driver.rebalancer.take_moves()
-        cost = cost_metrics(batch.metrics, self.agents, self.config.policies) | tool_shares(batch.metrics)
-        cost |= driver.episode_clock.metrics() | team_metrics(batch.metrics)
-        if self.config.judge is not None:
-            cost |= judge_metrics(batch.metrics, self.config.policies[self.config.judge.policy].price)
-        row = {**batch.metrics, **summary, **cost, **driver.row, **timing, **speed}
-        driver.metrics.log(step, row)
-        if driver.port is not None:
-            driver.port.show(step, row)
-        forget_tokens(self.directory, step)  # of a life before: they are of other samples than those of now
-        write_samples(self.directory, step, batch.groups, driver.credited)
-        if driver.kept:
-            with self.timed("token_log"):
-                self._log_tokens(step, batch, driver)
-        for warning in one_sided_verdicts(batch.groups):
-            self.console.warning(warning)
-        rewards = " ".join(
-            f"{agent} {summary[f'reward/{agent}/mean']:.2f}"
-            for agent in self.agents
-            if f"reward/{agent}/mean" in summary
+            driver.log.note({"rollout/engine_moves": driver.rebalancer.take_moves()})
+        driver.log.write(
+            step, batch, self.seconds, version=self.consumed_version, num_unfinished=driver.scheduler.num_unfinished
         )
-        self.console.message(f"step {step}/{self.config.run.steps}  reward: {rewards}  {total:.1f} s")
-        driver.credited, driver.row = {}, {}
-        driver.kept, driver.tokens = frozenset(), []
+        if driver.log.kept:
+            with self.timed("token_log"):
+                driver.log.write_tokens(step, batch)
+        driver.log.forget()
         self.trace.save()
-
-    def _log_tokens(self, step: int, batch: Batch, driver: Driver) -> None:
-        policies = {name: agent.policy for name, agent in self.agents.items()}
-        samples = [sample for group in batch.groups for sample in group.samples]
-        records = [
-            token_record(sample, line, policies[sample.agent], driver.team.renderers[policies[sample.agent]])
-            for line, sample in enumerate(samples, start=1)  # of the samples file
-            if sample.uid in driver.kept
-        ]
-        write_tokens(self.directory, step, with_trained(records, driver.tokens))
 
     def checkpoint_if_due(self, step: int) -> None:
         self.checkpoints.finish_if_written()
@@ -442,49 +339,14 @@ class Run:
         driver, after = self.driver, None
         if self.config.run.evaluate:
             with self.timed("evaluate"):
-                after = self.standby.during(lambda: self._evaluate("evaluation after"))
+                after = self.standby.during(lambda: self._rank_0.evaluate(self.versions, self.step, "evaluation after"))
         if driver is not None:
             driver.after = after
             summary = summarise_run(self, driver)
             save_summary(self.directory.summary, summary)
             self.trace.save()
-            assert driver.metrics is not None
-            driver.metrics.close()
+            driver.log.close()
             report = write_report(self.directory.path)
             self.console.results(summary)
             self.console.message(f"report: {report}")
         barrier()
-
-    def _evaluate_before(self) -> None:
-        """The fixed inputs and the first evaluation are made once: a resumed run reads them."""
-        driver = self.driver
-        assert driver is not None
-        inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
-        if before_file.exists():
-            driver.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())
-            driver.before = Evaluation.model_validate_json(before_file.read_bytes())
-            return
-        with Kept(self.directory.evaluation(0)) as kept, self.console.progress("fixed inputs", unit="episodes") as bar:
-            inputs = driver.evaluator.collect_inputs(self.versions, bar.played, kept)
-        driver.before = self._evaluate("evaluation before")
-        if self.started and (missed := missed_gates(driver.before, gates_of(self.config))):
-            self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
-        write_atomically(inputs_file, encode(inputs))
-        write_json(before_file, driver.before.model_dump(mode="json"))
-
-    def _evaluate(self, name: str) -> Evaluation:
-        driver = self.driver
-        assert driver is not None
-        folder = self.directory.evaluation(self.step)
-        with driver.scheduler.resting(), Kept(folder) as kept:
-            num_kept, num_draws = driver.evaluator.num_kept(self.versions, kept)
-            if num_kept:
-                self.console.message(f"{name}: {num_kept} of {num_draws} draws are kept")
-            with self.console.progress(name, unit="episodes") as bar:
-                found = driver.evaluator.evaluate(self.versions, bar.played, kept)
-            for pool in driver.team.pools.values():
-                pool.forget_prefixes()  # the next stage finds the engines as if nobody had evaluated
-        if driver.rebalancer is not None:
-            driver.rebalancer.forget()
-        write_json(folder / EVALUATION, found.model_dump(mode="json"))
-        return found

@@ -112,7 +112,7 @@ class OpenAIEngine:
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
-                self._aborted.append(_result(request, Finish.UNFINISHED))
+                self._aborted.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, _VERSION))
             self._under_way.clear()
             line, self._line = self._line, self._connect()
         line.cut()  # nobody asks for the results any more
@@ -154,7 +154,7 @@ class OpenAIEngine:
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
         """In a thread: ask until there is an answer or no hope."""
         if reason := why_not_decodable(request, self._max_model_len, None):
-            return _result(request, Finish.ERROR, error=reason)
+            return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         body, start = self._body(request), time.monotonic()
         jitter = random.Random(request.seed)  # requests that were refused together do not come back together
         try:
@@ -166,7 +166,8 @@ class OpenAIEngine:
     def _error(self, request: DecodeRequest, reason: str) -> DecodeResult:
         if self._key is not None:
             reason = reason.replace(self._key, "[key]")  # a server may repeat it
-        return _result(request, Finish.ERROR, error=f"{self._options.base_url}: {reason}")
+        reason = f"{self._options.base_url}: {reason}"
+        return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
 
     def _body(self, request: DecodeRequest) -> bytes:
         sampling = request.sampling
@@ -196,12 +197,8 @@ class OpenAIEngine:
             raise Refused("the answer has no text and no end: finish_reason is 'length'")
         is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
         # its tokens are not ours: our encoding of as many may be longer
-        return _result(request, Finish.STOP if is_whole else Finish.LENGTH, ids[: request.max_new_tokens])
-
-
-def _result(request: DecodeRequest, finish: Finish, ids: IntArray | None = None, error: str = "") -> DecodeResult:
-    ids = np.zeros(0, np.int32) if ids is None else ids
-    return DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION, error=error)
+        ids, finish = ids[: request.max_new_tokens], Finish.STOP if is_whole else Finish.LENGTH
+        return DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
 
 
 def _parse(answer: bytes) -> tuple[str, str]:

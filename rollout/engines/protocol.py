@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -100,6 +102,11 @@ class DecodeResult:
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
     seconds: float = 0.0
+
+    @classmethod
+    def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:
+        """Of a request that nothing was decoded for."""
+        return cls(uid, np.zeros(0, np.int32), np.zeros(0, np.float32), finish, version, error=error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,7 @@ class ScriptedEngine:
     def _answer(self, request: DecodeRequest) -> DecodeResult:
         """All that the script says to a request."""
         if reason := self._fail(request):
-            none = np.zeros(0, np.int32)
-            return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
+            return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason)
         prompt_length, whole = self._answers.get(request.uid, (len(request.token_ids), []))
         done = len(request.token_ids) - prompt_length
         if not whole or done < 0 or request.token_ids[prompt_length:].tolist() != whole[:done]:

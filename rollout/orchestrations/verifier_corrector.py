@@ -174,7 +174,6 @@ class VerifierCorrector(Orchestration):
         current.num_verdicts += report.finish is Finish.STOP
         loop.streak = loop.streak + 1 if verdict else 0
         if loop.streak >= rules.accept_after:
-            loop.is_accepted = True
             loop.end(loop.best(True) if self.is_script else current.sample, "accepted")
             return None
         if loop.num_iterations >= rules.most_verdicts:
@@ -218,7 +217,6 @@ class Loop:
     solution: Sample | None = None
     candidates: list[Candidate] = field(default_factory=list)
     final: Sample | None = None
-    is_accepted: bool = False
     num_iterations: int = 0
     streak: int = 0
     reason: str = ""

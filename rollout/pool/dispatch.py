@@ -47,10 +47,6 @@ class Dispatcher:
         """Replicas that decode something."""
         return [replica for replica, running in enumerate(self._running) if running]
 
-    @property
-    def num_running(self) -> list[int]:
-        return [len(running) for running in self._running]
-
     def add(self, requests: Sequence[DecodeRequest]) -> None:
         """Queue requests; raises ValueError where a uid is under way already, or twice among them."""
         strangers: dict[str, list[DecodeRequest]] = defaultdict(list)

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
@@ -470,14 +468,12 @@ class EnginePool:
         return results
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
-        none = np.zeros(0, np.int32)
-        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.UNFINISHED, self._version)
+        return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
 
     def _given_up(self, request: DecodeRequest, reason: str, version: int) -> DecodeResult:
         _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, request.uid, reason)
-        none = np.zeros(0, np.int32)
         why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
-        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, version, error=why)
+        return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, why)
 
     def _tell(self, replica: int, method: str, start: float, end: float) -> None:
         if self.on_call is not None:

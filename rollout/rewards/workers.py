@@ -32,16 +32,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeCounts:
-    """What happened since the pool was made."""
-
-    judged: int = 0
-    timeouts: int = 0
-    crashes: int = 0
-    errors: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """A judgement that is wanted."""
 
@@ -138,15 +128,10 @@ class RewardPool:
         self._needs_reference = needs_reference
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
-        self._counts = {"judged": 0, "timeouts": 0, "crashes": 0, "errors": 0}
         self._lock = threading.Lock()  # guards what waits, the thread and its end; workers are the thread's own
         self._thread: threading.Thread | None = None
         self._bell: tuple[int, int] | None = None  # a pipe that wakes the thread
         self._is_closed = False
-
-    @property
-    def counts(self) -> JudgeCounts:
-        return JudgeCounts(**self._counts)
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement. The future is cancelled where the pool is closed before, and fails where no judge starts.
@@ -242,9 +227,7 @@ class RewardPool:
 
     def _reward(self, reply: dict[str, object]) -> Reward:
         if "error" in reply:
-            self._counts["errors"] += 1
             return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
-        self._counts["judged"] += 1
         value = float(str(reply["reward"]))
         return Reward(value, value, {"answer": value})
 
@@ -256,7 +239,6 @@ class RewardPool:
                 f"the judge process ended with code {code} before it was ready: can {sys.executable} import {self._judge}? (its "
                 "own message is on stderr)"
             )
-        self._counts["crashes"] += 1
         if worker.job is not None:
             _log.warning("a judge process crashed (code %d)", code)
             worker.settle(Reward(MISSING, MISSING, note=f"the judge process crashed (code {code})"))
@@ -268,7 +250,6 @@ class RewardPool:
             raise RuntimeError(
                 f"the judge process was not ready after {_START_TIMEOUT_S:.0f} s; is the machine overloaded?"
             )
-        self._counts["timeouts"] += 1
         note = f"the judge took over {self._timeout_s:g} s and was killed"
         worker.settle(Reward(MISSING, MISSING, note=note))
 

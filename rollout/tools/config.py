@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url, variable_name
 
+_KIND = "who answers: index: a file's documents, here; http: a retrieval server (search alone); serpapi: Google, through SerpApi"
+
 
 class ToolLimits(Settings):
     """What a tool may cost, whatever it does."""
@@ -34,7 +36,7 @@ class ToolLimits(Settings):
 class IndexSearch(ToolLimits):
     """Documents of a file, in an index of SQLite's, in the trainer's process."""
 
-    kind: Literal["index"] = "index"
+    kind: Literal["index"] = Field("index", description=_KIND)
     corpus: str | None = Field(
         None, description="jsonl of {id, title, text} or {id, contents} (Search-R1); null: the task's own documents"
     )
@@ -68,7 +70,7 @@ class ServerLimits(ToolLimits):
 class HttpSearch(ServerLimits):
     """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
 
-    kind: Literal["http"]
+    kind: Literal["http"] = Field(description=_KIND)
     url: str = Field(description="http(s)://host[:port]/retrieve")
     top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
 
@@ -81,7 +83,7 @@ class HttpSearch(ServerLimits):
 class SerpApiSearch(ServerLimits):
     """Google, by a server that answers GET /search.json as SerpApi's does."""
 
-    kind: Literal["serpapi"]
+    kind: Literal["serpapi"] = Field(description=_KIND)
     base_url: str = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
     api_key_env: str = Field(
         "SERPAPI_API_KEY", description="environment variable that holds the key; never the key itself"

@@ -230,3 +230,23 @@ def test_planted_near_duplicates_are_found(tmp_path: Path) -> None:
     assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
     assert sum(each["above"] + each["below"] for each in found["edits"]) == pytest.approx(400, abs=80)
     assert f"recall {found['recall']:.4f}" in done.stdout and "ratio: " in done.stdout.splitlines()[-1]
+
+
+def test_a_benchmark_goes_on_behind_what_its_file_has(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+from marsrl.benchmarks.record import read_records, write_records
+file = Path(sys.argv[2])
+assert read_records(None) == read_records(file) == []
+for seed in range(2):
+    write_records(file, [*read_records(file), {"seed": seed}])
+write_records(None, [{}])
+assert [path.name for path in file.parent.iterdir()] == [file.name]
+"""
+    done = call(str(BENCHMARKS), str(tmp_path / "a.json"), code=code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "a.json").read_text()) == [{"seed": 0}, {"seed": 1}]

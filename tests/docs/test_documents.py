@@ -91,6 +91,11 @@ def test_every_file_that_is_linked_or_named_exists() -> None:
     assert not gone
 
 
+def test_the_list_of_pages_has_every_page() -> None:
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text("utf-8"))
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md")
+
+
 def settings_named() -> Iterator[Found]:
     """`section.key`, with or without a value, in backticks or in a command."""
     setting = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w<>]+)+")

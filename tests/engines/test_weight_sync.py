@@ -154,27 +154,20 @@ def test_an_engine_of_other_settings_is_refused_before_anything_is_sent(engine, 
         CheckedEngines(pool, vocab_size=160, settings=settings | {setting: 7 + settings[setting]})
 
 
-def test_a_tensor_that_an_engine_alters_is_named(channel, given, engine, tensors, monkeypatch):
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [({"model.norm.weight": 7}, r"model\.norm\.weight"), ({"model.norm.bias": 0}, r"model\.norm\.bias \(not sent\)")],
+    ids=["altered", "sent by nobody"],
+)
+def test_a_tensor_that_an_engine_holds_otherwise_is_named(channel, given, engine, tensors, monkeypatch, held, said):
     update = engine.update_weights
 
-    def altered(update_info):
+    def other(update_info):
         receipt = update(update_info)
-        return type(receipt)(receipt.version, [{**receipt.checksums[0], "model.norm.weight": 7}], receipt.seconds)
+        return type(receipt)(receipt.version, [{**receipt.checksums[0], **held}], receipt.seconds)
 
-    monkeypatch.setattr(engine, "update_weights", altered)
-    with pytest.raises(RuntimeError, match=r"engine 0 .* 1 of 19 tensors differ, first model\.norm\.weight"):
-        channel.publish(given(tensors.items()), 1)
-
-
-def test_a_tensor_that_nobody_sent_is_named(channel, given, engine, tensors, monkeypatch):
-    update = engine.update_weights
-
-    def more(update_info):
-        receipt = update(update_info)
-        return type(receipt)(receipt.version, [{**receipt.checksums[0], "model.norm.bias": 0}], receipt.seconds)
-
-    monkeypatch.setattr(engine, "update_weights", more)
-    with pytest.raises(RuntimeError, match=r"1 of 19 tensors differ, first model\.norm\.bias \(not sent\)"):
+    monkeypatch.setattr(engine, "update_weights", other)
+    with pytest.raises(RuntimeError, match=rf"engine 0 .* 1 of 19 tensors differ, first {said}"):
         channel.publish(given(tensors.items()), 1)
 
 

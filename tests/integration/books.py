@@ -10,6 +10,7 @@ from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import damage
 
@@ -48,6 +49,7 @@ def check_books(
     if len(rows) < latest.step:
         raise Loss(f"metrics.jsonl ends at {len(rows)}, the checkpoint is of step {latest.step}")
     _check_samples(run, latest.path, latest.step, group_size, leads, has_any_size)
+    _check_tokens(run)
 
 
 def _check_samples(
@@ -81,3 +83,18 @@ def _check_samples(
     there = {group.partition("/")[0] for group in groups if group.endswith(f"/{leads}")}
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
+
+
+def _check_tokens(run: RunDirectory) -> None:
+    """Of the steps that have some: what is kept is whole, and of the very samples that the step has."""
+    files = sample_files(run)
+    for step, file in token_files(run).items():
+        samples, log = list(read_samples(files[step])), read_tokens(file)
+        if log.step != step or len({record.uid for record in log.samples}) != len(log.samples):
+            raise Loss(f"{file.name}: of step {log.step}, or with a sample twice")
+        for record in log.samples:
+            sample = samples[record.line - 1]
+            if (record.uid, record.segments) != (sample.uid, sample.segments) or not record.text.startswith(
+                sample.text
+            ):
+                raise Loss(f"{file.name}: the tokens of {record.uid} are not those of line {record.line}, {sample.uid}")

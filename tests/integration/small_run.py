@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
@@ -21,3 +22,14 @@ SMALL = (
 )
 # A poor Solver has few right-and-wrong pairs.
 TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
+
+
+def run_here(words: list[str]) -> None:
+    """A run of trainer/main.py in this process, whose answer to SIGTERM is the test's again afterwards."""
+    from marsrl.trainer.main import main
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(words) == 0
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)

@@ -4,13 +4,12 @@ in README: tests/docs/test_whole_runs.py."""
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
+from small_run import run_here
 
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
@@ -35,11 +34,7 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> N
         "rollout.max_response_tokens=12", "run.steps=2",
         "evaluate={num_problems: 2, fixed_inputs: 4, accept_after: 1, max_iterations: 2}",
     ]  # fmt: skip
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(words) == 0
-    finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+    run_here(words)
     directory = tmp_path / "own"
     rows = read_metrics(directory / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]

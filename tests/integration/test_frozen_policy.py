@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
@@ -28,7 +29,9 @@ from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.view.tokens import tokens_of_sample
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 TRAINED = "[solver, corrector1, corrector2]"
@@ -73,7 +76,7 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
         settings = [
             "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",
             "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
-            "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false",
+            "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false", "run.token_log_every=1",
             f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
         ]  # fmt: skip
         checked = preflight(read_config(None, settings)[0], world_size=1)
@@ -86,6 +89,12 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     verdicts = [r for r in samples if r.agent == "verifier1"]
     assert len(server.bodies) > len(verdicts) > 0  # some were asked twice
     assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
+    logged = [record for file in token_files(directory).values() for record in read_tokens(file).samples]
+    of_judge = [record for record in logged if record.policy == "judge"]  # whose server says no log-probs
+    assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
+    assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)
+    assert {record.update for record in logged if record.policy == "main"} >= {1}
+    assert tokens_of_sample(directory, 3, of_judge[-1].uid)["kept"]["rollout"][0] is None
     rows = read_metrics(directory.path / "metrics.jsonl")
     assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
     summary = load_summary(directory.summary)

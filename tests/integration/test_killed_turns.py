@@ -18,18 +18,20 @@ from pathlib import Path
 
 import pytest
 from books import check_books
-from dual_worker import NUM_CALLS, READS, says
+from killed_turns_worker import NUM_CALLS, READS, says
 
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.state import decode
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.token_log import token_files
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.view.tokens import tokens_of_sample
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).parent / "dual_worker.py"
+WORKER = Path(__file__).parent / "killed_turns_worker.py"
 PHASES = ("thinking", "tools", "distilling", "resumed")
 LIMIT_S = 900  # only a run that hangs takes so long
 TOOL_S = 0.2
@@ -126,6 +128,7 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
             "credit.normalise=agent", "credit.reward_scheme=outcome", "mpt.scope=off", "rollout.engine=local",
             "rollout.placement=local", "rollout.pipeline=trajectory", "rollout.overlap=1", "rollout.prompts_per_step=1",
             "rollout.group_size=2", "rollout.max_response_tokens=800", "run.evaluate=false", "run.checkpoint_every=1",
+            "run.token_log_every=1", "run.token_log_groups=999",
             f"run.dir={run.path.parent}", f"run.name={run.path.name}", f"run.steps={len(PHASES) + 1}",
         ]  # fmt: skip
         for life, phase in enumerate([*PHASES, ""], 1):
@@ -142,6 +145,7 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
             assert was_open <= asked.keys() and set(asked.values()) == {1}, (phase, asked, output)
     check_books(run, 2, leads="system2", has_any_size=frozenset({"system1"}))
     check_samples(run)
+    check_tokens(run)
 
 
 @contextmanager
@@ -193,3 +197,13 @@ def check_samples(run: RunDirectory) -> None:
         at = [sample.text.index(says(sample.uid, turn)) for turn in range(NUM_CALLS + 1)]
         assert at == sorted(at) and sample.text.count("<tool_call>") == NUM_CALLS == sample.text.count(READS)
         assert sample.correct == float("<answer>7" in sample.text)
+
+
+def check_tokens(run: RunDirectory) -> None:
+    """Every life kept those of all its samples, and the viewer answers with them."""
+    samples = {step: list(read_samples(file)) for step, file in sample_files(run).items()}
+    assert list(token_files(run)) == list(samples) == list(range(1, len(PHASES) + 2))
+    for step, of_step in samples.items():
+        answers = [tokens_of_sample(run, step, sample.uid)["kept"] for sample in of_step]
+        texts = ["".join(kept["text"]) for kept in answers if kept is not None]
+        assert len(texts) == len(of_step) and all(map(str.startswith, texts, (sample.text for sample in of_step)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
+from small_run import run_here
 
-from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 
 
@@ -22,11 +21,7 @@ def test_a_run_with_the_local_engine_forces_the_experts_of_decoding(tmp_path: Pa
         "loss.entropy_coef=0.01",  # a random model has rewards of 0: without a spread nothing would be trained
         f"run.dir={tmp_path}", "run.name=run",
     ]  # fmt: skip
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(words) == 0
-    finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+    run_here(words)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     differ = [step["router/replayed_differ"] for step in steps if "router/replayed_differ" in step]
     assert len(differ) == 2  # the first stage ends with every sample in the middle

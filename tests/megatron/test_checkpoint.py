@@ -23,7 +23,7 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.export import export
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.manifest import DamagedError, damage, read_manifest
+from marsrl.trainer.runs.manifest import damage
 
 
 def new_learner(folder: Path) -> Learner:
@@ -114,16 +114,6 @@ def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offere
     restored = load(run, learner)
     assert restored is not None and (restored.step, restored.versions) == (2, {"main": 2})
     assert [step(learner), step(learner)] == losses[2:]  # bit for bit
-
-
-def test_every_byte_of_the_manifest_counts(trained: Trained) -> None:
-    folder = trained[0].checkpoint(1)
-    path = folder / "manifest.json"
-    content = path.read_bytes()
-    for i in range(len(content)):
-        path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
-        with pytest.raises(DamagedError, match="manifest.json is damaged"):
-            read_manifest(folder)
 
 
 def test_going_back_is_asked_for_and_said_aloud(trained: Trained) -> None:

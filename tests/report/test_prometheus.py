@@ -36,12 +36,13 @@ def free_port() -> int:
 
 
 def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """{name: {labels that are not empty: value}}"""
+    """{name: {labels: value}}"""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
             for sample in family.samples:
-                labels = tuple(sorted((name, value) for name, value in sample.labels.items() if value))
+                labels = tuple(sorted(sample.labels.items()))
+                assert all(sample.labels.values()), f"{sample.name} {labels}: a label that says nothing"
                 assert labels not in found.setdefault(sample.name, {}), f"{sample.name} {labels} is there twice"
                 found[sample.name][labels] = sample.value
     return found

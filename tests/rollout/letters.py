@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,9 +16,11 @@ from marsrl.rollout.orchestrations.registry import agent_names, build_orchestrat
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
+from marsrl.rollout.schedule.event_scheduler import EventScheduler
+from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Message, Problem, Reward
+from marsrl.rollout.types import Group, Message, Problem, Reward
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 END = 1
@@ -93,3 +95,17 @@ def letter_problems(count: int, seed: int = 0) -> DataCursor:
 def letter_config(**options: object) -> RolloutConfig:
     base = {"prompts_per_step": 2, "group_size": 3, "max_response_tokens": 48, "overlap": 1}
     return RolloutConfig.model_validate(base | options)
+
+
+def groups_of_a_while(
+    scheduler: Scheduler | EventScheduler, versions: Mapping[str, int], rng: random.Random
+) -> Sequence[Group]:
+    """What is trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
+    if isinstance(scheduler, Scheduler):
+        return scheduler.next_batch(versions).groups
+    scheduler.resume(versions)
+    scheduler.ask()
+    for _ in range(rng.randrange(1, 12)):
+        scheduler.advance(0.01)
+    batch = scheduler.take()
+    return batch.groups if batch is not None else ()

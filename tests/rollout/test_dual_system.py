@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import judge, letter_config
+from letters import groups_of_a_while, judge, letter_config
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.prompts import NEXT_TURN
@@ -341,15 +341,7 @@ def test_a_run_that_is_cut_in_any_phase_of_a_turn_repeats_no_call_and_loses_no_s
             phases["tools"] += bool(episode.open_calls)
             phases["distilling"] += bool(episode.waiting) and num_open > 1
             phases["resumed"] += num_open == 1 and not episode.waiting and bool(episode.outputs)
-        if isinstance(scheduler, Scheduler):
-            batch = scheduler.next_batch(VERSIONS)
-        else:
-            scheduler.resume(VERSIONS)
-            scheduler.ask()
-            for _ in range(lives.randrange(1, 12)):
-                scheduler.advance(0.01)
-            batch = scheduler.take()
-        for group in batch.groups if batch is not None else ():
+        for group in groups_of_a_while(scheduler, VERSIONS, lives):
             trained.update(sample.uid for sample in group.samples)
             assert all(is_right(renderer, sample) for sample in group.samples)
             assert {sample.agent for sample in group.samples} == {group.agent}

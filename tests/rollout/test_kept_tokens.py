@@ -19,6 +19,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightUpdate
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.schedule.ledger import RolloutState
@@ -261,8 +262,6 @@ def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distri
 
 
 def test_requests_and_results_cross_to_an_actor_as_they_are() -> None:
-    from marsrl.rollout.pool.ray_actors import RequestBatch, ResultBatch
-
     ask = DecodeRequest("a", np.arange(3, dtype=np.int32), 4, Sampling(top_p=0.9, records_kept=True), 1, "a")
     assert RequestBatch.pack([ask]).unpack()[0].sampling == ask.sampling
     kept = KeptTokens.of([np.array([5, 7], np.int32)])

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from letters import END, LetterRenderer, judge, letter_config, letter_problems
+from letters import END, LetterRenderer, groups_of_a_while, judge, letter_config, letter_problems
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
@@ -223,15 +223,7 @@ def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options:
         episodes = [e for each in scheduler.state.instances.values() for e in each.episodes.values()]
         is_open = {call.id for episode in episodes for call in episode.open_calls}
         kept = {name for episode in episodes for name in episode.outputs}
-        if isinstance(scheduler, Scheduler):
-            batch = scheduler.next_batch(VERSIONS)
-        else:
-            scheduler.resume(VERSIONS)
-            scheduler.ask()
-            for _ in range(lives.randrange(1, 12)):
-                scheduler.advance(0.01)  # a step of the engine: three tokens
-            batch = scheduler.take()
-        for group in batch.groups if batch is not None else ():
+        for group in groups_of_a_while(scheduler, VERSIONS, lives):
             trained.update(sample.uid for sample in group.samples)
             assert all(is_right(sample) for sample in group.samples)
         known = decode(RolloutState, encode(scheduler.snapshot()))

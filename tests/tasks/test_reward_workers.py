@@ -119,8 +119,7 @@ def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged
         assert values == [1, None, 0, None, 1, None, None, 0, 1]
         assert "killed" in rewards[1].note and "code 7" in rewards[3].note
         assert "RecursionError" in rewards[5].note and "MemoryError" in rewards[6].note
-        counts = pool.counts
-        assert (counts.judged, counts.timeouts, counts.crashes, counts.errors) == (5, 1, 1, 2)
+        assert [bool(r.note) for r in rewards] == [r.is_missing for r in rewards]
         assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
 
 
@@ -131,7 +130,6 @@ def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge
         assert [r.is_missing for r in others] == [True, True, True, True, False]
         assert "it returned 7, expected a number from 0 to 1" in others[0].note and "nan" in others[1].note
         assert others[4].value == 0  # requests are not what a judge reads as its input
-        assert (pool.counts.judged, pool.counts.errors) == (2, 4)
 
 
 def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +181,6 @@ def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> Non
     worker = pool._workers[0]
     worker._requests.close()  # what the end of the parent does
     assert "crashed (code 0)" in reward.result(30).note
-    assert pool.counts.crashes == 1
     pool.close()
 
 

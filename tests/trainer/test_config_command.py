@@ -61,6 +61,28 @@ def test_every_key_can_be_explained(capsys) -> None:
     assert len(key_names()) > 300 and settings
 
 
+def test_a_section_is_explained_by_the_keys_of_its_kind(capsys) -> None:
+    text = shown(capsys, "config", "--explain", "tools.search", "tools.search={kind: http, url: 'http://h/retrieve'}")
+    assert "  url: http://h/retrieve  # " in text and "corpus:" not in text and "api_key_env:" not in text
+
+
+def test_every_key_says_what_it_means_once() -> None:
+    keys = list(every_key())
+    assert not [key.name for key in keys if not key.meaning.strip()]
+    assert len({key.name for key in keys}) == len(keys)
+
+
+def test_a_key_of_some_kinds_of_a_section_says_which() -> None:
+    keys = {key.name: key for key in every_key()}
+    assert keys["tools.search.kind"].kind == "index or http or serpapi"
+    assert keys["tools.search.url"].meaning.startswith("http: ")
+    assert keys["tools.search.retries"].meaning.startswith("http, serpapi: ")
+    assert keys["tools.search.top_k"].default == "3 (index), 3 (http), 10 (serpapi)"
+    assert keys["tools.search.timeout_s"].default == "60" and not keys["tools.search.timeout_s"].meaning.startswith(
+        "index"
+    )
+
+
 def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
     assert main(["config", "--explain", "rollout.segmnts"]) == 2
     assert "rollout.segmnts: unknown key; did you mean rollout.segments?" in capsys.readouterr().err

@@ -62,7 +62,9 @@ class CriterionConfig(Settings):
         0.1, ge=0, le=1, description="of questions without a readable answer; with more the command stops"
     )
     temperature: float = Field(0.6, gt=0, description="sampling temperature")
-    top_p: float = Field(0.95, gt=0, le=1)
+    top_p: float = Field(
+        0.95, gt=0, le=1, description="likeliest tokens of this probability together are drawn from; 1: all"
+    )
     max_input_tokens: int = Field(8192, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one is not asked")
     max_response_tokens: int = Field(2048, gt=0, le=MOST_TOKENS, description="of an answer")
     template_options: dict[str, bool | str] = Field(

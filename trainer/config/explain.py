@@ -119,7 +119,9 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
     if below and isinstance(value, dict) and not found.free:
         shown = [(key.name.rpartition(".")[2], key.meaning) for key in below]
         lines += [
-            f"  {short}: {_short(value.get(short))}  # {meaning}".removesuffix("  # ") for short, meaning in shown
+            f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
+            for short, meaning in shown
+            if short in value  # else of another kind of the section
         ]
     elif isinstance(value, dict) and value:
         lines += [f"  {each}" for each in _lines(value, (), None)]
@@ -142,19 +144,19 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 def as_markdown() -> str:
     """docs/config.md: a table a section."""
-    tables: dict[str, dict[str, Key]] = {}
+    tables: dict[str, list[Key]] = {}
     about: dict[str, str] = {}
     for key in every_key():
         if key.below:
             about[f"{key.name}.<name>" if key.free else key.name] = key.meaning
         if key.kind != "section":
-            tables.setdefault(key.name.rpartition(".")[0], {}).setdefault(key.name, key)
+            tables.setdefault(key.name.rpartition(".")[0], []).append(key)
     lines = [HEAD]
     for section, keys in tables.items():
         lines += [f"## {f'`{section}`' if section else 'At the top'}\n"]
         lines += [f"{_cell(about[section])}.\n"] if about.get(section) else []
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in keys.values():
+        for key in keys:
             cells = (f"`{key.name}`", _cell(key.kind), _cell(key.default), _cell(key.meaning))
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -46,18 +46,38 @@ class Key:
 
 
 def every_key(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """All of a model, a section before what it holds, in the order in which they are written."""
+    """All of a model, each once, a section before what it holds, in the order in which they are written."""
     for name, field in model.model_fields.items():
         below = tuple(_held(field.annotation))
         is_free = get_origin(field.annotation) is dict
         meaning = field.description or (_first_line(below[0]) if below else "")
         yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
-        for each in below:
-            yield from every_key(each, f"{prefix}{name}.{'<name>.' if is_free else ''}")
+        inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
+        yield from _of_kinds({_kind(each): list(every_key(each, inside)) for each in below})
+
+
+def _kind(model: type[BaseModel]) -> str:
+    """What `kind` says where a section has several; "" of a model that is alone."""
+    return str(get_args(model.model_fields["kind"].annotation)[0]) if "kind" in model.model_fields else ""
+
+
+def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
+    """Each key once, with the kinds that have it where not all do, and with theirs where defaults differ."""
+    for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
+        having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
+        first = next(iter(having.values()))
+        defaults = [f"{key.default} ({kind})" for kind, key in having.items()]
+        is_one = len({key.default for key in having.values()} - {""}) < 2
+        yield replace(
+            first,
+            kind=" or ".join(dict.fromkeys(key.kind for key in having.values())),
+            default=first.default if is_one else ", ".join(defaults),
+            meaning=first.meaning if len(having) == len(keys_of) else f"{', '.join(having)}: {first.meaning}",
+        )
 
 
 def key_names() -> list[str]:
-    """Dotted names of all keys and sections, one that several kinds of a section have as often."""
+    """Dotted names of all keys and sections."""
     return [key.name for key in every_key()]
 
 

@@ -14,13 +14,20 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 
 
 class CreditConfig(Settings):
+    """What a sample is compared with, which gives its advantage."""
+
     normalise: Literal["group", "agent", "global", "agent_mean", "agent_std"] = Field(
         "group",
         description="what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls "
         "(global), or mean and std of one each; over all policies, agents that are not trained included",
     )
-    std: Literal["biased", "unbiased"] = "biased"
-    singleton: Literal["zero", "raw"] = "zero"
+    std: Literal["biased", "unbiased"] = Field(
+        "biased", description="standard deviation that divides an advantage: of n rewards by n (biased), or by n - 1"
+    )
+    singleton: Literal["zero", "raw"] = Field(
+        "zero",
+        description="advantage of a sample with nobody to be compared with: zero, so it trains nothing; raw: its reward",
+    )
     reward_scheme: Literal["agentic", "outcome"] = Field(
         "agentic", description="outcome: each sample's reward is the mean correctness of the last samples below it"
     )
@@ -54,20 +61,52 @@ class LossConfig(Settings):
         description="token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2); "
         "sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)",
     )
-    old_policy: Literal["pois", "sais", "recompute"] = "pois"
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
-    ratio: Literal["token", "sequence"] = "token"
-    kind: Literal["clip", "cispo"] = "clip"
-    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    correction_low: float = Field(0.5, ge=0, description="icepop and sequence_mask; of p_trainer / p_rollout")
-    correction_high: float | None = Field(None, gt=0, description="default: 2 (tis, sequence_mask), 5 (icepop)")
+    old_policy: Literal["pois", "sais", "recompute"] = Field(
+        "pois",
+        description="what the ratio's old log-probs are: pois: those of the weights at the step's start, without a "
+        "pass of its own for its first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; "
+        "recompute: those of a forward pass at the step's start",
+    )
+    clip_low: float = Field(0.2, ge=0, description="a ratio below 1 - clip_low has no gradient where A < 0; at most 1")
+    clip_high: float = Field(
+        0.2,
+        ge=0,
+        description="a ratio above 1 + clip_high has no gradient where A > 0; above clip_low (DAPO: 0.28) it keeps the "
+        "entropy up",
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="where A < 0, the surrogate is at least dual_clip x A, however large the ratio (arXiv:1912.09729); "
+        "above 1 + clip_high; null: off",
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        "token",
+        description="each token's own, or the geometric mean of its sample's (GSPO), whose clip range is far smaller",
+    )
+    kind: Literal["clip", "cispo"] = Field(
+        "clip",
+        description="clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token "
+        "loses its gradient",
+    )
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
+        "none",
+        description="what d = p_trainer / p_rollout does: tis: weighs a token by d, at most correction_high; icepop: "
+        "masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines "
+        "that round otherwise, or old samples (docs/numerics.md)",
+    )
+    correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
+    correction_high: float | None = Field(
+        None, gt=0, description="upper bound of d; default: 2 (tis, sequence_mask), 5 (icepop)"
+    )
     kl: Literal["none", "k1", "k2", "k3"] = Field(
         "none", description="estimate of KL(policy || policies.<name>.reference)"
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
-    entropy_coef: float = 0.0
+    entropy_coef: float = Field(
+        0.0,
+        description="weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too",
+    )
     truncation: Literal["refuse", "renormalise"] = Field(
         "refuse",
         description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
@@ -98,9 +137,20 @@ class LossConfig(Settings):
 class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL)."""
 
-    scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
-    probability: float = Field(0.99, gt=0, le=1)
-    entropy: float = Field(0.2, gt=0, description="nats; a sample below it masks its mastered tokens")
+    scope: Annotated[Literal["sample", "batch", "off"], OFF] = Field(
+        "sample",
+        description="whose mean entropy is compared with mpt.entropy: the sample's, or the whole batch's (which must "
+        "fit into one micro-batch a rank); off: nothing is masked",
+    )
+    probability: float = Field(
+        0.99, gt=0, le=1, description="tokens this likely or more are well mastered, and masked where the gate is open"
+    )
+    entropy: float = Field(
+        0.2,
+        gt=0,
+        description="nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for "
+        "a model whose entropy is below it from the start",
+    )
     temperature: Literal["sampling", 1] = Field(
         "sampling",
         description="at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own",

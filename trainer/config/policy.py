@@ -10,26 +10,75 @@ from marsrl.rollout.config import MOST, MOST_RANKS, OpenAIOptions, Settings, Vll
 
 
 class LayoutConfig(Settings):
-    """How a policy is cut over ranks (Megatron's sizes)."""
+    """How a policy is cut over ranks (Megatron's sizes); all trained policies alike."""
 
-    tensor: int = Field(1, gt=0, le=MOST_RANKS)
-    expert: int = Field(1, gt=0, le=MOST_RANKS)
-    expert_tensor: int | None = Field(None, gt=0, le=MOST_RANKS, description="default: `tensor` for expert 1, else 1")
-    pipeline: int = Field(1, gt=0, le=MOST_RANKS)
-    context: int = Field(1, gt=0, le=MOST_RANKS)
+    tensor: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="ranks that share every matrix and the vocabulary; for a model too large for one GPU, within a "
+        "host: two collectives a layer",
+    )
+    expert: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="ranks that share the experts of a layer, each whole on one; MoE models only, before a larger `tensor`",
+    )
+    expert_tensor: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_RANKS,
+        description="ranks that share each expert's matrices; default: `tensor` for expert 1, else 1",
+    )
+    pipeline: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="ranks that share the layers; for a model too large for one host: ranks idle while the first and "
+        "last micro-batches pass",
+    )
+    context: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="ranks that share each sequence's tokens; for completions whose activations do not fit even with "
+        "recompute: full",
+    )
 
 
 class OptimizerConfig(Settings):
     """AdamW. The paper: 1e-6 constant."""
 
-    lr: float = Field(1e-6, ge=0)
-    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from lr / warmup_steps")
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    lr: float = Field(
+        1e-6,
+        ge=0,
+        description="learning rate at its peak; lower it where actor/entropy or actor/grad_norm runs away "
+        "(docs/troubleshooting.md)",
+    )
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST, description="steps in which the learning rate rises from lr / warmup_steps to lr"
+    )
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls after the warm-up, to final_lr_ratio at run.steps"
+    )
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate of the last step over `lr`, for a decay")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, gt=0, description="global gradient norm")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="how much the averages of the gradient and of its square keep of themselves a step"
+    )
+    eps: float = Field(
+        1e-8,
+        gt=0,
+        description="added to the root of the averaged square that divides the step, against a division by 0",
+    )
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="share of each weight, times the learning rate, that a step takes off it; 0: RL moves weights little",
+    )
+    grad_clip: float = Field(
+        1.0, gt=0, description="gradients of a larger norm, over all of the policy's weights, are scaled down to it"
+    )
     offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
     distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
     overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
@@ -71,7 +120,11 @@ class PolicyConfig(Settings):
     shape: Literal["tiny", "cpu_default"] | None = Field(
         None, description="size of the warm-started one, as `marsrl init` names it; default: cpu_default"
     )
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16",
+        description="of weights and activations in training, and of the engines by default; float32 for CPUs and to "
+        "compare bit for bit",
+    )
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full", "full_offload"] = Field(

@@ -34,7 +34,11 @@ class RunConfig(Settings):
         default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
     )
     data: DataConfig = DataConfig()
-    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
+    policies: dict[str, PolicyConfig] = Field(
+        default_factory=lambda: {"main": PolicyConfig()},
+        description="weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers "
+        "to; one, `main`, where none is given",
+    )
     orchestration: str = Field(
         "verifier_corrector",
         description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "

@@ -17,6 +17,8 @@ MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bit
 
 
 class RunSection(Settings):
+    """What the run is called, how long it is, and what it keeps."""
+
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: str = Field("runs", description="where run directories go")
     steps: int = Field(32, gt=0, le=MOST, description="policy updates")
@@ -62,6 +64,8 @@ class RunSection(Settings):
 
 
 class DataConfig(Settings):
+    """The problems, where the task reads them from files."""
+
     train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = Field(
         None,
         description="jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); "
@@ -78,11 +82,21 @@ class DataConfig(Settings):
     answer_key: str | None = Field(
         None, description="default: found from the first line (answer, final_answer, ans_box, label, ...)"
     )
-    on_bad_line: Literal["error", "skip"] = "error"
+    on_bad_line: Literal["error", "skip"] = Field(
+        "error", description="a line of a data file that is no problem: stop and name it, or leave it out and count it"
+    )
 
 
 class TrainerConfig(Settings):
-    max_tokens_per_micro_batch: int = Field(16384, gt=0, le=MOST_TOKENS)
+    """How a step's batch is computed, and when the run gives up."""
+
+    max_tokens_per_micro_batch: int = Field(
+        16384,
+        gt=0,
+        le=MOST_TOKENS,
+        description="tokens that a rank computes at once, prompts included: at least the longest prompt with its "
+        "completion; more is faster and takes more memory, and changes no gradient",
+    )
     updates_per_step: int = Field(
         1, gt=0, le=MOST, description="optimizer steps a step, each on its part of the step's groups"
     )
@@ -114,6 +128,8 @@ SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
 
 
 class SyncConfig(Settings):
+    """How new weights reach the engines."""
+
     backend: SyncBackend = Field(
         "auto",
         description="shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the "

@@ -110,25 +110,28 @@ def credit(
         if enters or config.count_zero_groups:
             counted[sample.uid] = int(sample.is_sampled.sum())
         if enters:
-            agent = agents[sample.agent]
-            sequences.append(
-                TrainSequence(
-                    uid=sample.uid,
-                    prompt_ids=sample.prompt_ids,
-                    token_ids=sample.token_ids,
-                    is_sampled=sample.is_sampled,
-                    rollout_logprobs=sample.rollout_logprobs,
-                    advantage=value * agent.loss_weight,
-                    agent=names.index(sample.agent),
-                    temperature=agent.temperature,
-                    clip=(agent.clip_low, agent.clip_high),
-                    is_positive=value > 0 and sample.reward.correct >= success,
-                    routed_experts=sample.routed_experts,
-                    kept_tokens=sample.kept_tokens,
-                )
-            )
+            is_positive = value > 0 and sample.reward.correct >= success
+            sequences.append(_sequence(sample, value, agents[sample.agent], names.index(sample.agent), is_positive))
     several = {uid: number for uid, number in copies.items() if number > 1}
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
+
+
+def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
+    """What packing is given of a sample. place: of its agent in the team."""
+    return TrainSequence(
+        uid=sample.uid,
+        prompt_ids=sample.prompt_ids,
+        token_ids=sample.token_ids,
+        is_sampled=sample.is_sampled,
+        rollout_logprobs=sample.rollout_logprobs,
+        advantage=advantage * agent.loss_weight,
+        agent=place,
+        temperature=agent.temperature,
+        clip=(agent.clip_low, agent.clip_high),
+        is_positive=is_positive,
+        routed_experts=sample.routed_experts,
+        kept_tokens=sample.kept_tokens,
+    )
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:

@@ -78,7 +78,7 @@ def rehearse(
         ValueError: the task has no problems of its own.
     """
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question else read_data(config)[0]
+    train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]

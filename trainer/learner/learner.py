@@ -275,7 +275,7 @@ class Learner:
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
         """Plan a save into `folder`; with copy=True the rest of it may run beside training."""
-        from marsrl.trainer.learner.megatron.checkpoint_store import begin_save
+        from marsrl.trainer.learner.megatron.checkpoint_store import begin_save, policy_state
 
         self._optimizer.gather_weights()
         num_steps = self.num_steps
@@ -284,7 +284,7 @@ class Learner:
             copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
             write_json(folder / "learner.json", {"num_steps": num_steps})
 
-        return begin_save(self._checkpoint_state(is_loading=False), folder, write_files, copy=copy)
+        return begin_save(policy_state(self._model, self._optimizer, is_loading=False), folder, write_files, copy=copy)
 
     def load(self, folder: str | Path) -> None:
         """Restore what save() wrote; under the same layout training goes on bit for bit.
@@ -292,12 +292,12 @@ class Learner:
         Raises:
             ValueError: the directory is not a whole checkpoint; with the file that is missing.
         """
-        from marsrl.trainer.learner.megatron.checkpoint_store import load
+        from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 
         folder = Path(folder)
         if not (folder / "learner.json").is_file():
             raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
-        state = load(self._checkpoint_state(is_loading=True), folder)
+        state = load(policy_state(self._model, self._optimizer, is_loading=True), folder)
         missing, unknown = self._model.load_state_dict(state["model"], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]
         if missing or unknown:
@@ -313,18 +313,12 @@ class Learner:
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
         """This rank's part of each batch, which all context-parallel ranks were given."""
-        from marsrl.trainer.learner.megatron.context import ContextCut, cut
+        from marsrl.trainer.learner.megatron.context import cut
 
-        size, align = self._layout.context, self.align
-        if size == 1:
-            whole = torch.zeros(0, dtype=torch.int64)  # nobody asks for the rows of a batch that is not cut
-            return [ContextCut(batch, whole, batch.num_tokens) for batch in batches]
-        return [cut(batch, self._context_group.rank(), size, align) for batch in batches]
+        return [cut(batch, self._context_group.rank(), self._layout.context, self.align) for batch in batches]
 
     def _whole(self, cuts: Sequence[ContextCut], values: Sequence[Tensor]) -> list[Tensor]:
         """[T] on the CPU, in the frame of the batches as they were given, from this rank's part of each."""
-        if self._layout.context == 1:
-            return [each.cpu() for each in values]
         pairs = zip(cuts, values, strict=bool(values))  # no values before the last stage
         return [each.whole(mine.to(self._device), self._context_group).cpu() for each, mine in pairs]
 
@@ -518,24 +512,6 @@ class Learner:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    def _checkpoint_state(self, *, is_loading: bool) -> dict[str, Any]:
-        from megatron.core import parallel_state
-
-        metadata = {
-            # The one format that reshards exactly between TP/EP/PP/DP layouts.
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        from marsrl.trainer.learner.megatron.checkpoint_store import drop_extra_state
-
-        model = drop_extra_state(self._model.sharded_state_dict(metadata=metadata))
-        return {
-            "model": model,
-            "optimizer": self._optimizer.sharded_state_dict(model, metadata, is_loading=is_loading),
-        }
 
 
 def _only_of(agent: int, batch: PackedBatch) -> PackedBatch:

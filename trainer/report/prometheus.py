@@ -1,6 +1,6 @@
 """A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, rank 0 alone.
 
-    reward/solver/mean           marsrl_reward_mean{agent="solver"}          reward/all/mean: agent=""
+    reward/solver/mean           marsrl_reward_mean{agent="solver"}          reward/all/mean: without a label
     small/actor/loss             marsrl_actor_loss{policy="small"}
     rollout/engine_restarts      marsrl_rollout_engine_restarts_total        what a step counts, added up since this start
 
@@ -122,18 +122,16 @@ class MetricsPort:
             name: ("of the last step, docs/metrics.md", values) for name, values in gauges.items() if name not in own
         }
         for name, (text, values) in (own | shown).items():
-            yield _family(GaugeMetricFamily, name, text, values)
+            yield _family(GaugeMetricFamily(name, text), "", values)
         for name, values in self._totals.items():
-            yield _family(CounterMetricFamily, name, "of all steps since this start, docs/metrics.md", values)
+            counted = CounterMetricFamily(name, "of all steps since this start, docs/metrics.md")
+            yield _family(counted, "_total", values)
 
 
-def _family(kind: Any, name: str, text: str, values: Mapping[Labels, float]) -> Any:
-    """All samples of a name have the same labels; one that has none of some has them empty, which Prometheus takes as none."""
-    names = sorted({label for labels in values for label, _ in labels})
-    family = kind(name, text, labels=names)
+def _family(family: Any, ending: str, values: Mapping[Labels, float]) -> Any:
+    """The family with its samples, each with the labels that it has and no other; ending: of their name, behind the family's."""
     for labels, value in values.items():
-        given = dict(labels)
-        family.add_metric([given.get(label, "") for label in names], value)
+        family.add_sample(f"{family.name}{ending}", dict(labels), value)
     return family
 
 

@@ -14,7 +14,8 @@ from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, War
 from marsrl.trainer.schools.registry import school_of
 
 if TYPE_CHECKING:
-    from marsrl.trainer.run import Driver, Run
+    from marsrl.trainer.driver import Driver
+    from marsrl.trainer.run import Run
 
 Gates = Mapping[str, tuple[float, float]]  # bounds of the mean by row of the evaluation
 

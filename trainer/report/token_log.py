@@ -40,8 +40,8 @@ class TokenRecord:
     trained it; 0: none did, and logprobs and entropy are NaN. ends: int32, where in `text` (all tokens', the end token's
     too) each one's ends. token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
     temperature, of what the sampler kept: of the weights that sampled, and twice of those at the update's start. NaN: the
-    policy did not choose the token. is_clipped: the ratio's clip is active. is_gated: DMMPT masks the token. is_masked: the gate
-    or loss.correction does.
+    policy did not choose the token, or a server did, which tells no log-probs. is_clipped: the ratio's clip is active.
+    is_gated: DMMPT masks the token. is_masked: the gate or loss.correction does.
     """
 
     uid: str

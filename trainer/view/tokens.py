@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,24 @@ def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
     Raises:
         ValueError: the file of the step is damaged; says which.
     """
-    files = token_files(run)
-    nearest = min(files, key=lambda each: (abs(each - step), each), default=None)
-    try:
-        log = None if nearest is None else read_tokens(files[nearest])
-    except FileNotFoundError:  # the step is being played again
-        log = None
+    log = _nearest(token_files(run), step)
     kept = None
     if log is not None and log.step == step:
         kept = next((record for record in log.samples if record.uid == uid), None)
     return {"kept": None if kept is None else _columns(kept), "near": None if log is None else _near(log, uid)}
+
+
+def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
+    """Of the step itself or the nearest one that can be read. Damage of the step's own file is raised, others' are passed by."""
+    for each in sorted(files, key=lambda each: (abs(each - step), each)):
+        try:
+            return read_tokens(files[each])
+        except FileNotFoundError:  # the step is being played again
+            continue
+        except ValueError:
+            if each == step:
+                raise
+    return None
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:

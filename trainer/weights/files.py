@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from marsrl.rollout.weights.fused_layout import INDEX_FILE
+from marsrl.trainer.learner.megatron.hf_files import in_shards
 from marsrl.trainer.runs.directory import names_file
 
 logger = logging.getLogger(__name__)
@@ -102,26 +103,15 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     place: dict[str, str] = {}
-    waiting: dict[str, Tensor] = {}
-    num_bytes = num_waiting = 0
-
-    def write() -> None:
-        name = f"shard_{len(set(place.values())):05d}.safetensors"
-        check_room(partial, num_waiting)
-        _write_file(partial / name, waiting)
-        place.update(dict.fromkeys(waiting, name))
-        waiting.clear()
-
+    num_bytes = 0
     try:
         partial.mkdir()
-        for name, tensor in tensors:
-            if waiting and num_waiting + tensor.nbytes > shard_bytes:
-                write()
-                num_waiting = 0
-            waiting[name] = tensor
-            num_waiting += tensor.nbytes
-            num_bytes += tensor.nbytes
-        write()
+        for number, shard in enumerate(in_shards(tensors, shard_bytes)):
+            name, shard_size = f"shard_{number:05d}.safetensors", sum(tensor.nbytes for tensor in shard.values())
+            check_room(partial, shard_size)
+            _write_file(partial / name, shard)
+            place.update(dict.fromkeys(shard, name))
+            num_bytes += shard_size
         index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
         (partial / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)

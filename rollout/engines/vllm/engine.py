@@ -40,11 +40,11 @@ from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.own_sampler import (
-    COLDEST,
     asked_of_vllm,
     experts_told,
     kept_tokens_told,
     logprobs_told,
+    why_not_drawn,
 )
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import encode
@@ -313,24 +313,8 @@ class VllmEngine:
         """The result of a request that vLLM would raise on, or None."""
         reason = why_not_decodable(request, self._max_model_len, self._vocab_size)
         if not reason and self._draws == "engine":
-            reason = self._refused_by_vllm(request)
-        if not reason:
-            return None
-        none = np.zeros(0, np.int32)
-        return DecodeResult(request.uid, none, none.astype(np.float32), Finish.ERROR, self._version, error=reason)
-
-    def _refused_by_vllm(self, request: DecodeRequest) -> str:
-        """Why vLLM's sampler cannot draw it, or nothing."""
-        temperature = request.sampling.temperature
-        if 0 < temperature < COLDEST:
-            return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
-        if self._records.kept_tokens and temperature == 0:
-            return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
-        if request.sampling.records_kept and not self._records.kept_tokens:
-            return "asks which tokens were kept, and the engine was not started for that"
-        if request.experts_from is not None and not self._records.experts:
-            return "asks for experts, and the engine was not started for that"
-        return ""
+            reason = why_not_drawn(request, self._records)
+        return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason) if reason else None
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
         from vllm import SamplingParams

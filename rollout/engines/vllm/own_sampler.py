@@ -23,6 +23,20 @@ COLDEST = 0.01
 """Temperature; vLLM draws with this one where a request has less, and above 0."""
 
 
+def why_not_drawn(request: DecodeRequest, records: Records) -> str:
+    """Why vLLM's sampler cannot draw what a request asks for, or "". records: what the engine was started for."""
+    temperature = request.sampling.temperature
+    if 0 < temperature < COLDEST:
+        return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
+    if records.kept_tokens and temperature == 0:
+        return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
+    if request.sampling.records_kept and not records.kept_tokens:
+        return "asks which tokens were kept, and the engine was not started for that"
+    if request.experts_from is not None and not records.experts:
+        return "asks for experts, and the engine was not started for that"
+    return ""
+
+
 def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> dict[str, Any]:
     """Arguments of SamplingParams."""
     sampling = request.sampling

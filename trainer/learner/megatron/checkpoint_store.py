@@ -6,6 +6,7 @@ common.json     what all ranks share, the number of the optimizer's updates: in 
                 parameter groups differ between layouts with and without expert parallelism
 metadata.json   Megatron's name of the format
 
+    state = policy_state(model, optimizer, is_loading=False)
     pending = begin_save(state, folder, files, copy=True)  # all ranks; training may go on after it
     pending.write()                                   # any thread, no collectives
     pending.finish("was not saved")                   # all ranks, when every rank's write() is through
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.megatron.checkpoint_index import NAME as INDEX
 from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader, StoredChunk, render_index
+from marsrl.trainer.learner.megatron.optimizer import Optimizer
 from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import write_atomically, write_json
 from marsrl.trainer.runs.manifest import FileSum
@@ -153,7 +155,20 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+    """A policy's sharded state, weights and optimizer, for begin_save or, with is_loading, for load."""
+    metadata = {
+        # The one format that reshards exactly between TP/EP/PP/DP layouts.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = _drop_extra_state(model.sharded_state_dict(metadata=metadata))
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata, is_loading=is_loading)}
+
+
+def _drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     """A module's sharded state without TransformerEngine's FP8 objects: pickles, and empty in float32 and bfloat16."""
     return {
         name: value

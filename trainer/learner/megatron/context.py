@@ -28,7 +28,8 @@ class ContextCut:
     """One rank's part of a packed batch.
 
     batch: [T'] tokens, S sequences; its cu_seqlens count this rank's tokens, its position_ids are those in the sequence.
-    rows: [C, T'] int64, for every rank the place of each of its tokens in the whole batch; T where it is padding.
+    rows: [C, T'] int64, for every rank the place of each of its tokens in the whole batch; T where it is padding. [0] for C = 1,
+        where the part is the whole.
     num_tokens: T of the whole batch.
     """
 
@@ -38,6 +39,8 @@ class ContextCut:
 
     def whole(self, mine: Tensor, group: Any) -> Tensor:
         """[T] values in the frame of the whole batch from every rank's [T']. Collective over the context group."""
+        if not len(self.rows):
+            return mine
         parts = [torch.empty_like(mine) for _ in range(len(self.rows))]
         dist.all_gather(parts, mine.contiguous(), group=group)
         out = mine.new_zeros(self.num_tokens + 1)
@@ -51,6 +54,8 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     Sequences are padded, masked, to a multiple of 2C, and the last one until a rank has a multiple of `align` tokens.
     Places are found on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
     """
+    if size == 1:
+        return ContextCut(batch, torch.zeros(0, dtype=torch.int64), batch.num_tokens)
     total, device = batch.num_tokens, batch.token_ids.device
     starts = batch.cu_seqlens.long().cpu()
     lengths = starts.diff()

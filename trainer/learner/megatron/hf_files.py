@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -122,26 +122,31 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
     return total
 
 
+def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The named tensors in their order, most_bytes at a time at most, or one that is larger; one shard where there are none.
+
+    A shard is emptied when the next is asked for, so that no two are held at once.
+    """
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > most_bytes:
+            yield shard
+            shard.clear()
+            num_bytes = 0
+        shard[name] = tensor
+        num_bytes += tensor.nbytes
+    yield shard
+
+
 def _write(part: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int) -> int:
     files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    num_bytes = total = 0
-    dtype = ""
-
-    def flush() -> None:
-        files.append(list(held))
-        save_file(held, part / f"{len(files)}.safetensors", metadata={"format": "pt"})
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and num_bytes + tensor.nbytes > shard_bytes:
-            flush()
-            num_bytes = 0
-        held[name] = tensor
-        num_bytes += tensor.nbytes
-        total += tensor.nbytes
-        dtype = str(tensor.dtype).removeprefix("torch.")
-    flush()
+    total, dtype = 0, ""
+    for shard in in_shards(tensors, shard_bytes):
+        files.append(list(shard))
+        save_file(shard, part / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in shard.values())
+        dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in reversed(shard.values())), dtype)
     weight_map = {}
     for i, names in enumerate(files, 1):
         final = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"

@@ -1,6 +1,7 @@
 """Runs of trainer/main.py whose model says by a script what the dual system is to say, and stands still in one phase of a turn.
 
-    echo '["LOG", ["PHASE", "INSTANCE", "FOLDER", "word of trainer/main.py", ...]]' | python tests/integration/dual_worker.py
+    echo '["LOG", ["PHASE", "INSTANCE", "FOLDER", "word of trainer/main.py", ...]]' | \\
+        python tests/integration/killed_turns_worker.py
 
 Each line of stdin is a run: a process of its own, forked from this one, which has imported what a run imports. Two lines
 answer: its number, and its exit status when it has ended.

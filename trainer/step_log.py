@@ -1,0 +1,137 @@
+"""What rank 0 writes down of a step: its row of metrics, its samples, and the tokens of some of them.
+
+log.note({"actor/loss": 0.1})               # as the step goes on; a name that is noted again is replaced
+log.write(step, batch, seconds, ...)        # metrics.jsonl, Prometheus, samples/, one line on the console
+log.write_tokens(step, batch); log.forget() # tokens/; the next step begins with nothing noted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.team import Team
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.data.credit import Credited, drmas_metrics
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics, tool_shares
+from marsrl.trainer.report.grad_spikes import GradSpikes
+from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
+from marsrl.trainer.report.metrics import MetricsLog, read_metrics
+from marsrl.trainer.report.prometheus import MetricsPort
+from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.report.token_log import choose_samples, forget_tokens, token_record, with_trained, write_tokens
+from marsrl.trainer.runs.directory import RunDirectory
+
+
+class StepLog:
+    """Notes of the step that is being made. Rank 0 alone has one.
+
+    port: may be set; is shown every row. episode_clock: is to hear of the scheduler's episodes. kept: uids of the samples whose
+    tokens are written. tokens: what the step's updates said of them.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:
+        self.port: MetricsPort | None = None
+        self.episode_clock = EpisodeClock()
+        self._config, self._directory, self._console, self._team = config, directory, console, team
+        self._metrics: MetricsLog | None = None
+        self._spikes = GradSpikes()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with the next step."""
+        self.kept: Collection[str] = frozenset()
+        self.tokens: list[TrainedTokens] = []
+        self._row: dict[str, float] = {}
+        self._advantages: dict[str, float] = {}  # by uid
+
+    def open(self, resume_step: int | None) -> None:
+        """resume_step: of the checkpoint that the run goes on from, whose later rows are cut off; None: the run is new."""
+        self._metrics = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=resume_step)
+        self._spikes = GradSpikes(row.values for row in read_metrics(self._directory.metrics))
+
+    def close(self) -> None:
+        assert self._metrics is not None
+        self._metrics.close()
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Metrics of this step."""
+        self._row.update(values)
+
+    def note_credit(self, credited: Credited) -> None:
+        """The advantages, for the samples log, and what a common baseline would cost."""
+        self._advantages.update(credited.advantages)
+        if self._config.has_whole_instances:  # else a step has parts of them, mostly of one agent
+            self.note(drmas_metrics(credited.groups))
+
+    def choose_kept(self, credited: Credited, step: int) -> list[str]:
+        """Uids of the samples whose tokens are to be kept of this step."""
+        run = self._config.run
+        trained = {sequence.uid for sequence in credited.sequences}
+        chosen = choose_samples(credited.groups, trained, num_groups=run.token_log_groups, seed=run.seed, step=step)
+        self.kept = frozenset(chosen)
+        return chosen
+
+    def write(
+        self, step: int, batch: Batch, seconds: Mapping[str, float], *, version: int, num_unfinished: int
+    ) -> None:
+        """All but the tokens.
+
+        seconds: of each part of the step. version: of the policy that consumed the batch. num_unfinished: samples carried over.
+        """
+        config, team = self._config, self._team
+        summary = summarise(
+            batch.groups,
+            version=version,
+            num_unfinished=num_unfinished,
+            advantages=self._advantages,
+            verifiers=team.orchestration.verifiers,
+            frozen=[name for name, agent in config.agents.items() if agent.policy not in config.trained_policies],
+        )
+        self.note(self._spikes.found(self._row))
+        self.note({f"rollout/engines/{name}": pool.num_engines for name, pool in team.pools.items()})
+        row = {**batch.metrics, **summary, **self._costs(batch), **self._row, **self._times(batch, seconds)}
+        assert self._metrics is not None
+        self._metrics.log(step, row)
+        if self.port is not None:
+            self.port.show(step, row)
+        forget_tokens(self._directory, step)  # of a life before: they are of other samples than those of now
+        write_samples(self._directory, step, batch.groups, self._advantages)
+        for warning in one_sided_verdicts(batch.groups):
+            self._console.warning(warning)
+        means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
+        rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)
+        self._console.message(f"step {step}/{config.run.steps}  reward: {rewards}  {sum(seconds.values()):.1f} s")
+
+    def _costs(self, batch: Batch) -> dict[str, float]:
+        """What the step's samples cost: tokens and money, tools, latencies, the judge."""
+        config = self._config
+        found = cost_metrics(batch.metrics, config.agents, config.policies) | tool_shares(batch.metrics)
+        found |= self.episode_clock.metrics() | team_metrics(batch.metrics)
+        if config.judge is not None:
+            found |= judge_metrics(batch.metrics, config.policies[config.judge.policy].price)
+        return found
+
+    def _times(self, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of the step's parts, and tokens a second."""
+        total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
+        overlaps = self._config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
+        return {
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+            "timing_s/total": total,
+            "rollout/tokens_per_s": decoded / (total if overlaps else seconds["rollout"]),
+            "perf/tokens_per_s": decoded / total,
+        }
+
+    def write_tokens(self, step: int, batch: Batch) -> None:
+        """The tokens of the samples in `kept`, with what the updates said of them."""
+        policies = {name: agent.policy for name, agent in self._config.agents.items()}
+        samples = [sample for group in batch.groups for sample in group.samples]
+        records = [
+            token_record(sample, line, policies[sample.agent], self._team.renderers[policies[sample.agent]])
+            for line, sample in enumerate(samples, start=1)  # of the samples file
+            if sample.uid in self.kept
+        ]
+        write_tokens(self._directory, step, with_trained(records, self.tokens))
