@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests that need no GPU, in parts, five at a time on two cores, each on one thread: a part waits now and then, for
+# All tests that need no GPU, in parts, six at a time on two cores, each on one thread: a part waits now and then, for
 # processes that start, that were killed or that are silent, and another has its core meanwhile. The next part starts when
 # one ends. Arguments go to every pytest. A part is printed when it has ended; the last lines are the closing lines of all.
 set -uo pipefail
@@ -11,37 +11,38 @@ trap 'rm -rf "$folder"' EXIT
 trap 'kill 0' INT TERM
 
 # The longest first, those that mostly wait in the middle, so that the last ones are short and busy. Files that share runs,
-# engines or ranks are one part.
+# engines or ranks are one part: its folders and files, in the order in which they run, with commas between.
 parts=(
   tests  # all that no other part holds
+  tests/megatron,tests/plan,tests/trainer/test_collective.py  # the same two ranks
   tests/engines
-  tests/integration  # the same
-  tests/integration/test_miniatures.py
+  tests/integration  # all that no other part holds
+  tests/integration/test_miniatures.py,tests/integration/test_reward_rises.py  # forked from one process
   tests/integration/test_default_run.py
+  tests/docs
   tests/benchmarks
   tests/integration/test_killed_rank.py
-  tests/megatron
-  tests/kernels
-  tests/docs
-  tests/integration/test_trainer_engine_sync.py
-  tests/integration/test_chaos.py
   tests/cluster
-  tests/plan
-  tests/integration/test_engines_in_halves.py
-  tests/integration/test_reward_rises.py
+  tests/integration/test_chaos.py
+  tests/integration/test_trainer_engine_sync.py
   tests/kernels/interpreter
+  tests/kernels
+  tests/integration/test_engines_in_halves.py
 )
 
 run_part() {  # the part, then pytest's arguments
-  local part=$1 left_out=() other file status
+  local part=$1 paths left_out=() other path file status
   shift
-  for other in $parts; do
-    [ "$other" != "$part" ] && [[ $other == "$part"/* ]] && left_out+=(--ignore "$other")
+  IFS=, read -ra paths <<<"$part"
+  for other in ${parts//,/ }; do
+    for path in "${paths[@]}"; do
+      [[ $other == "$path"/* ]] && left_out+=(--ignore "$other")
+    done
   done
   file=$folder/${part//\//.}
   # Triton reads the variable at its import, so kernels that it interprets have a process of their own
   [ "$part" = tests/kernels/interpreter ] && export TRITON_INTERPRET=1
-  python -m pytest "$part" ${left_out[@]+"${left_out[@]}"} -m "not gpu and not multi_gpu" -q --durations=10 "$@" >"$file" 2>&1
+  python -m pytest "${paths[@]}" ${left_out[@]+"${left_out[@]}"} -m "not gpu and not multi_gpu" -q --durations=10 "$@" >"$file" 2>&1
   status=$?
   [ $status = 5 ] && [ $# -gt 0 ] && status=0  # the arguments choose no test of this part
   { echo; echo "=== $part"; cat "$file"; } | flock "$folder" cat
@@ -49,7 +50,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 5 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 6 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo

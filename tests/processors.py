@@ -2,6 +2,7 @@
 """The kernel and rollout tests as other processors would run them: one line for each variation, failures by name.
 
     tests/processors.py                       all variations, one after the other (about 25 minutes on two free cores)
+    tests/processors.py busy                  one of them (this one, with a third of a core, in 5 minutes)
     tests/processors.py aten-avx2 one-core    these
     tests/processors.py --list                what each one is
     tests/processors.py mkl-avx2 -- tests/kernels/test_grouped_linear.py -k frozen      other tests, words of pytest

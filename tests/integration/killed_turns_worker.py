@@ -3,8 +3,7 @@
     echo '["LOG", ["PHASE", "INSTANCE", "FOLDER", "word of trainer/main.py", ...]]' | \\
         python tests/integration/killed_turns_worker.py
 
-Each line of stdin is a run: a process of its own, forked from this one, which has imported what a run imports. Two lines
-answer: its number, and its exit status when it has ended.
+Each line of stdin is a run: see forked_runs.
 
 Everything is a run's own, the log-probs of the tokens too; only which token is drawn is told. From the rollout instance of that
 number on, the engine stops in the phase, or with `tools` the server holds its answers, and FOLDER/held says that it is so; the
@@ -13,11 +12,7 @@ trainer waits for that before it publishes, so that its checkpoint keeps a turn 
 
 from __future__ import annotations
 
-import importlib
 import json
-import multiprocessing
-import os
-import runpy
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_run import MAIN
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+from forked_runs import serve, train
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local import engine as local
@@ -110,35 +107,12 @@ def follow(script: Script) -> None:
     BackgroundScheduler.resting = late_resting  # type: ignore[method-assign]
 
 
-def life(log: str, phase: str, instance: str, folder: str, *words: str) -> None:
+def life(log: str, told: list[str]) -> None:
     """One run, in the process that was forked for it."""
-    with open(log, "wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
+    phase, instance, folder, *words = told
     follow(Script(phase, int(instance), Path(folder)))
-    sys.argv = [str(MAIN), *words]
-    runpy.run_path(str(MAIN), run_name="__main__")
-
-
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        log, words = json.loads(line)
-        process = multiprocessing.get_context("fork").Process(target=life, args=(log, *words))
-        process.start()
-        print(process.pid, file=answers, flush=True)
-        process.join()
-        print(process.exitcode, file=answers, flush=True)
+    train(log, words)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-    for name in (
-        "preloaded",
-        "torch._dynamo",
-        "marsrl.trainer.preflight",
-        "marsrl.trainer.build",
-        "marsrl.trainer.loop",
-    ):
-        importlib.import_module(name)
-    serve()
+    serve(life)

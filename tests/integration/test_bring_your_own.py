@@ -30,9 +30,9 @@ def test_an_untrained_model_on_math_runs_and_trains_nothing(tmp_path: Path) -> N
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = [
         "task=math", f"policies.main.model={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.name=own",
-        "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=3", "rollout.group_size=4",
+        "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2", "rollout.group_size=2",
         "rollout.max_response_tokens=12", "run.steps=2",
-        "evaluate={num_problems: 2, fixed_inputs: 4, accept_after: 1, max_iterations: 2}",
+        "evaluate={num_problems: 2, fixed_inputs: 1, accept_after: 1, max_iterations: 1}",
     ]  # fmt: skip
     run_here(words)
     directory = tmp_path / "own"

@@ -27,7 +27,7 @@ WORDS = (
     "rollout.placement=local",
     "rollout.vllm.tensor_parallel=2",
     "rollout.vllm.expert_parallel=true",
-    "evaluate={num_problems: 2, fixed_inputs: 2, accept_after: 1, max_iterations: 1}",
+    "run.evaluate=false",
     "run.steps=2",
 )
 

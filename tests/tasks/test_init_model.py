@@ -1,9 +1,12 @@
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Message
@@ -28,6 +31,26 @@ def test_a_new_model_loads_in_transformers_and_generates(
     assert generated.shape[1] > ids.shape[1]
     assert model.generation_config.eos_token_id in renderer.stop_ids
     assert renderer.vocab_size == model.config.vocab_size
+
+
+@pytest.mark.parametrize("shape", ["cpu_default", "bench"])
+def test_config_json_is_what_transformers_writes(shape: str, tmp_path: Path) -> None:
+    ours = init_model(shape, "bytes", tmp_path / "m")
+    Qwen3MoeConfig.from_pretrained(ours).save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert json.loads((ours / "config.json").read_text()) | {"transformers_version": None} == theirs | {
+        "transformers_version": None
+    }
+
+
+def test_a_model_is_made_without_the_modelling_code_of_transformers(tmp_path: Path) -> None:
+    code = (
+        "import sys; from marsrl.trainer.models.init_model import init_model; init_model('tiny', 'bytes', sys.argv[1]); "
+        "print({'transformers.models.qwen3_moe', 'transformers.masking_utils'} & sys.modules.keys())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr[-2000:]
 
 
 def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:

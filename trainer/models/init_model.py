@@ -125,35 +125,41 @@ def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str
 
 
 def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is taken, but not declared
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.expert_width * shape.experts_per_token,  # of a dense layer; there is none
-        moe_intermediate_size=shape.expert_width,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.experts_per_token,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=shape.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        rms_norm_eps=_RMS_EPS,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        use_sliding_window=False,
-        initializer_range=INIT_STD,
-        eos_token_id=eos_id,
-        pad_token_id=pad_id,
-        bos_token_id=None,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype=dtype,
-    )
-    config.save_pretrained(str(out))
+    """config.json as transformers' Qwen3MoeConfig writes it; without the import of that class, 2 s."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "hidden_size": shape.hidden,
+        "hidden_act": "silu",
+        "intermediate_size": shape.expert_width * shape.experts_per_token,  # of a dense layer; there is none
+        "moe_intermediate_size": shape.expert_width,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_local_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "max_position_embeddings": shape.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rms_norm_eps": _RMS_EPS,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "initializer_range": INIT_STD,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+    }
     generation = {"eos_token_id": eos_id, "pad_token_id": pad_id, "do_sample": True, "temperature": 1.0}
-    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+    for name, values in (("config", config), ("generation_config", generation)):
+        (out / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
