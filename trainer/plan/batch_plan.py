@@ -127,14 +127,15 @@ def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, train
         bound, room = min(bounds.items(), key=lambda each: each[1])
         if room <= max_response_tokens:
             raise ConfigError(
-                f"{key} is {max_response_tokens}, but {bound} {room}; a prompt needs room too: lower the first"
+                f"{key} is {max_response_tokens}, but {bound}, and a prompt needs room too; lower the first"
             )
         return min(max_input_tokens, room - max_response_tokens)
 
-    positions = {f"the positions (max_position_embeddings) that policies.{policy}.model knows are": max_positions}
+    positions = {f"policies.{policy}.model knows {max_positions} positions (max_position_embeddings)": max_positions}
     bounds, agents, judge = dict(positions), dict(config.agents), config.judge
     if trains and not config.policies[policy].frozen:
-        bounds["trainer.max_tokens_per_micro_batch is"] = config.trainer.max_tokens_per_micro_batch
+        most = config.trainer.max_tokens_per_micro_batch
+        bounds[f"trainer.max_tokens_per_micro_batch is {most}"] = most
     for name, agent in agents.items():
         if agent.policy == policy:
             own = agent.max_response_tokens
