@@ -125,7 +125,7 @@ SNIPPETS = (
     Snippet("shared memory of the host", "attempt(open, '/dev/shm/x', 'w')", REFUSED, "mnt"),
     Snippet("a file that fills the disk", "file = open('/tmp/x', 'wb')\nfor _ in range(100): file.write(bytes(1 << 20))", "File too large|No space left", "mnt"),
     Snippet("files that fill the disk", "for i in range(100): open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))", "No space left", "mnt"),
-    Snippet("names without end", "for i in range(10 ** 5): os.mkdir(f'/tmp/{i}')", "No space left", "mnt"),
+    Snippet("names without end", "for i in range(10 ** 5): os.mkdir(f'/tmp/{i}')", "No space left|ran longer", "mnt"),
     Snippet("files that stay open", "held = []\nwhile True: held.append(open('/dev/null'))", "Too many open files"),
     Snippet("pipes that are full", "held = []\nwhile True: held.append(os.pipe())", "Too many open files"),
     Snippet("inotify", "attempt(syscall, NR_inotify_init1, 0)", REFUSED, "seccomp"),
