@@ -26,7 +26,7 @@ from step_problem import PROBLEMS, batch
 from step_variants import OURS, build
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from marsrl.benchmarks.record import surroundings
+from marsrl.trainer.machine import commit, device_name
 from marsrl.trainer.models.init_model import init_model
 
 PREFIX = "part: "
@@ -167,11 +167,12 @@ def main() -> int:
     print(f"{'all':44}{sum(row.gemms for row in rows):12.1f}{sum(row.others for row in rows):12.1f}")
     print(f"ratio: {gemms / total:.2f}")
     if words.json:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         record = {
+            "device": device_name(),
+            "commit": commit(),
+            "torch": torch.__version__,
             "model": words.model,
             "parts": [dataclasses.asdict(row) for row in rows],
-            "surroundings": dataclasses.asdict(surroundings(device)),
         }
         words.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
