@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests that need no GPU, in parts, six at a time on two cores, each on one thread: a part waits now and then, for
+# All tests that need no GPU, in parts, five at a time on two cores, each on one thread: a part waits now and then, for
 # processes that start, that were killed or that are silent, and another has its core meanwhile. The next part starts when
 # one ends. Arguments go to every pytest. A part is printed when it has ended; the last lines are the closing lines of all.
 set -uo pipefail
@@ -50,7 +50,7 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 parts="${parts[*]}" bash -c '
-  printf "%s\0" $parts | xargs -0 -P 6 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
+  printf "%s\0" $parts | xargs -0 -P 5 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"
 status=$?
 echo
