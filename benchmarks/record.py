@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from marsrl.benchmarks.gpu_state import gpu_state
-from marsrl.trainer.doctor import library_versions
-from marsrl.trainer.machine import commit, device_name
-from marsrl.trainer.runs.directory import write_atomically
+from marsrl.trainer.machine import commit, device_name, library_versions
 
 LIBRARIES = (
     "torch", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl", "flash-attn",
@@ -73,6 +71,9 @@ def read_records(file: Path | None) -> list[dict[str, Any]]:
 def write_records(file: Path | None, records: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file of --json, whole or not at all; None: it was not asked for."""
     if file is not None:
+        # here, for it needs more than torch, and other benchmarks run where there is nothing else
+        from marsrl.trainer.runs.directory import write_atomically
+
         write_atomically(file, (json.dumps(records, indent=1) + "\n").encode())
 
 

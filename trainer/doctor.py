@@ -6,15 +6,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.machine import library_versions
 from marsrl.trainer.weights.files import left_behind, parent_of
 
 LIBRARIES = {
@@ -43,17 +43,6 @@ class Finding:
     detail: str
 
 
-def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
-    """{distribution: version} of those that are installed; default: of all that matter."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
     """Every finding; starts nothing, and joins a Ray cluster at most for a look, where the config names one.
 
@@ -65,7 +54,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
 
     from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
-    installed = library_versions()
+    installed = library_versions(LIBRARIES)
     findings = [
         Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})"),
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -44,3 +46,14 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None  # no git here, or an installed package: there is no revision to name
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def library_versions(names: Iterable[str]) -> dict[str, str]:
+    """{distribution: version} of those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

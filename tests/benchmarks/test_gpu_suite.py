@@ -205,3 +205,22 @@ def test_the_suite_goes_its_way_on_a_cpu(wheel: Path, tmp_path: Path) -> None:
     assert report == (results / "report.md").read_text() and "commit abc123" in report
     assert "| default |" in report and "| actor/grad_norm |" in report
     assert (results / "first_steps.log").stat().st_size > 0
+
+
+def test_what_is_timed_on_a_bare_machine_imports_nothing_but_torch() -> None:
+    """Neither pydantic nor yaml, which the settings and a run's directory need."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+sys.modules["pydantic"] = sys.modules["yaml"] = None
+import marsrl.benchmarks.record
+from marsrl.benchmarks.cases import ORDER, load
+for name in ORDER:
+    load(name)
+print(marsrl.benchmarks.record.surroundings("cpu").versions["torch"])
+"""
+    done = call(str(BENCHMARKS), code=code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("2.")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import library_versions
-from marsrl.trainer.machine import commit, device_name
+from marsrl.trainer.doctor import LIBRARIES
+from marsrl.trainer.machine import commit, device_name, library_versions
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 from marsrl.trainer.schools.registry import school_of
 
@@ -57,7 +57,7 @@ def summarise_run(run: Run, driver: Driver) -> Summary:
         verified_syncs=driver.num_syncs,
         warm_start=started,
         timings={**run.total_seconds, "run": time.monotonic() - run.began},
-        versions={"python": platform.python_version(), **library_versions()},
+        versions={"python": platform.python_version(), **library_versions(LIBRARIES)},
         commit=commit(),
     )
 
