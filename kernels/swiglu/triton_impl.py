@@ -20,7 +20,7 @@ def _gate_and_up(products, row, column, is_in, width):
     return gate, up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (blocks of rows, blocks of columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -34,7 +34,7 @@ def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BL
     tl.store(at, found.to(out.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gradient_rows(
     products, weights, grad, of_products, of_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
