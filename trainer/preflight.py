@@ -136,7 +136,7 @@ def preflight(
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
     """The config with prompts that leave room in the policy's model, and warnings: does its directory fit what is to be done?"""
-    policy, warnings = config.policies[name], list[str]()
+    policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # or nobody has the policy
     if policy.engine == "openai":  # the directory holds a tokenizer; how long sequences can be only the server knows
         return config, warnings
@@ -159,7 +159,18 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         )
     if policy.reference != "none" and config.loss.kl == "none":
         warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
-    return config, warnings
+    return config, warnings + _shorter_than_asked(asked, config)
+
+
+def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
+    """Warnings about prompt lengths that a file or the command line sets and the run does not have: defaults fit silently."""
+    return [
+        f"agents.{name}.max_input_tokens is {agent.max_input_tokens}, and {config.agents[name].max_input_tokens} in this run: "
+        "the model's positions and a micro-batch leave no more beside the agent's completion"
+        for name, agent in asked.agents.items()
+        if "max_input_tokens" in agent.model_fields_set
+        and config.agents[name].max_input_tokens < agent.max_input_tokens
+    ]
 
 
 def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:

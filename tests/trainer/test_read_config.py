@@ -238,3 +238,12 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
     with pytest.raises(ConfigError, match="vLLM on a CPU computes with packed copies"):
         preflight(read_config(None, [words[0], "sync.cpu_twin=true", "rollout.engine=vllm"])[0], world_size=1)
+
+
+def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> None:
+    words = ["orchestration=solver_verifier", "agents.verifier.max_input_tokens=5000"]
+    checked = preflight(read_config(None, words)[0], world_size=1)
+    (said,) = (warning for warning in checked.warnings if "max_input_tokens" in warning)  # of the solver's nobody asked
+    given = checked.config.agents["verifier"].max_input_tokens
+    assert given < 5000
+    assert said.startswith(f"agents.verifier.max_input_tokens is 5000, and {given} in this run:")
