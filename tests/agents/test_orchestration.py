@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -182,7 +182,6 @@ CANDIDATES = st.lists(st.sampled_from([0.0, 1.0]), max_size=12).map(
 RULES = st.sampled_from(["adaptive", "balanced", "paired", "random"])
 
 
-@settings(deadline=None)
 @given(CANDIDATES, st.integers(1, 5), RULES, st.booleans(), st.integers(0, 99), st.randoms(use_true_random=False))
 def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
     candidates: list[Sample], count: int, rule: PickRule, prefers_right: bool, seed: int, shuffler: random.Random

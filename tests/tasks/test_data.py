@@ -169,7 +169,7 @@ def some(count: int) -> list[Problem]:
     return [Problem(str(i), "q", "a", "math") for i in range(count)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 30))
 def test_every_problem_comes_once_an_epoch_and_a_resumed_cursor_goes_on(count: int, seed: int, taken: int) -> None:
     cursor = DataCursor(some(count), seed)
@@ -247,7 +247,7 @@ def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_tw
         assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.integers(0, 60), st.lists(st.integers(1, 7), min_size=1, max_size=4))
 def test_a_resumed_mixture_goes_on_in_every_file(seed: int, taken: int, sizes: list[int]) -> None:
     mixture = Mixture([[replace(p, id=f"{i}/{p.id}") for p in some(size)] for i, size in enumerate(sizes)], sizes)
