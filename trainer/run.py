@@ -148,7 +148,7 @@ class Run:
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.log.open(resume_step)
-            self.directory.forget_evaluations_after(resume_step or 0)
+            self.directory.forget_after(resume_step or 0)
             if restored is not None:
                 self.driver.scheduler.restore(restored.rollout)
         for policy in self.learners:

@@ -21,7 +21,7 @@ from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, t
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.samples_log import write_samples
-from marsrl.trainer.report.token_log import choose_samples, forget_tokens, token_record, with_trained, write_tokens
+from marsrl.trainer.report.token_log import choose_samples, token_record, with_trained, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory
 
 
@@ -97,7 +97,6 @@ class StepLog:
         self._metrics.log(step, row)
         if self.port is not None:
             self.port.show(step, row)
-        forget_tokens(self._directory, step)  # of a life before: they are of other samples than those of now
         write_samples(self._directory, step, batch.groups, self._advantages)
         for warning in one_sided_verdicts(batch.groups):
             self._console.warning(warning)

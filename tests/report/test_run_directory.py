@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.trainer.report.samples_log import sample_files, write_samples
+from marsrl.trainer.report.token_log import token_files, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.lock import RunLock, why_held
 
@@ -164,10 +166,15 @@ def test_json_with_nan_is_refused_and_the_old_file_stays(tmp_path: Path) -> None
     assert json.loads(path.read_text()) == {"x": 1} and list(tmp_path.iterdir()) == [path]
 
 
-def test_evaluations_of_weights_that_are_trained_again_are_forgotten(tmp_path: Path) -> None:
+def test_steps_that_are_played_again_are_forgotten_whole(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for step in (0, 4, 8, 12):
         run.evaluation(step).mkdir(parents=True)
+        write_samples(run, step, [])
+        write_tokens(run, step, [])
     (run.evaluations / "step_x").mkdir()
-    run.forget_evaluations_after(8)
+    (run.tokens / ".step_9.msgpack.zst.77.tmp").touch()  # killed while it was written
+    run.forget_after(8)
     assert sorted(path.name for path in run.evaluations.iterdir()) == ["step_0", "step_4", "step_8", "step_x"]
+    assert [*sample_files(run)] == [*token_files(run)] == [0, 4, 8]
+    assert len([*run.tokens.iterdir()]) == 3

@@ -128,6 +128,14 @@ def test_a_run_that_goes_on_is_indexed_as_it_goes_and_a_step_played_again_replac
     assert not all_found(run.path, Filter(words="zebra"))[0] and all_found(run.path, Filter(words="quagga"))[0]
     with closing(connect(index_path(run.path))) as index:
         assert [step for step, _ in queries.curve(index, "actor/entropy")] == [0]
+    run.forget_after(1)
+    index_once(run.path)
+    with closing(connect(index_path(run.path))) as index:
+        assert (queries.counts(index)["files"], queries.counts(index)["last_step"]) == (1, 1)
+    write_samples(run, 2, [make_group(make_sample("third", text="neither"))])
+    index_once(run.path)
+    assert not all_found(run.path, Filter(words="quagga"))[0]
+    assert [row.uid for row in all_found(run.path, Filter(words="neither"))[0]] == ["third"]
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(cached: Path) -> None:

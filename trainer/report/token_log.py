@@ -161,11 +161,6 @@ def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -
     return path
 
 
-def forget_tokens(run: RunDirectory, step: int) -> None:
-    """Remove those of a step that is played again."""
-    token_file(run, step).unlink(missing_ok=True)
-
-
 def token_files(run: RunDirectory) -> dict[int, Path]:
     """{step: file}, in order of steps."""
     if not run.tokens.is_dir():

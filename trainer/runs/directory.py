@@ -253,11 +253,21 @@ class RunDirectory:
         """Where the evaluation of the weights after `step` goes."""
         return self.evaluations / f"step_{step}"
 
-    def forget_evaluations_after(self, step: int) -> None:
-        """Remove those of weights that went with the process that made them, and are trained again."""
-        for folder in self.evaluations.glob("step_*"):
-            if folder.name[5:].isdecimal() and int(folder.name[5:]) > step:
-                shutil.rmtree(folder)
+    def forget_after(self, step: int) -> None:
+        """Remove the samples, tokens and evaluations of later steps: they went with the process that made them, and are played
+        again. What a write of that process has left half done goes too.
+        """
+        for folder in (self.samples, self.tokens, self.evaluations):
+            for path in folder.glob("step_*"):
+                number = path.name.removeprefix("step_").partition(".")[0]
+                if not (number.isdecimal() and int(number) > step):
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            for path in folder.glob(".step_*.tmp"):
+                path.unlink()
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint taken after `step` goes."""

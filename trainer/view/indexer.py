@@ -35,6 +35,7 @@ from marsrl.trainer.view.index_file import connect, first_id, index_path, sample
 
 POLL_S = 1.0
 _TAIL_S = 2.0  # between looks at the metrics while many samples files are read
+_GONE = (-1, -1)  # mtime and size of a file that is no more: a later one of its step is of the next generation
 _MOST_CHARS = 1 << 20  # of a text, searched for words
 _NO_REWARD, _MOST_TENTHS = -(1 << 50), 1 << 40  # buckets of zones
 _TRACE_SHARE = 0.1  # of the time at most goes into reading a growing trace again
@@ -128,9 +129,12 @@ class _Indexer:
         known = {row[0]: row[1:] for row in self._index.execute("SELECT step, mtime_ns, size FROM files")}
         files = sample_files(self._run)
         for step in known.keys() - files.keys():
-            with self._index:
-                self._forget(step)
-                self._index.execute("DELETE FROM files WHERE step = ?", (step,))
+            if known[step] != _GONE:
+                with self._index:
+                    self._forget(step)
+                    self._index.execute(
+                        "UPDATE files SET mtime_ns = ?, size = ?, num = 0, damage = NULL WHERE step = ?", (*_GONE, step)
+                    )
         for step in sorted(files, reverse=True):
             state = _state(files[step])
             if state is not None and known.get(step) != state:

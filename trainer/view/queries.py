@@ -248,7 +248,9 @@ def agents(index: sqlite3.Connection) -> list[str]:
 
 def counts(index: sqlite3.Connection) -> dict[str, int | None]:
     """How much there is: samples, steps that are indexed, the first and last of them."""
-    num, files, first, last = index.execute("SELECT sum(num), count(*), min(step), max(step) FROM files").fetchone()
+    num, files, first, last = index.execute(
+        "SELECT sum(num), count(*), min(step), max(step) FROM files WHERE size >= 0"  # that are not gone
+    ).fetchone()
     last_metrics = max(
         index.execute("SELECT max(step) FROM metrics WHERE name = ?", (number,)).fetchone()[0]
         for number in [*_metric_numbers(index)] or [-1]
