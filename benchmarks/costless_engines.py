@@ -15,7 +15,7 @@ from marsrl.benchmarks.simulation.lengths import Lengths, Outcomes
 from marsrl.benchmarks.simulation.simulated_team import last_token
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
 VOCABULARY = 151_643
@@ -102,7 +102,9 @@ class CostlessEngines(Irreplaceable):
         self.own_cpu_s += time.thread_time() - begin
         return [(replica, Timed(results, 0.0, 0.0)) for replica, results in answers.items()]
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> dict[int, Timed]:
         if method != "generate":
             raise ValueError(f"engines of a benchmark serve generate, not {method}")
         for replica, (requests, version) in arguments.items():

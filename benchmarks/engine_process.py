@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -54,7 +54,10 @@ class EngineProcess:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
+    ) -> dict[int, Any]:
+        """As pool.Replicas; on_lost is of no use: where the process ends, that is raised."""
         self._connection.send((method, arguments[0]))
         while not self._connection.poll(1.0):
             if not self._process.is_alive():
@@ -62,7 +65,7 @@ class EngineProcess:
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
-        return [answer]
+        return {0: answer}
 
     def close(self) -> None:
         self._connection.close()

@@ -47,7 +47,7 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
@@ -77,7 +77,9 @@ class Timers(Irreplaceable):
     def __len__(self) -> int:
         return self._num_engines
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> dict[int, Timed]:
         raise ValueError(f"timers only decode: they have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

@@ -286,7 +286,9 @@ class Run:
     def _sync(self, policy: str) -> None:
         """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
         at_rest = nullcontext() if self.driver is None else self.driver.scheduler.resting(self.versions)
-        report = self.channels[policy].publish(self.learners[policy], self.versions[policy], at_rest)
+        report = self.channels[policy].publish(
+            self.learners[policy], self.versions[policy], at_rest, self.standby.during
+        )
         if self.driver is None or report is None:
             return
         end = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.pool.replicas import Irreplaceable, Timed
+from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
 from .cost_model import CostModel
@@ -72,7 +72,9 @@ class SimulatedReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Timed]:
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> dict[int, Timed]:
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

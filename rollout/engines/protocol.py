@@ -180,6 +180,10 @@ class WrongVersion(RuntimeError):
     """A request was tagged with a policy version that the engine does not hold."""
 
 
+class EngineLost(RuntimeError):
+    """What an engine raises that cannot go on: its pool makes another."""
+
+
 class Engine(Protocol):
     """One replica of one policy. One thread decodes (collect, score, update_weights); `submit`, `abort` and
     `num_decoded` may be called by another meanwhile."""
@@ -205,7 +209,8 @@ class Engine(Protocol):
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop every cached prefix, and report checksums of what is now held."""
+        """Load, drop every cached prefix, and report checksums of what is now held; EngineLost where they come from the
+        trainer's ranks and did not arrive."""
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix. Nothing is under way."""

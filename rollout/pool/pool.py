@@ -29,7 +29,7 @@ from marsrl.rollout.pool.busy_clock import BusyClock
 from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Lost, Recovery
-from marsrl.rollout.pool.replicas import Replicas, Timed
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.pool.retries import AfterLoss, Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -187,9 +187,31 @@ class EnginePool:
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
 
-    def hand(self, replica: int, update: WeightUpdate) -> Timed | Lost:
-        """Give one replica weights, which come to it while this waits; Lost where it does not survive that."""
-        return self._replicas.call_one(replica, "update_weights", (update,))
+    def receive_weights(
+        self, updates: Mapping[int, WeightUpdate], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        """Have replicas take the weights that the trainer's ranks send them while this waits: what each answers.
+
+        on_lost: is told at once of one that is lost, for which nobody else's weights may wait. It is not replaced here.
+        """
+        answers = self._replicas.call(
+            "update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost
+        )
+        for replica, answer in sorted(answers.items()):
+            if isinstance(answer, Timed):
+                self._tell(replica, "update_weights", answer.start, answer.end)
+        return answers
+
+    def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
+        """What the trainer's ranks have sent to all is what a new replica gets, too. checksums: of each shard of an engine."""
+        self._dispatch.forget_homes()  # engines have dropped their prefix caches
+        self._recovery.note_weights(WeightUpdate("", version), checksums)
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Make others of the replicas that were lost while weights came to all, which they get, too; the reason of each."""
+        for replica, reason in lost.items():
+            self._restart(replica, reason)
+        self._wake("kv_cache")  # the probe needs it
 
     def stand_by(self) -> None:
         """Every replica is there and takes weights next; one that was lost is replaced, and gets none but those."""
@@ -318,17 +340,15 @@ class EnginePool:
             self._check_fed("score")
         return scores
 
-    def update_weights(self, update: WeightUpdate | Sequence[WeightUpdate]) -> list[WeightReceipt]:
-        """Give every replica the new weights, the same update or its own; returns when all of them hold them.
+    def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
+        """Have every replica read the new weights; returns when all of them hold them.
 
         What those that serve then report, in their order.
         """
         self._dispatch.forget_homes()  # engines drop their prefix caches
         self._wake("weights")
-        updates = [update] * self.num_engines if isinstance(update, WeightUpdate) else update
-        arguments = {replica: (each,) for replica, each in zip(self.engines, updates, strict=True)}
-        receipts = self._call("update_weights", by_replica=arguments)
-        self._recovery.note_weights(updates[0], receipts[0])
+        receipts = self._call("update_weights", (update,))
+        self._recovery.note_weights(update, receipts[0].checksums)
         self._wake("kv_cache")  # the probe needs it
         return receipts
 
@@ -379,12 +399,6 @@ class EnginePool:
         for replica in sorted(told):
             answer = answers[replica]
             while isinstance(answer, Lost):
-                if method == "update_weights" and not told[replica][0].path:
-                    raise RuntimeError(
-                        f"engines of policy {self.name}: engine {replica} was lost while the trainer's ranks sent it weights "
-                        f"({answer.reason}), which leaves all sides in the middle of it; go on from the last checkpoint with "
-                        "run.resume=auto"
-                    )
                 if not self._restart(replica, answer.reason, loads=loads and method != "update_weights"):
                     break
                 if method == "score" and replica in self._recovery.unfed:
@@ -399,8 +413,8 @@ class EnginePool:
         if self._recovery.unfed:
             raise RuntimeError(
                 f"engines of policy {self.name}: {method} needs them, and engines {sorted(self._recovery.unfed)} were lost "
-                "where the trainer's ranks could not send them weights again, in the last seconds of a publish perhaps; go on "
-                "from the last checkpoint with run.resume=auto"
+                "where the trainer's ranks could not send them weights again; go on from the last checkpoint with "
+                "run.resume=auto"
             )
 
     def _restart(self, replica: int, reason: str, *, loads: bool = True) -> bool:

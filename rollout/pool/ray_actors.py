@@ -25,7 +25,7 @@ from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import Timed, timed
+from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss, timed
 from marsrl.rollout.types import IntArray
 
 _PROGRESS_S = 0.2
@@ -136,10 +136,11 @@ class RayReplicas:
     def takes(self) -> Mapping[str, float]:
         return self._resources
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
-        return self._answers(
-            {self._call(replica, method, each): replica for replica, each in arguments.items()}, method
-        )
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        calls = {self._call(replica, method, each): replica for replica, each in arguments.items()}
+        return self._answers(calls, method, on_lost=on_lost)
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         return self._answers({self._call(replica, method, arguments): replica}, method)[replica]
@@ -239,7 +240,13 @@ class RayReplicas:
     def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self._actors[replica], method).remote(*arguments)
 
-    def _answers(self, calls: Mapping[Any, int], method: str, within_s: float | None = None) -> dict[int, Timed | Lost]:
+    def _answers(
+        self,
+        calls: Mapping[Any, int],
+        method: str,
+        within_s: float | None = None,
+        on_lost: OnLost = ignore_loss,
+    ) -> dict[int, Timed | Lost]:
         """By replica; Lost where it is silent, or there is none within_s seconds (default: the deadline, and some more:
         engines have the same one and say so themselves)."""
         if within_s is None:
@@ -252,16 +259,20 @@ class RayReplicas:
             left = began + within_s - time.monotonic()
             timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
-            answers.update((calls[call], _answer(call, method)) for call in done)
+            came = {calls[call]: _answer(call, method) for call in done}
             if method == "start":
-                seconds = [each.end - each.start for each in answers.values() if isinstance(each, Timed)]
+                seconds = [each.end - each.start for each in came.values() if isinstance(each, Timed)]
                 self._slowest_start_s = max([self._slowest_start_s, *seconds])
             check_head()
             self._pulse.listen(self._actors)
             for call in list(pending):
                 if lost := self._overdue(calls[call], method, time.monotonic() - began, within_s):
-                    answers[calls[call]] = lost
+                    came[calls[call]] = lost
                     pending.remove(call)
+            for replica, answer in came.items():
+                if isinstance(answer, Lost):
+                    on_lost(replica, answer.reason)
+            answers |= came
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:

@@ -17,7 +17,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
 from marsrl.rollout.pool.recovery import Lost
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
@@ -42,6 +42,8 @@ def judged(error: RayError, method: str) -> Lost:
             f"that it spills to (/tmp/ray), raise rollout.object_store_mib, or lower rollout.prompts_per_step; {_GO_ON}"
         ) from error
     if isinstance(error, RayTaskError):
+        if isinstance(cause, EngineLost):
+            return Lost(_first_line(cause))
         if isinstance(cause, WrongVersion | ValueError) or method not in _DECODING:
             raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
         return Lost(f"{method} raised {type(cause).__name__}: {_first_line(cause)}")

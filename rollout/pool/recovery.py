@@ -6,8 +6,9 @@ a policy that has no other waits rollout.join_s for a place.
 The weights come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from
 the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
 
-An engine is lost when its process has died, when it has not answered within rollout.deadline_s, or when its decoding
-raised something that is no refusal. What becomes of its requests is decided in retries.py.
+An engine is lost when its process has died, when it has not answered within rollout.deadline_s, when its decoding raised
+something that is no refusal, or when weights from the trainer's ranks did not get to it whole. What becomes of its requests
+is decided in retries.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -76,9 +77,9 @@ class Recovery:
         self.feed: Callable[[int], Any] | None = None
         self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
 
-    def note_weights(self, update: WeightUpdate, receipt: WeightReceipt) -> None:
-        """From now on a new engine gets these weights; whoever sent them compares the receipts with what it sent."""
-        self._update, self._checksums = update, receipt.checksums
+    def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
+        """From now on a new engine gets these weights, of which each shard must report these checksums."""
+        self._update, self._checksums = update, checksums
         self.unfed.clear()
 
     def restart(self, replica: int, reason: str, *, loads: bool = True, has_others: bool = False) -> bool:

@@ -21,6 +21,14 @@ from marsrl.rollout.pool.recovery import Lost
 _SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
 
 
+OnLost = Callable[[int, str], None]
+"""Told (replica, reason)."""
+
+
+def ignore_loss(replica: int, reason: str) -> None:
+    """Nobody waits for what only the lost engine could do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
@@ -51,8 +59,11 @@ class Replicas(Protocol):
     def takes(self) -> Mapping[str, float]:
         """What each engine takes of one host, by Ray's names; nothing: there is always a place."""
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
-        """method(*arguments[i]) on each replica i that has arguments, all at once where they can."""
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        """method(*arguments[i]) on each replica i that has arguments, all at once where they can. on_lost: is told of a
+        lost one at once, while others are still waited for."""
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         """method(*arguments) on one replica."""
@@ -113,7 +124,9 @@ class LocalReplicas(Irreplaceable):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Mapping[int, Timed | Lost]:
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
         return {replica: self.call_one(replica, method, each) for replica, each in arguments.items()}
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:

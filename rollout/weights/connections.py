@@ -1,39 +1,68 @@
 """How a bucket of weights gets from a trainer's rank to an engine shard without a file: over a network, or through shared
 memory of one host.
 
-    GroupConnection   a process group of all trainer ranks and all engine shards: NCCL between GPUs, gloo between CPUs
+    GroupConnection   a process group of all trainer ranks and one engine's shards: NCCL between GPUs, gloo between CPUs
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
 Both meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time, and
 that buffer is all the memory that it takes. `gloo` and the file are the CPU twins on which routing and order are tested;
 NCCL and CUDA IPC have not run on a GPU.
+
+No two engines share a connection, so that one that is lost takes none of the others' with it: whoever learns of it says so at
+the store (TransferStore.give_up), every wait for that engine ends within GIVE_UP_S, and the ranks go on with the others.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import logging
 import os
+import queue
 import socket
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 ConnectionKind = Literal["nccl", "ipc"]
+
+GIVE_UP_S = 0.2
+"""Between two looks of whoever waits for an engine, or for the trainer, whether the transfer has been given up."""
+
+_LOOK_S = 0.02  # between two looks for a key that may take long
+_LONG = timedelta(days=1)  # TransferStore has a limit of its own
+_ABORT_S = 5.0  # that an abort of NCCL is waited for: it may wait itself, for CUDA graphs that know the communicator
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends the process of whoever loses a peer
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it tells every group of the same store to dump, and to end
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog that an abort holds up ends the process, too
+}
+_GIVEN_UP = "given_up"
+
+
+class TransferBroken(RuntimeError):
+    """Weights cannot reach an engine any more: it, or its way, is lost. Other engines' transfers go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and how both sides meet. session: of these processes; a new one makes everybody connect anew.
+    """Where and how the trainer's ranks and one engine meet. session: of these processes; a new one makes them connect anew.
 
-    num_ranks: of the trainer; engine shard t is member num_ranks + t of num_ranks + num_shards.
+    num_ranks: of the trainer; shard t of the engine is member num_ranks + t of num_ranks + num_shards.
+    timeout_s: who does not answer for so long is given up.
     """
 
     session: str
@@ -52,10 +81,9 @@ class Rendezvous:
         assert isinstance(found, torch.dtype), self.dtype
         return found
 
-    def store(self) -> PrefixStore:
-        """The store at rank 0."""
-        store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
-        return PrefixStore(self.session, store)
+    def client(self) -> TCPStore:
+        """A connection to the store at rank 0."""
+        return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +99,19 @@ def site_of(device: torch.device) -> Site:
     return Site(socket.gethostname(), gpu)
 
 
-def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
+def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site | None]) -> list[int | None]:
     """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
+
+    None for a shard that is nowhere.
 
     Raises:
         RuntimeError: a shard has no trainer rank beside it.
     """
-    relays = []
+    relays: list[int | None] = []
     for number, shard in enumerate(shards):
+        if shard is None:
+            relays.append(None)
+            continue
         beside = [rank for rank, site in enumerate(ranks) if site == shard]
         if not beside:
             raise RuntimeError(
@@ -89,30 +122,156 @@ def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
     return relays
 
 
+class StoreClients:
+    """This process's connections to the store at rank 0, for the transfers to all engines: the store has two of each process.
+
+    keys: nobody waits in it, for that blocks whoever uses it. blocking: for one wait at a time, which may be left behind.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, keys: TCPStore | None = None) -> None:
+        """rendezvous: of any engine. keys: rank 0's own."""
+        self._rendezvous = rendezvous
+        self.keys = keys or rendezvous.client()
+        self._blocking: TCPStore | None = None
+
+    @property
+    def blocking(self) -> TCPStore:
+        if self._blocking is None:
+            self._blocking = self._rendezvous.client()
+        return self._blocking
+
+    def leave(self) -> None:
+        """Somebody still waits in `blocking`: from now on it is another one."""
+        self._blocking = None
+
+
+class TransferStore:
+    """An engine's keys in the store at rank 0, and whether its transfer has been given up.
+
+    What may block, because of a peer that is gone, runs in a thread of its own (`unless_given_up`), and is left behind where the
+    transfer is given up meanwhile.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, clients: StoreClients | None = None) -> None:
+        """clients: this process's; None: new ones."""
+        self.clients = clients or StoreClients(rendezvous)
+        self._keys = PrefixStore(rendezvous.session, self.clients.keys)
+        self._session, self._timeout_s = rendezvous.session, rendezvous.timeout_s
+
+    @property
+    def blocking(self) -> PrefixStore:
+        """The keys, for what runs `unless_given_up`."""
+        return PrefixStore(self._session, self.clients.blocking)
+
+    def set(self, key: str, value: str = "") -> None:
+        self._keys.set(key, value)
+
+    def get(self, key: str) -> str:
+        """The value of a key, once it is there; raises as `wait`."""
+        self.wait(key)
+        return self._keys.get(key).decode()
+
+    def delete(self, key: str) -> None:
+        self._keys.delete_key(key)
+
+    def wait(self, key: str) -> None:
+        """Return once the key is there, by looking again and again; raises as `unless_given_up`."""
+        end = time.monotonic() + self._timeout_s
+        while not self._keys.check([key]):
+            self.check()
+            if time.monotonic() >= end:
+                self._give_up_in_time(f"waiting for {key}")
+            time.sleep(_LOOK_S)
+
+    def wait_soon(self, key: str) -> None:
+        """The same for a key that is set often, and soon: without a delay."""
+        store = self.blocking
+        self.unless_given_up(lambda: store.wait([key], _LONG), f"waiting for {key}", self.clients.leave)
+
+    def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
+        """What `work` returns; what it raises gives the transfer up, and so does its taking timeout_s.
+
+        what: the work, in words. on_give_up: called where the transfer is given up before the work has ended, for which nobody
+            waits any more.
+
+        Raises:
+            TransferBroken: the work failed, or the transfer was given up.
+        """
+        end = time.monotonic() + self._timeout_s
+        done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((work(), None))
+            except Exception as error:  # raised by the caller's thread
+                done.put((None, error))
+
+        threading.Thread(target=run, name="marsrl-transfer", daemon=True).start()
+        while True:
+            try:
+                result, error = done.get(timeout=min(GIVE_UP_S, self._timeout_s))
+            except queue.Empty:
+                try:
+                    if time.monotonic() >= end:
+                        self._give_up_in_time(what)
+                    self.check()
+                except TransferBroken:
+                    on_give_up()
+                    raise
+                continue
+            if error is None:
+                return result  # type: ignore[return-value]
+            self.give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            self.check()
+
+    def check(self) -> None:
+        """Raise TransferBroken, with the reason, where the transfer has been given up."""
+        if self._keys.check([_GIVEN_UP]):
+            raise TransferBroken(self._keys.get(_GIVEN_UP).decode())
+
+    def _give_up_in_time(self, what: str) -> None:
+        self.give_up(f"{what} has taken sync.timeout_s = {self._timeout_s:g} s")
+        self.check()
+
+    def give_up(self, reason: str) -> None:
+        """Every side ends what it waits for. The first reason stays."""
+        self._keys.compare_set(_GIVEN_UP, "", reason)
+
+
 class GroupConnection:
     """Point to point over a process group of its own; every member opens it at the same time.
 
     A receiver has one buffer, which the tensor that `receive` returns lies in until the next one.
+
+    Where the transfer is given up, NCCL's communicators are aborted, which ends their kernels and who waits for them. gloo has
+    no abort: what it waits for is left to a thread, which ends with the peer's process or with timeout_s; nobody uses what that
+    still moves.
     """
 
-    def __init__(self, rendezvous: Rendezvous, member: int, device: torch.device) -> None:
-        size = rendezvous.num_ranks + rendezvous.num_shards
-        store, timeout = rendezvous.store(), timedelta(seconds=rendezvous.timeout_s)
-        if device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
+    def __init__(
+        self, rendezvous: Rendezvous, member: int, device: torch.device, clients: StoreClients | None = None
+    ) -> None:
+        """Returns when all members are there. clients: as TransferStore's.
 
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group: Any = ProcessGroupNCCL(store, member, size, options)
-        else:
-            self._group = ProcessGroupGloo(store, member, size, timeout)
+        Raises:
+            TransferBroken: one of them is not, or the transfer was given up. The same of every method that moves something.
+        """
         self._rendezvous, self._device = rendezvous, device
+        self._store = TransferStore(rendezvous, clients)
+        self._group: Any = None
         self._buffer: Tensor | None = None
+        if member >= rendezvous.num_ranks:
+            self._store.set(f"member{member}")
+        for shard in range(rendezvous.num_shards):  # a group whose member never comes cannot be aborted
+            self._store.wait(f"member{rendezvous.num_ranks + shard}")
+        store = self._store.blocking
+        self._group = self._store.unless_given_up(
+            lambda: _process_group(store, rendezvous, member, device), "connecting", self._store.clients.leave
+        )
 
     def send(self, flat: Tensor, shard: int) -> None:
         """Hand the numbers to an engine shard; returns when the tensor may be reused."""
-        self._group.send([flat.view(torch.uint8)], self._rendezvous.num_ranks + shard, 0).wait()
-        _finish(self._device)
+        self._move(self._group.send, flat, self._rendezvous.num_ranks + shard, f"a send to shard {shard}")
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
         """The next bucket of a trainer rank, [num_elements]."""
@@ -121,7 +280,7 @@ class GroupConnection:
                 self._rendezvous.max_elements, dtype=self._rendezvous.torch_dtype, device=self._device
             )
         flat = self._buffer[:num_elements]
-        self._group.recv([flat.view(torch.uint8)], rank, 0).wait()
+        self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat
 
     def release(self) -> None:
@@ -131,9 +290,62 @@ class GroupConnection:
     def close(self, *, is_broken: bool = False) -> None:
         """Leave; is_broken: end what is under way first."""
         if is_broken:
-            self._group.abort()
-        self._group.shutdown()
-        self._buffer = None
+            self._abort()
+        elif self._group is not None:
+            self._group.shutdown()
+        self._group, self._buffer = None, None
+
+    def _move(self, move: Callable[[list[Tensor], int, int], Any], flat: Tensor, peer: int, what: str) -> None:
+        def work() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # of this thread
+            move([flat.view(torch.uint8)], peer, 0).wait()
+            _finish(self._device)
+
+        self._store.unless_given_up(work, what, self._abort)
+
+    def _abort(self) -> None:
+        """End NCCL's kernels and what waits for them; does nothing where there is no group yet, or it is gloo's."""
+        if self._group is None or self._device.type != "cuda":
+            return
+        thread = threading.Thread(target=self._group.abort, name="marsrl-abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+        if thread.is_alive():
+            _log.warning("weight sync: NCCL's abort of a transfer to a lost engine takes more than %g s", _ABORT_S)
+        self._group = None
+
+
+def _process_group(store: PrefixStore, rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
+    """The group, whose members all make theirs at the same time.
+
+    The groups of a rank share a client of the store, though a wait in it may be left behind: gloo uses it here only, and of
+    NCCL's two sides of a pair the one with the lower number, a rank, sets keys and waits for none.
+    """
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    size = rendezvous.num_ranks + rendezvous.num_shards
+    if device.type != "cuda":
+        return ProcessGroupGloo(store, member, size, timeout)
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment(_NCCL_ENVIRONMENT):  # read when a group is made; the trainer's own groups keep torch's ways
+        return ProcessGroupNCCL(store, member, size, options)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class SharedBuffer:
@@ -142,17 +354,26 @@ class SharedBuffer:
     relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """
 
-    def __init__(self, rendezvous: Rendezvous, shard: int, device: torch.device, *, is_relay: bool) -> None:
-        self._store = PrefixStore(f"shard{shard}", rendezvous.store())
-        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        shard: int,
+        device: torch.device,
+        clients: StoreClients | None = None,
+        *,
+        is_relay: bool,
+    ) -> None:
+        """clients: as TransferStore's."""
+        self._store, self._shard = TransferStore(rendezvous, clients), shard
         self._device, self._count, self._path = device, 0, ""
         num_bytes = rendezvous.max_elements * rendezvous.torch_dtype.itemsize
         if is_relay:
             data, handle = self._make(num_bytes)
-            self._store.set("buffer", json.dumps(handle))
+            self._store.set(self._key("buffer"), json.dumps(handle))
         else:
-            self._store.wait(["buffer"], self._timeout)
-            data = self._map(json.loads(self._store.get("buffer")), num_bytes)
+            site = site_of(device)
+            self._store.set(f"site{shard}", f"{site.host}\n{site.gpu}")
+            data = self._map(json.loads(self._store.get(self._key("buffer"))), num_bytes)
         self._buffer = data.view(rendezvous.torch_dtype)
 
     def slot(self, num_elements: int) -> Tensor:
@@ -160,30 +381,34 @@ class SharedBuffer:
         return self._buffer[:num_elements]
 
     def hand_over(self) -> None:
-        """The relay: tell that the slot is filled, and wait until it has been emptied."""
+        """The relay: tell that the slot is filled, and wait until it has been emptied; TransferBroken: it will not be."""
         _finish(self._device)
-        self._store.set(f"full{self._count}", "")
-        self._store.wait([f"empty{self._count}"], self._timeout)
-        self._store.delete_key(f"full{self._count}")
-        self._store.delete_key(f"empty{self._count}")
+        full, empty = self._key(f"full{self._count}"), self._key(f"empty{self._count}")
+        self._store.set(full)
+        self._store.wait_soon(empty)
+        self._store.delete(full)
+        self._store.delete(empty)
         self._count += 1
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
-        """The shard: the next bucket, in the relay's memory, whichever rank it is from."""
-        self._store.wait([f"full{self._count}"], self._timeout)
+        """The shard: the next bucket, in the relay's memory, whichever rank it is from; TransferBroken: none comes."""
+        self._store.wait_soon(self._key(f"full{self._count}"))
         return self._buffer[:num_elements]
 
     def release(self) -> None:
         """The shard: what was received last has been copied to its place."""
         _finish(self._device)
         self._count += 1
-        self._store.set(f"empty{self._count - 1}", "")
+        self._store.set(self._key(f"empty{self._count - 1}"))
 
     def close(self, *, is_broken: bool = False) -> None:
         """Let go of the buffer; the relay's file goes."""
         self._buffer = torch.empty(0)
         if self._path:
             Path(self._path).unlink(missing_ok=True)
+
+    def _key(self, name: str) -> str:
+        return f"shard{self._shard}/{name}"
 
     def _make(self, num_bytes: int) -> tuple[Tensor, list[object]]:
         if self._device.type == "cuda":

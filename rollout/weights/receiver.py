@@ -7,15 +7,20 @@ receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...}
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from marsrl.rollout.weights.bucket_plan import Box, Piece, WeightBucket
-from marsrl.rollout.weights.connections import Connection, GroupConnection, Rendezvous, SharedBuffer, site_of
+from marsrl.rollout.weights.connections import (
+    Connection,
+    GroupConnection,
+    Rendezvous,
+    SharedBuffer,
+)
 from marsrl.rollout.weights.shard_layout import Place, ShardLayout
 
 
@@ -43,7 +48,7 @@ class IncomingBucket:
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """What one engine shard receives, in order, and where from. shapes: of the fused tensors that it is to hold.
+    """What one shard of an engine receives, in order, and where from. shapes: of the fused tensors that it is to hold.
 
     It goes to its engine with every version: some 20,000 blocks of a large model, which are pickled once.
     """
@@ -66,13 +71,11 @@ class ReceivePlan:
 
 
 def receive_plan(
-    rendezvous: Rendezvous, shard: int, layout: ShardLayout, buckets: Sequence[WeightBucket]
+    rendezvous: Rendezvous, shard: int, layout: ShardLayout, buckets: Iterable[WeightBucket]
 ) -> ReceivePlan:
-    """The part of the plan that a shard of this layout has to know."""
+    """What a shard of this layout has to know of the plan. buckets: those that go to it."""
     incoming = [
-        IncomingBucket(bucket.source, tuple(_block(layout, piece) for piece in bucket.pieces))
-        for bucket in buckets
-        if bucket.target == shard
+        IncomingBucket(bucket.source, tuple(_block(layout, piece) for piece in bucket.pieces)) for bucket in buckets
     ]
     return ReceivePlan(rendezvous, shard, tuple(incoming), layout.shapes)
 
@@ -109,14 +112,15 @@ class WeightReceiver:
 
         Raises:
             ValueError: a target is missing or has another shape; nothing was received then.
-            RuntimeError: the trainer did not send in time; the targets are a mix of two versions.
+            TransferBroken: the trainer did not send in time, or has given this engine up; the targets are a mix of two
+                versions.
         """
         for name, shape in plan.shapes.items():
             held = tuple(targets[name].shape) if name in targets else None
             if held is None or held[1:] != tuple(shape[1:]) or held[0] < shape[0]:
                 raise ValueError(f"weight sync: {name} is to be {tuple(shape)}, and the engine holds {held}")
-        connection = self._opened(plan)
         try:
+            connection = self._opened(plan)
             for bucket in plan.buckets:
                 flat = connection.receive(bucket.source, bucket.num_elements)
                 for block, values in _cut(flat, bucket.blocks):
@@ -143,11 +147,13 @@ class WeightReceiver:
 
 
 def open_shard(rendezvous: Rendezvous, shard: int, device: torch.device) -> Connection:
-    """The engine's end of the connection; waits for the trainer's."""
+    """The engine's end of the connection; waits for the trainer's.
+
+    Twice as long as ranks wait for an engine: they may come to this one after they have given up another.
+    """
+    rendezvous = replace(rendezvous, timeout_s=2 * rendezvous.timeout_s)
     if rendezvous.kind == "nccl":
         return GroupConnection(rendezvous, rendezvous.num_ranks + shard, device)
-    site = site_of(device)
-    rendezvous.store().set(f"site{shard}", f"{site.host}\n{site.gpu}")
     return SharedBuffer(rendezvous, shard, device, is_relay=False)
 
 

@@ -106,8 +106,8 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
     """The fused tensors of a shard after it has received its buckets; what was not written is NaN, twice written fails."""
-    plan = receive_plan(SimpleNamespace(session="s"), shard, layout, buckets)  # type: ignore[arg-type]
     queue = deque(b for b in buckets if b.target == shard)
+    plan = receive_plan(SimpleNamespace(session="s"), shard, layout, queue)  # type: ignore[arg-type]
 
     class Connection:
         def receive(self, source, num_elements):  # type: ignore[no-untyped-def]

@@ -17,6 +17,7 @@ from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, te
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
@@ -201,6 +202,10 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         judged(ray.exceptions.RayTaskError("generate", "traceback", full), "generate")
     lost = judged(ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect")
     assert lost.reason == "collect raised ZeroDivisionError: a bad kernel"
+    torn = judged(
+        ray.exceptions.RayTaskError("update_weights", "traceback", EngineLost("no way\nno will")), "update_weights"
+    )
+    assert torn.reason == "no way"
     with pytest.raises(ZeroDivisionError):  # says nothing of the engine: would be the same in a new one
         judged(ray.exceptions.RayTaskError("update_weights", "traceback", ZeroDivisionError("x")), "update_weights")
     with pytest.raises(ValueError, match="traceback"):

@@ -1,4 +1,5 @@
-"""A real run with an engine in a Ray actor: the engine is killed in the middle of a stage, later Ray's head (about 40 s).
+"""A real run with an engine in a Ray actor: the engine is killed with a bucket of weights before it, by nccl's twin and by
+ipc's, then in the middle of a stage, later Ray's head (about 50 s).
 
 Weights come from the trainer's memory (sync.backend=auto with its CPU twin): no file has them for a new engine. How one gets them
 from files: tests/engines/test_lost_actors.py.
@@ -6,6 +7,7 @@ from files: tests/engines/test_lost_actors.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.trainer import build
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
@@ -28,11 +32,49 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.failure import failure_message
 from marsrl.trainer.runs.manifest import damage
+from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
 from marsrl.trainer.weights.files import parent_of
 
 
+def kill(name: str) -> None:
+    """SIGKILL for our children of this name."""
+    for child in psutil.Process().children(recursive=True):
+        if child.name().startswith(name):
+            child.kill()
+
+
+def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[type, int]]:
+    """The engine dies when its third bucket of versions 1 and 2 is about to go, of which the second travels by ipc; (class of the
+    channel, restarts so far) after each publish."""
+    assert run.driver is not None
+    pool, publish, given = run.driver.team.pools["main"], run.publish, run.channels["main"]
+    assert isinstance(given, NcclChannel)
+    nccl, ipc = (kind(given._engines, torch.float32, bucket_bytes=1 << 14) for kind in (NcclChannel, IpcChannel))
+    found: list[tuple[type, int]] = []
+
+    def published(policy: str) -> None:
+        channel = run.channels[policy] = ipc if run.versions[policy] == 1 else nccl  # type: ignore[index]
+        numbers = itertools.count(1)
+        with monkeypatch.context() as patch:
+            for kind, method in ((GroupConnection, "send"), (SharedBuffer, "hand_over")):
+                move = getattr(kind, method)
+
+                def struck(self: object, *args: object, move: Callable[..., None] = move) -> None:
+                    if next(numbers) == 3 and run.versions[policy] <= 2:
+                        kill("ray::Engine")
+                    move(self, *args)
+
+                patch.setattr(kind, method, struck)
+            publish(policy)
+        assert next(numbers) > 3  # buckets
+        found.append((type(channel), pool.num_restarts))
+
+    monkeypatch.setattr(run, "publish", published)
+    return found
+
+
 def kill_once(run: Run, step: int, name: str) -> threading.Thread:
-    """SIGKILL for our children of this name when the step's stage is decoding."""
+    """The same when the step's stage is decoding."""
     assert run.driver is not None
     pool = run.driver.team.pools["main"]
 
@@ -44,9 +86,7 @@ def kill_once(run: Run, step: int, name: str) -> threading.Thread:
         wait(lambda: run.step >= step)
         before = sum(pool.num_decoded())
         wait(lambda: sum(pool.num_decoded()) > before + 50)
-        for child in psutil.Process().children(recursive=True):
-            if child.name().startswith(name):
-                child.kill()
+        kill(name)
 
     thread = threading.Thread(target=strike, daemon=True)
     thread.start()
@@ -54,7 +94,7 @@ def kill_once(run: Run, step: int, name: str) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) -> None:
+def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = init_model("tiny", "bytes", tmp_path / "model")
@@ -70,6 +110,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     directory = RunDirectory.create(tmp_path / "runs", "lost", "math_default")
     named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended with SIGKILL")
     with named as failure, build.open_run(checked, directory) as run:
+        published = kill_in_publishes(run, monkeypatch)
         strikes = [kill_once(run, 3, "ray::Engine"), kill_once(run, 5, "gcs_server")]
         train(run)
     for strike in strikes:
@@ -78,8 +119,9 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path) ->
     rows = {row.step: row.values for row in read_metrics(directory.metrics)}
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4
-    (struck,) = (step for step, row in rows.items() if row["rollout/engine_restarts"])
-    assert struck >= 3
+    assert published[:3] == [(NcclChannel, 1), (IpcChannel, 2), (NcclChannel, 3)]
+    (struck,) = (step for step, row in rows.items() if row["rollout/resubmitted"])
+    assert struck >= 3 and sum(row["rollout/engine_restarts"] for row in rows.values()) == 3
     assert all(row["sync/direct"] == 1 for row in rows.values())
     assert 0 < rows[struck]["rollout/resubmitted"] <= 8 and rows[struck]["rollout/failed_requests"] == 0
     samples = [r for path in sample_files(directory).values() for r in read_samples(path)]

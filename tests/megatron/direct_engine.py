@@ -1,13 +1,23 @@
-"""An engine's process of direct_worker: python direct_engine.py DESCRIPTOR (of its socket). No megatron here."""
+"""The engines' processes of direct_worker: python direct_engine.py DESCRIPTOR. No megatron here.
+
+Each is forked when it is asked for at that socket, from a process that has imported everything and computed nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import os
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,11 +26,19 @@ from foreign_bytes import counted, peak
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.weights import receiver
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.receiver import WeightReceiver
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
+_STRIKE: list[tuple[str, int]] = []  # where the next update ends this process, and by what signal
+
+
+def strike_at(place: str) -> None:
+    """End, or stop, this process where it was told to."""
+    if _STRIKE and _STRIKE[0][0] == place:
+        os.kill(os.getpid(), _STRIKE.pop()[1])
 
 
 class Halves:
@@ -51,13 +69,27 @@ class Halves:
 
 
 class SpoilingEngine(LocalEngine):
-    """Changes one bit of what `spoil` named, once it is there."""
+    """Changes one bit of what `spoil` named, once it is there. Ends in an update where `strike` said: before it takes
+    part, with a bucket in its hands, when it holds everything, or when it is to score."""
+
+    def score(self, sequences: Sequence[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+        strike_at("score")
+        return super().score(sequences, temperature)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         receive = self._receiver.receive
 
         def spoiled(plan: Any, targets: Any) -> None:
-            receive(plan, targets)
+            strike_at("before")
+            numbers, cut = itertools.count(1), receiver._cut
+
+            def struck_cut(flat: Any, blocks: Any) -> Any:
+                strike_at(f"bucket {next(numbers)}")
+                return cut(flat, blocks)
+
+            with patch.object(receiver, "_cut", struck_cut):
+                receive(plan, targets)
+            strike_at("after")
             while _SPOILED:
                 targets[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
@@ -94,6 +126,10 @@ def serve(connection: Connection) -> None:
                     tensor.fill_(7)
             elif method == "spoil":
                 _SPOILED.append(args[0])
+            elif method == "strike":
+                _STRIKE.append(args)
+            elif method == "version":
+                value = engine._version
             elif method == "peak":
                 value = peak()
             else:
@@ -103,7 +139,24 @@ def serve(connection: Connection) -> None:
         connection.send(Timed(value, start, max(start, time.time())))
 
 
+def nursery(control: Connection) -> None:
+    """Forks an engine's process for every socket that comes, and tells its number, until nobody can ask any more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        try:
+            descriptor = recv_handle(control)
+        except (EOFError, OSError):
+            return
+        if not (child := os.fork()):
+            control.close()
+            with contextlib.suppress(EOFError):  # rank 0 has ended
+                serve(Connection(descriptor))
+            os._exit(0)
+        os.close(descriptor)
+        control.send(child)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with counted():
-        serve(Connection(int(sys.argv[1])))
+        nursery(Connection(int(sys.argv[1])))

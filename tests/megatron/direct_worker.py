@@ -1,26 +1,32 @@
 """A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_channel.
 
 They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
-what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one.
+what the engines hold afterwards. Engines forget what they hold between two publishes. In the first case engines are lost in
+the middle of publishes, too. A last publish is spoiled at one.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from foreign_bytes import counted, peak
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss
 from marsrl.rollout.weights.receiver import ReceivePlan
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
@@ -30,59 +36,109 @@ from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.direct_channel import DirectChannel, IpcChannel, NcclChannel
 from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.standby import Standby
 
 BUCKET = 4096  # bytes: most tensors take several
 
 
 class Processes:
-    """Engines in the other processes, as the pool wants them (pool.Replicas, as far as a sync needs it)."""
+    """Engines in the other processes, as the pool wants them (pool.Replicas, as far as a sync needs it).
 
-    def __init__(self, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
-        self.connections, self._processes = connections, processes
+    One that has ended, or was stopped, is lost: as an actor of Ray that has died, or is silent. restarts: who was made anew.
+    """
 
-    @classmethod
-    def start(cls, num: int) -> Processes:
-        """Engines that end when this process does, or lets go of its connections."""
-        connections, processes = [], []
+    can_restart = True
+
+    def __init__(self, num: int) -> None:
+        """They end when this process does, or lets go of its connections."""
+        self._control, theirs = socket.socketpair()
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).parent / "direct_engine.py"),
+            str(theirs.fileno()),
+        ]
+        self._nursery = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._born = Connection(self._control.fileno())
+        self.connections: list[Connection] = []
+        self.processes: list[psutil.Process] = []
+        self.restarts: list[int] = []
+        self._local: tuple[str, str] = ("", "")
         for _ in range(num):
-            mine, theirs = socket.socketpair()
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                str(Path(__file__).parent / "direct_engine.py"),
-                str(theirs.fileno()),
-            ]
-            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
-            theirs.close()
-            connections.append(Connection(mine.detach()))
-        return cls(connections, processes)
+            connection, process = self._new()
+            self.connections.append(connection)
+            self.processes.append(process)
+
+    def _new(self) -> tuple[Connection, psutil.Process]:
+        mine, theirs = socket.socketpair()
+        send_handle(self._born, theirs.fileno(), self._nursery.pid)
+        theirs.close()
+        return Connection(mine.detach()), psutil.Process(self._born.recv())
 
     def end(self) -> None:
-        for connection, process in zip(self.connections, self._processes, strict=True):
+        for connection in self.connections:
             connection.send(("end", ()))
-            process.wait()
+        self._control.shutdown(socket.SHUT_RDWR)
+        self._nursery.wait()
 
     def __len__(self) -> int:
         return len(self.connections)
 
-    def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Timed]:
+    def call(self, method: str, arguments: Mapping[int, Any], on_lost: OnLost = ignore_loss) -> dict[int, Timed | Lost]:
         for engine, args in arguments.items():
             self.connections[engine].send((method, args))
-        answers = {engine: self.connections[engine].recv() for engine in arguments}
-        for answer in answers.values():
-            if isinstance(answer.value, Exception):
-                raise answer.value
+        answers: dict[int, Timed | Lost] = {}
+        while pending := {self.connections[engine]: engine for engine in arguments if engine not in answers}:
+            came = [pending[each] for each in wait(list(pending), timeout=0.05)]  # type: ignore[index]
+            for engine in came or pending.values():
+                if (answer := self._answer(engine, has_come=bool(came))) is not None:
+                    answers[engine] = answer
+                    if isinstance(answer, Lost):
+                        on_lost(engine, answer.reason)
         return answers
 
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed:
-        self.connections[replica].send((method, arguments))
-        answer = self.connections[replica].recv()
-        assert not isinstance(answer.value, Exception), answer.value
+    def _answer(self, engine: int, has_come: bool) -> Timed | Lost | None:
+        if not has_come:
+            is_stopped = self.processes[engine].status() == psutil.STATUS_STOPPED
+            return Lost("its process says nothing") if is_stopped else None
+        try:
+            answer = self.connections[engine].recv()
+        except (EOFError, ConnectionResetError):
+            return Lost("its process has died")
+        if isinstance(answer.value, EngineLost):
+            return Lost(str(answer.value))
+        if isinstance(answer.value, Exception):
+            raise answer.value
         return answer  # type: ignore[no-any-return]
 
+    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        return self.call(method, {replica: arguments})[replica]
+
+    def stop(self, replica: int) -> None:
+        if self.processes[replica].is_running():
+            self.processes[replica].kill()
+
+    def has_place(self, within_s: float) -> bool:
+        return True
+
+    def restart(self, replica: int) -> Lost | None:
+        self.restarts.append(replica)
+        self.connections[replica], self.processes[replica] = self._new()
+        self.call("local", {replica: self._local})
+        return None
+
     def ask(self, method: str, *args: Any) -> list[Any]:
-        return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]
+        if method == "local":
+            self._local = args  # type: ignore[assignment]
+        return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]  # type: ignore[union-attr]
+
+    def tell(self, engine: int, method: str, *args: Any) -> Any:
+        """What one engine says."""
+        answer = self.call_one(engine, method, args)
+        assert isinstance(answer, Timed), answer
+        return answer.value
 
 
 def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
@@ -102,7 +158,7 @@ def channels_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightC
     }
 
 
-def publishes(learner: Learner, model: str, dtype: str, engines: Processes | None) -> dict[str, Any]:
+def publishes(learner: Learner, model: str, dtype: str, engines: Processes | None, with_losses: bool) -> dict[str, Any]:
     """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
     found: dict[str, Any] = {}
     checked = None
@@ -131,13 +187,14 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
             assert isinstance(channel, DirectChannel)
             found.setdefault(kind, {})["plans"] = len({id(plan) for plan in [*plans, *channel._receive_plans()]})
             found[kind]["again"] = sent_again(channel, learner, checked, engines)
+            if with_losses:
+                found[kind]["losses"] = publishes_with_losses(channel, kind, learner, checked, engines)
             name = ""
             if engines:
                 name = sorted(found[kind]["held"][0])[-2]
-                engines.connections[1].send(("spoil", (name,)))
-                engines.connections[1].recv()
+                engines.tell(1, "spoil", name)
             try:
-                channel.publish(learner, 3)
+                channel.publish(learner, 9)
             except RuntimeError as error:  # on rank 0
                 found[kind]["spoiled"] = [name, str(error)]
         channel.close()
@@ -153,14 +210,55 @@ def sent_again(
         channel.send_again(learner, 2, None)
         channel.publish(learner, 2)
         return []
-    engines.connections[1].send(("forget", ()))
-    engines.connections[1].recv()
+    engines.tell(1, "forget")
     channel.send_again(learner, 2, 1)
     alone = engines.ask("held")
     checked.pool.generation += 1  # for all that the channel knows it is another process
     engines.ask("forget")
     channel.publish(learner, 2)
     return [alone, engines.ask("held")]
+
+
+LOSSES: dict[str, dict[str, list[tuple[int, str, int]]]] = {
+    "nccl": {
+        "killed in the middle": [(1, "bucket 5", signal.SIGKILL)],
+        "silent in the middle": [(0, "bucket 2", signal.SIGSTOP)],
+        "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
+        "killed while it is compared": [(1, "score", signal.SIGKILL)],
+    },
+    "ipc": {
+        "killed in the middle": [(0, "bucket 5", signal.SIGKILL)],
+        "silent in the middle": [(1, "bucket 2", signal.SIGSTOP)],
+        "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
+        "killed while it is compared": [(1, "score", signal.SIGKILL)],
+    },
+}
+"""By kind of channel: what befalls engines in one publish: (engine, where, signal)."""
+
+
+def publishes_with_losses(
+    channel: WeightChannel, kind: str, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
+) -> dict[str, Any]:
+    """What the engines hold after each loss, their versions, who was made anew, and the same after a quiet publish."""
+    found: dict[str, Any] = {}
+    versions = {"main": 2}
+    standby = Standby({"main": channel}, {"main": learner}, versions, {"main": checked.pool} if checked else None)
+    for name, strikes in {**LOSSES[kind], "quiet": []}.items():
+        versions["main"] += 1
+        if engines:
+            engines.ask("forget")
+            for engine, where, number in strikes:
+                engines.tell(engine, "strike", where, number)
+            engines.restarts.clear()
+        report = channel.publish(learner, versions["main"], standing_by=standby.during)
+        if engines and report:
+            found[name] = {
+                "held": engines.ask("held"),
+                "versions": [version - versions["main"] for version in engines.ask("version")],
+                "restarts": sorted(engines.restarts),
+                "compared": report.comparison and report.comparison.num_tokens,
+            }
+    return found
 
 
 def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
@@ -179,8 +277,7 @@ def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path)
             name = f"{kind.__name__}_{experts}"
             if engines:
                 engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
-                engines.connections[1].send(("spoil", ("lm_head.weight",)))
-                engines.connections[1].recv()
+                engines.tell(1, "spoil", "lm_head.weight")
             try:
                 channel.publish(learner, 2)
             except RuntimeError as error:  # on rank 0
@@ -197,8 +294,8 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
         for name, (model, layout, dtype, engine_dtype) in cases.items():
             learner = new_learner(model, layout, dtype)
             if engines is None and dist.get_rank() == 0:
-                engines = Processes.start(2)
-            found[name] = publishes(learner, model, engine_dtype, engines)
+                engines = Processes(2)
+            found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
             if name.endswith("halves"):
                 found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
             parallel.stop(keep_world=True)

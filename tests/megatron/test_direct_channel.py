@@ -8,7 +8,7 @@ from typing import Any
 import direct_worker
 import pytest
 import torch
-from direct_worker import BUCKET
+from direct_worker import BUCKET, LOSSES
 from megatron_models import save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
@@ -58,6 +58,18 @@ def test_an_engine_that_was_lost_gets_the_weights_alone_and_takes_part_in_the_ne
     assert found[kind]["again"] == [found["shm"]["held"]] * 2
 
 
+@pytest.mark.parametrize("loss", [*LOSSES["nccl"], "quiet"])
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_an_engine_that_is_lost_in_a_publish_is_replaced_and_all_hold_the_version(
+    done: tuple[Path, dict[str, Any]], kind: str, loss: str
+) -> None:
+    of_case = done[1]["tp2_ep2_halves"]
+    after = of_case[kind]["losses"][loss]
+    assert after["held"] == of_case["shm"]["held"] and after["versions"] == [0, 0]
+    assert after["restarts"] == sorted(engine for engine, *_ in LOSSES[kind].get(loss, []))  # nobody else, and once
+    assert after["compared"] == 16 * 40
+
+
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def test_plans_are_made_at_the_first_publish(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["plans"] == 2  # one an engine, after two publishes
@@ -66,7 +78,7 @@ def test_plans_are_made_at_the_first_publish(found: dict[str, Any], kind: str) -
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
     name, error = found[kind]["spoiled"]
-    assert "version 3: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
+    assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
 
 
 def test_no_process_holds_more_than_a_bucket_of_what_others_sent(found: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ class MortalReplicas(LocalReplicas):
 
     deadly(request): the engine that gets this request dies once it has decoded something.
     dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
+    dies_in_update: at the next one. cannot_receive: whatever process serves, weights never get there.
     places: for replicas that are made, which several may share; None: always one.
     """
 
@@ -55,6 +56,8 @@ class MortalReplicas(LocalReplicas):
         self.dead: set[int] = set()
         self.hung: set[int] = set()
         self.doomed: set[int] = set()  # dead after their next step
+        self.dies_in_update: set[int] = set()
+        self.cannot_receive: set[int] = set()
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False
@@ -64,6 +67,11 @@ class MortalReplicas(LocalReplicas):
         return EnginePool(self, deadline_s=10.0, clock=lambda: self.now, **options)
 
     def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+        if method == "update_weights":
+            if replica in self.cannot_receive:
+                return Lost("no way")
+            self.dead |= self.dies_in_update & {replica}
+            self.dies_in_update.discard(replica)
         return self._lost(replica) or super().call_one(replica, method, arguments)
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

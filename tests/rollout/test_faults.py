@@ -235,10 +235,18 @@ def test_other_weights_in_a_restarted_engine_end_the_run(monkeypatch: pytest.Mon
 def test_weights_that_nobody_has_cannot_be_given_to_a_new_engine() -> None:
     replicas = MortalReplicas(1)
     pool = replicas.pool()
-    pool.update_weights(WeightUpdate("", 4))
+    publish_from_memory(pool, 4)
     replicas.dead.add(0)
     with pytest.raises(RuntimeError, match=r"no file has the weights of version 4 .* no trainer is here to send them"):
         served(pool, asks(1), "submit", version=4)
+
+
+def publish_from_memory(pool: EnginePool, version: int) -> None:
+    """As a channel does, where the trainer's ranks send weights without a file."""
+    pool.stand_by()
+    answers = pool.receive_weights({replica: WeightUpdate("", version) for replica in pool.engines})
+    pool.note_weights(version, [{"name": 0}])
+    pool.replace({replica: answer.reason for replica, answer in answers.items() if isinstance(answer, Lost)})
 
 
 class Trainer:
@@ -250,14 +258,14 @@ class Trainer:
 
     def feed(self, replica: int) -> Timed | Lost | None:
         self.asked.append(replica)
-        return self.pool.hand(replica, WeightUpdate("", 4)) if self.can else None
+        return self.pool.receive_weights({replica: WeightUpdate("", 4)})[replica] if self.can else None
 
 
 def test_an_engine_that_is_lost_while_weights_are_proven_gets_them_from_the_trainer_later() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     trainer = Trainer(pool)
-    pool.update_weights(WeightUpdate("", 4))
+    publish_from_memory(pool, 4)
     trainer.can = False  # in the middle of a publish
     replicas.dead.add(0)
     assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1 and replicas.restarts == [0]
@@ -271,7 +279,7 @@ def test_weights_of_no_file_come_from_the_trainer_again(how: str) -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     trainer = Trainer(pool)
-    pool.update_weights(WeightUpdate("", 4))
+    publish_from_memory(pool, 4)
     replicas.dead.add(1)
     results = served(pool, asks(8), how, version=4)
     assert all(map(is_whole, results)) and trainer.asked == [1]
@@ -282,7 +290,7 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     replicas = MortalReplicas(2)
     pool = replicas.pool(slots=2)
     trainer = Trainer(pool)
-    pool.update_weights(WeightUpdate("", 4))
+    publish_from_memory(pool, 4)
     trainer.can = False
     replicas.dead.add(1)
     assert all(map(is_whole, served(pool, asks(8), "submit", version=4)))  # the other one has them all
@@ -311,16 +319,36 @@ def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     trainer = Trainer(pool)
-    pool.update_weights(WeightUpdate("", 4))
+    publish_from_memory(pool, 4)
     trainer.can = False
     replicas.dead.add(0)
     pool.stand_by()
     assert not trainer.asked and replicas.restarts == [0]
-    pool.update_weights(WeightUpdate("", 5))
+    publish_from_memory(pool, 5)
     assert [result.version for result in served(pool, asks(4), "submit", version=5)] == [5] * 4
-    replicas.dead.add(1)  # in the middle of it no side can go on
-    with pytest.raises(RuntimeError, match=r"engine 1 was lost while the trainer's ranks sent it weights"):
-        pool.update_weights(WeightUpdate("", 6))
+
+
+@pytest.mark.parametrize("lost", [{1}, {0, 1}], ids=["one of two", "all"])
+def test_an_engine_that_is_lost_while_the_trainer_s_ranks_send_weights_gets_them_alone(lost: set[int]) -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    trainer = Trainer(pool)
+    publish_from_memory(pool, 3)
+    replicas.dies_in_update |= lost
+    publish_from_memory(pool, 4)
+    assert trainer.asked == sorted(lost) == replicas.restarts and pool.take_faults().engine_restarts == len(lost)
+    results = served(pool, asks(8), "submit", version=4)
+    assert all(map(is_whole, results)) and {result.version for result in results} == {4}
+
+
+def test_an_engine_that_no_weights_reach_is_tried_as_often_as_allowed() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(most_restarts=3)
+    trainer = Trainer(pool)
+    replicas.cannot_receive.add(1)
+    with pytest.raises(RuntimeError, match=r"engine 1 is lost \(no way\), .* restarted 3 times .*max_engine_restarts"):
+        publish_from_memory(pool, 4)
+    assert trainer.asked == [1] * 3
 
 
 @pytest.mark.parametrize("how", ["generate", "submit"])

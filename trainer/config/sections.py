@@ -148,7 +148,10 @@ class SyncConfig(Settings):
         "default: found by the way to the Ray cluster, MASTER_ADDR or the default route",
     )
     timeout_s: float = Field(
-        600.0, gt=0, le=LONGEST_S, description="nccl, ipc: a side that does not answer for so long is an error"
+        600.0,
+        gt=0,
+        le=LONGEST_S,
+        description="nccl, ipc: an engine that takes nothing for so long while it is sent weights is lost",
     )
     directory: str | None = Field(
         None,

@@ -4,7 +4,9 @@
         trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
         _prepare                        what can be done while the engines still decode
         _deliver                        the engines are at rest and take the weights
-        CheckedEngines.check, compare   checksums of every tensor agree, then log-probs do             (checked_engines.py)
+        CheckedEngines.check            checksums of every tensor agree                                (checked_engines.py)
+        EnginePool.replace              engines that were lost meanwhile: the new ones get the weights      (standby.py)
+        CheckedEngines.compare          log-probs agree
         _settle                         the version is proven: what was kept for its sake may go
 
 The path of one tensor:
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -33,11 +35,14 @@ import torch
 from marsrl.rollout.pool.recovery import Lost
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.runs.collective import barrier
+from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered
-from marsrl.trainer.weights.comparison import ComparisonReport, trainer_scores
+from marsrl.trainer.weights.comparison import ComparisonReport, TrainerScores, trainer_scores
 
 _T = TypeVar("_T")
+
+StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
+"""Does rank 0's work, and on the other ranks what rank 0 asks of them meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class SyncReport:
     comparison: None where it was not due (sync.verify_every).
     seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
-        and the checksums of what was sent, side by side), engine_checksum, probe.
+        and the checksums of what was sent, side by side), engine_checksum, replace (engines that were lost), probe.
     """
 
     version: int
@@ -103,11 +108,14 @@ class WeightChannel(ABC):
         learner: Learner,
         version: int,
         engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
+        standing_by: StandingBy | None = None,
     ) -> SyncReport | None:
         """Give every engine the learner's weights as `version` and verify what arrived. Collective; None but on rank 0.
 
         engines_at_rest: rank 0's; in its body, which begins when the engines can take the weights, they decode nothing; it
             ends when the new weights are proven.
+        standing_by: how rank 0 works while the others send weights to whom it names (Standby.during): to engines that take
+            the place of lost ones. None: they do not.
 
         Raises:
             RuntimeError: the weights did not arrive, an engine holds other numbers than were sent (the tensors are
@@ -120,17 +128,26 @@ class WeightChannel(ABC):
         with engines_at_rest:
             barrier()  # they are, which may have taken rank 0 a while
             delivered = self._deliver(learner, version, clock)
-            if self._engines is None or delivered is None:
-                return None
-            clock.move("load", "engine_checksum", max(receipt.checksum_seconds for receipt in delivered.receipts))
-            self._engines.check(delivered, version)
-            found: ComparisonReport | None = None
-            if scores is not None:
-                with clock.of("probe"):
-                    found = self._engines.compare(scores, version)
-        self._settle()
-        num_tensors = len(delivered.expected[0][0])
-        seconds = clock.total
+            report = (standing_by or _alone)(lambda: self._proven(delivered, scores, version, clock))
+        if report is not None:
+            self._settle()
+        return report
+
+    def _proven(
+        self, delivered: Delivered | None, scores: TrainerScores | None, version: int, clock: Clock
+    ) -> SyncReport:
+        """Rank 0's: every engine that serves holds what was sent, those too that were replaced, and computes what it should."""
+        assert self._engines is not None and delivered is not None, "of rank 0"
+        slowest_s = max((receipt.checksum_seconds for receipt in delivered.receipts.values()), default=0.0)
+        clock.move("load", "engine_checksum", slowest_s)
+        self._engines.check(delivered, version)
+        with clock.of("replace") if delivered.lost else nullcontext():
+            self._engines.pool.replace(delivered.lost)
+        found: ComparisonReport | None = None
+        if scores is not None:
+            with clock.of("probe"):
+                found = self._engines.compare(scores, version)
+        num_tensors, seconds = len(delivered.expected[0]), clock.total
         return SyncReport(version, seconds, delivered.num_bytes, num_tensors, found, clock.seconds_of, self.is_direct)
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
@@ -150,6 +167,10 @@ class WeightChannel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove files, leave connections; may be called twice."""
+
+
+def _alone(work: Callable[[], SyncReport]) -> SyncReport | None:
+    return work() if rank() == 0 else None
 
 
 class Clock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
@@ -18,12 +18,13 @@ from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """expected: of each engine, of each of its shards {fused tensor: checksum}; receipts: what each engine reports;
-    num_bytes: of the model."""
+    """expected: of each shard of an engine {fused tensor: checksum}; receipts: what each engine reports, by its number;
+    num_bytes: of the model; lost: engines that were lost on the way and are still to be replaced, and why."""
 
-    expected: Sequence[Sequence[Mapping[str, int]]]
-    receipts: Sequence[WeightReceipt]
+    expected: Sequence[Mapping[str, int]]
+    receipts: Mapping[int, WeightReceipt]
     num_bytes: int
+    lost: Mapping[int, str] = field(default_factory=dict)
 
 
 class CheckedEngines:
@@ -55,9 +56,8 @@ class CheckedEngines:
 
     def check(self, delivered: Delivered, version: int) -> None:
         """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names."""
-        answers = zip(self.pool.engines, delivered.expected, delivered.receipts, strict=True)
-        for engine, expected, receipt in answers:
-            _compare(expected, receipt, version, engine)
+        for engine, receipt in delivered.receipts.items():
+            _compare(delivered.expected, receipt, version, engine)
 
     def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
         """How far the engines' log-probs are from the trainer's; RuntimeError where that is too far (comparison.py)."""

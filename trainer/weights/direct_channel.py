@@ -6,6 +6,10 @@
 No rank gathers anything: a rank packs what it holds, one bucket at a time. With CUDA IPC the rank on an engine's GPU (its
 relay) also takes the others' buckets for that engine, one at a time, into the buffer that both map. What an engine must
 hold in the end is known without putting it together: each rank adds up its parts' share of every checksum.
+
+An engine that is lost on the way gets nothing more, from any rank, and the others get all of theirs. The one that takes its
+place gets the weights from all ranks alone (send_again), while they stand by (standby.py). Ranks never take back what they
+send to each other: a relay takes buckets for a lost engine, too, and drops them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import itertools
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -25,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.recovery import Lost
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.state import decode, encode
@@ -37,6 +43,9 @@ from marsrl.rollout.weights.connections import (
     Rendezvous,
     SharedBuffer,
     Site,
+    StoreClients,
+    TransferBroken,
+    TransferStore,
     relay_ranks,
     site_of,
 )
@@ -57,17 +66,17 @@ _S = TypeVar("_S")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What rank 0 tells the others once. shards: of all engines, one engine after the other."""
+    """What rank 0 tells the others once. engines: where each is met; shards: of all of them, one engine after the other."""
 
-    rendezvous: Rendezvous
+    engines: tuple[Rendezvous, ...]
     shards: tuple[EngineShard, ...]
 
 
 class DirectChannel(WeightChannel):
     """What nccl and ipc have in common: the plan, made at the first publish; packing; checksums of what was sent.
 
-    An engine that fails half-way holds a mix of versions, and serves nothing. When one was lost since the last publish and
-    replaced, everybody connects anew.
+    An engine that fails half-way holds a mix of versions, and serves nothing: it is lost. When one was lost since the last
+    publish began, everybody connects anew.
     """
 
     is_direct = True
@@ -84,13 +93,16 @@ class DirectChannel(WeightChannel):
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
     ) -> None:
-        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: what nobody answers for so long is an error."""
+        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: who does not answer for so long is given up."""
         super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
         self._bucket_bytes, self._timeout_s, self._host = bucket_bytes, timeout_s, host
         self._server: dist.TCPStore | None = None
-        self._connections: list[Connection] = []
+        self._clients: StoreClients | None = None
+        self._connections: dict[int, Connection] = {}
         self._agreement: Agreement | None = None
         self._generation = 0  # of the engines, when that was made
+        self._homes: list[tuple[int, int]] = []  # of each shard: its engine, and which of that engine's it is
+        self._lost: set[int] = set()  # engines of the agreement that this rank sends nothing more
         self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
@@ -98,10 +110,10 @@ class DirectChannel(WeightChannel):
         self._buffer: Tensor | None = None
 
     def _deliver(self, learner: Learner, version: int, clock: Clock) -> Delivered | None:
-        """The engines receive while the ranks send.
+        """The engines receive while the ranks send. One that is lost meanwhile is left out.
 
         Raises:
-            RuntimeError: one side failed, or an engine shard or a rank did not answer within timeout_s.
+            RuntimeError: a rank failed.
             ValueError: the ranks' shards do not cover what an engine needs, or a bucket is smaller than a row.
         """
         with clock.of("load"):
@@ -112,14 +124,16 @@ class DirectChannel(WeightChannel):
                 return None
             pool = self._engines.pool
             pool.stand_by()
-            shards = self._engines.shards
             if pool.generation != self._generation:
                 self._generation, self._agreement = pool.generation, None
-            self._agree(held, [shard for of_engine in shards for shard in of_engine])
-            updates = [WeightUpdate("", version, plans) for plans in _by_engine(self._receive_plans(), shards)]
-            receipts, expected = _side_by_side(lambda: pool.update_weights(updates), lambda: self._send(held))
+            self._agree(held, self._engines.shards)
+            answers, expected = self._sent(held, pool, pool.engines, version)
+        receipts = {engine: answer.value for engine, answer in answers.items() if isinstance(answer, Timed)}
+        lost = {engine: answer.reason for engine, answer in answers.items() if isinstance(answer, Lost)}
+        num_shards = len(self._engines.shards_of_each)
+        pool.note_weights(version, expected[:num_shards])
         num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
-        return Delivered(_by_engine(expected, shards), receipts, num_elements * self._dtype.itemsize)
+        return Delivered(expected[:num_shards], receipts, num_elements * self._dtype.itemsize, lost)
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the present weights to one engine that was lost and replaced; what it answers. Collective; None but on rank 0.
@@ -135,19 +149,33 @@ class DirectChannel(WeightChannel):
                 again._agree(held)
                 again._send(held)
                 return None
-            pool = self._engines.pool
-            again._agree(held, self._engines.shards_of_each)
-            update = WeightUpdate("", version, tuple(again._receive_plans()))
-            return _side_by_side(lambda: _survived(pool.hand(engine, update)), lambda: again._send(held))[0]
+            again._agree(held, [self._engines.shards_of_each])
+            return again._sent(held, self._engines.pool, [engine], version)[0][engine]
         finally:
             again.close()
 
+    def _sent(
+        self, held: Converter, pool: EnginePool, engines: Sequence[int], version: int
+    ) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
+        """Rank 0's part of a transfer to these engines, those of the agreement: (what each answers, checksums of each shard)."""
+        plans = iter(self._receive_plans())
+        rendezvous_of = dict(zip(engines, self._rendezvous, strict=True))
+        updates = {
+            engine: WeightUpdate("", version, tuple(itertools.islice(plans, each.num_shards)))
+            for engine, each in rendezvous_of.items()
+        }
+
+        def give_up(engine: int, reason: str) -> None:
+            TransferStore(rendezvous_of[engine], self._clients).give_up(reason)
+
+        return _side_by_side(lambda: pool.receive_weights(updates, give_up), lambda: self._send(held))
+
     def close(self, *, is_broken: bool = False) -> None:
         """Leave the connections; may be called twice. is_broken: end what is under way first."""
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close(is_broken=is_broken)
         self._connections.clear()
-        self._server, self._buffer = None, None
+        self._server, self._clients, self._buffer = None, None, None
 
     @abstractmethod
     def _connect(self, device: torch.device) -> None:
@@ -158,48 +186,74 @@ class DirectChannel(WeightChannel):
         """This rank's part in getting a bucket to its engine shard."""
 
     @property
-    def _rendezvous(self) -> Rendezvous:
+    def _rendezvous(self) -> tuple[Rendezvous, ...]:
+        """Of each engine."""
         assert self._agreement is not None, "_agree comes first"
-        return self._agreement.rendezvous
+        return self._agreement.engines
 
-    def _agree(self, held: Converter, shards: Sequence[EngineShard] = ()) -> None:
-        """Make the same plan on all ranks where rank 0 has none; it knows the engines' shards. Collective."""
+    @contextlib.contextmanager
+    def _unless_lost(self, engine: int) -> Iterator[None]:
+        """The body ends where the transfer to this engine breaks: it gets nothing more."""
+        try:
+            yield
+        except TransferBroken:  # rank 0 hears of it from the engine's pool
+            self._lost.add(engine)
+
+    def _agree(self, held: Converter, shards: Sequence[Sequence[EngineShard]] = ()) -> None:
+        """Make the same plan on all ranks where rank 0 has none; it knows the shards of each engine. Collective."""
         told = None
         if rank() == 0:
             if self._agreement is None:
                 self.close(is_broken=True)
-            told = self._agreement or Agreement(self._new_rendezvous(len(shards)), tuple(shards))
+            told = self._agreement or Agreement(self._new_rendezvous(shards), tuple(itertools.chain(*shards)))
         agreement = decode(Agreement, broadcast_bytes(encode(told) if told is not None else None))
         if agreement == self._agreement:
             return
         if rank() != 0:
             self.close(is_broken=True)
-        self._agreement, self._plans = agreement, []
+        self._agreement, self._plans, self._lost = agreement, [], set()
+        self._clients = StoreClients(agreement.engines[0], self._server)
+        self._homes = [(n, shard) for n, each in enumerate(agreement.engines) for shard in range(each.num_shards)]
         layout_of = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(agreement.shards)}
         self._layouts = [layout_of[shard] for shard in agreement.shards]
         self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
-        self._buckets = plan_buckets(self._pieces, self._rendezvous.num_ranks, self._rendezvous.max_elements)
+        self._buckets = plan_buckets(self._pieces, world_size(), self._max_elements)
 
-    def _new_rendezvous(self, num_shards: int) -> Rendezvous:
+    @property
+    def _max_elements(self) -> int:
+        """Of a bucket."""
+        return max(1, self._bucket_bytes // self._dtype.itemsize)
+
+    def _new_rendezvous(self, shards: Sequence[Sequence[EngineShard]]) -> tuple[Rendezvous, ...]:
         timeout = timedelta(seconds=self._timeout_s)
         self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        return Rendezvous(
-            secrets.token_hex(8), self._host, self._server.port, self._kind, world_size(), num_shards,
-            str(self._dtype).removeprefix("torch."), max(1, self._bucket_bytes // self._dtype.itemsize), self._timeout_s,
+        session, dtype = secrets.token_hex(8), str(self._dtype).removeprefix("torch.")
+        return tuple(
+            Rendezvous(
+                f"{session}/{engine}", self._host, self._server.port, self._kind, world_size(), len(of_engine),
+                dtype, self._max_elements, self._timeout_s,
+            )
+            for engine, of_engine in enumerate(shards)
         )  # fmt: skip
 
     def _receive_plans(self) -> list[ReceivePlan]:
         """What each engine shard has to know: the same at every publish, and made at the first after an agreement."""
         if not self._plans:
+            buckets_to: dict[int, list[WeightBucket]] = defaultdict(list)
+            for bucket in self._buckets:
+                buckets_to[bucket.target].append(bucket)
             self._plans = [
-                receive_plan(self._rendezvous, shard, layout, self._buckets)
-                for shard, layout in enumerate(self._layouts)
+                receive_plan(self._rendezvous[engine], shard, layout, buckets_to[target])
+                for target, ((engine, shard), layout) in enumerate(zip(self._homes, self._layouts, strict=True))
             ]
         return self._plans
 
     @torch.no_grad()
     def _send(self, held: Converter) -> list[dict[str, int]]:
-        """Send this rank's part of every bucket; {fused tensor: checksum} that each engine shard must report."""
+        """Send this rank's part of every bucket; {fused tensor: checksum} that each engine shard must report.
+
+        Once a rank has given an engine up, no rank keeps the agreement: the next publish makes another.
+        """
         with torch.cuda.device(held.device) if held.device.type == "cuda" else contextlib.nullcontext():
             try:
                 self._connect(held.device)
@@ -236,9 +290,14 @@ class DirectChannel(WeightChannel):
                 for key, row, col, matrix in self._places(piece):
                     sums[key] = (sums.get(key, 0) + block_sum(values, row, col, matrix)) % (1 << 64)
         total: dict[str, int] = {}
-        for told in gather_bytes(encode(_Sums(sums))):
-            for key, value in decode(_Sums, told).sums.items():
+        is_whole = True
+        for told in gather_bytes(encode(_Told(sums, not self._lost))):
+            of_rank = decode(_Told, told)
+            is_whole &= of_rank.has_sent_all
+            for key, value in of_rank.sums.items():
                 total[key] = total.get(key, 0) + value
+        if not is_whole:
+            self._agreement = None
         return [
             {
                 name: checksum_of_sum(total[f"{shard} {name}"], self._dtype, shape)
@@ -258,27 +317,30 @@ class DirectChannel(WeightChannel):
 
 
 class NcclChannel(DirectChannel):
-    """From every rank to every engine shard over one process group of them all; without CUDA it is gloo's."""
+    """From every rank to every engine shard, over a process group for each engine; without CUDA it is gloo's."""
 
     _kind = "nccl"
-    _group: GroupConnection
+    _connections: dict[int, GroupConnection]  # type: ignore[assignment]  # by engine
 
     def _connect(self, device: torch.device) -> None:
-        if not self._connections:
-            self._group = GroupConnection(self._rendezvous, rank(), device)
-            self._connections.append(self._group)
+        for engine, rendezvous in enumerate(self._rendezvous):
+            if engine not in self._connections:
+                with self._unless_lost(engine):
+                    self._connections[engine] = GroupConnection(rendezvous, rank(), device, self._clients)
 
     def _pass_on(self, bucket: WeightBucket, held: Converter) -> None:
-        if bucket.source == rank():
-            self._group.send(self._packed(bucket, held), bucket.target)
+        engine, shard = self._homes[bucket.target]
+        if bucket.source == rank() and engine not in self._lost:
+            with self._unless_lost(engine):
+                self._connections[engine].send(self._packed(bucket, held), shard)
 
 
 class IpcChannel(DirectChannel):
     """Through memory that an engine shard shares with the rank on its GPU, its relay; without CUDA it is a file's."""
 
     _kind = "ipc"
-    _relays: Sequence[int] = ()  # the rank of each shard
-    _shared: dict[int, SharedBuffer]  # of the shards that this rank is the relay of
+    _connections: dict[int, SharedBuffer]  # type: ignore[assignment]  # of the shards that this rank is the relay of
+    _relays: Sequence[int | None] = ()  # the rank of each shard; None: its engine was lost before it said where it is
 
     def close(self, *, is_broken: bool = False) -> None:
         super().close(is_broken=is_broken)
@@ -287,27 +349,43 @@ class IpcChannel(DirectChannel):
     def _connect(self, device: torch.device) -> None:
         if self._relays:
             return
-        rendezvous = self._rendezvous
         ranks = [decode(Site, told) for told in gather_bytes(encode(site_of(device)))]
-        store = rendezvous.store()
-        keys = [f"site{shard}" for shard in range(rendezvous.num_shards)]
-        store.wait(keys, timedelta(seconds=rendezvous.timeout_s))
-        self._relays = relay_ranks(ranks, [Site(*store.get(key).decode().split("\n")) for key in keys])
-        self._shared = {}
-        for shard, relay in enumerate(self._relays):
-            if relay == rank():
-                self._shared[shard] = SharedBuffer(rendezvous, shard, device, is_relay=True)
-                self._connections.append(self._shared[shard])
+        told = broadcast_bytes(encode(_Sites(self._sites())) if rank() == 0 else None)
+        self._relays = relay_ranks(ranks, decode(_Sites, told).of_shards)
+        for target, relay in enumerate(self._relays):
+            engine, shard = self._homes[target]
+            if relay is None:
+                self._lost.add(engine)
+            elif relay == rank():
+                self._connections[target] = SharedBuffer(
+                    self._rendezvous[engine], shard, device, self._clients, is_relay=True
+                )
+
+    def _sites(self) -> list[Site | None]:
+        """Of each shard, as they say themselves; None where the engine is given up. One rank asks, so that all know the same."""
+        sites: list[Site | None] = []
+        for engine, rendezvous in enumerate(self._rendezvous):
+            found: list[Site | None] = [None] * rendezvous.num_shards
+            with self._unless_lost(engine):
+                store = TransferStore(rendezvous, self._clients)
+                found = [Site(*store.get(f"site{shard}").split("\n")) for shard in range(rendezvous.num_shards)]
+            sites += found
+        return sites
 
     def _pass_on(self, bucket: WeightBucket, held: Converter) -> None:
-        relay = self._relays[bucket.target]
+        relay, (engine, _) = self._relays[bucket.target], self._homes[bucket.target]
+        if relay is None:
+            return
         if relay == rank():
-            slot = self._shared[bucket.target].slot(bucket.num_elements)
+            shared = self._connections[bucket.target]
+            slot = shared.slot(bucket.num_elements)
             if bucket.source == rank():
                 self._packed(bucket, held, slot)
             else:
                 dist.recv(slot.view(torch.uint8), bucket.source)
-            self._shared[bucket.target].hand_over()
+            if engine not in self._lost:
+                with self._unless_lost(engine):
+                    shared.hand_over()
         elif bucket.source == rank():
             dist.send(self._packed(bucket, held).view(torch.uint8), relay)
 
@@ -318,23 +396,17 @@ def _part(piece: Piece, held: Converter) -> Tensor:
     return held.matrix(piece.name)[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
 
 
-def _by_engine(items: Sequence[_T], shards: Sequence[Sequence[EngineShard]]) -> list[tuple[_T, ...]]:
-    """Something for each shard of all engines, together for each engine."""
-    rest = iter(items)
-    return [tuple(itertools.islice(rest, len(of_engine))) for of_engine in shards]
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Of one rank: its share of the checksums' sums; has_sent_all: it has given up no engine."""
 
-
-def _survived(answer: Timed | Lost) -> Timed:
-    if isinstance(answer, Lost):
-        raise RuntimeError(
-            f"weight sync: an engine that was lost and replaced was lost again while it got its weights ({answer.reason})"
-        )
-    return answer
+    sums: dict[str, int]
+    has_sent_all: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    sums: dict[str, int]
+class _Sites:
+    of_shards: list[Site | None]
 
 
 def _side_by_side(first: Callable[[], _T], second: Callable[[], _S]) -> tuple[_T, _S]:

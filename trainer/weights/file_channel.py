@@ -91,8 +91,8 @@ class FileChannel(WeightChannel):
             return None
         with clock.of("load"):
             receipts = self._engines.pool.update_weights(WeightUpdate(str(self._path), version))
-        expected = [[self._expected[shard] for shard in of_engine] for of_engine in self._engines.shards]
-        return Delivered(expected, receipts, self._num_bytes)
+        expected = [self._expected[shard] for shard in self._engines.shards_of_each]
+        return Delivered(expected, dict(zip(self._engines.pool.engines, receipts, strict=True)), self._num_bytes)
 
     def _settle(self) -> None:
         for other in self._path.parent.iterdir():

@@ -1,4 +1,5 @@
-"""While rank 0 has the engines decode, the other ranks stand by: an engine that is lost gets its weights from all of them.
+"""While rank 0 has the engines decode, or prove new weights, the other ranks stand by: an engine that is lost gets its weights
+from all of them.
 
     rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
     other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on

@@ -31,6 +31,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    EngineLost,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
@@ -44,6 +45,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.fused_layout import WeightFiles
 from marsrl.rollout.weights.receiver import WeightReceiver
 
@@ -130,7 +132,10 @@ class LocalEngine:
         start = time.perf_counter()
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-            self._receiver.receive(update.receive_plans[0], self._model.weights)
+            try:
+                self._receiver.receive(update.receive_plans[0], self._model.weights)
+            except TransferBroken as error:
+                raise EngineLost(f"its weights did not arrive: {error}") from error
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop

@@ -28,6 +28,7 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
+    EngineLost,
     MemoryPart,
     Records,
     WeightReceipt,
@@ -257,15 +258,25 @@ class VllmEngine:
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
             what = [encode(plan) for plan in update.receive_plans]
-        self._llm.collective_rpc("marsrl_receive" if update.receive_plans else "marsrl_load", args=(what,))
+        said = self._ask_workers("marsrl_receive" if update.receive_plans else "marsrl_load", what)
+        if broken := [reason for reason in said if reason]:
+            raise EngineLost(f"its weights did not arrive: {broken[0]}")
         self._reset_prefix_cache()
         loaded = time.perf_counter()
         method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"
-        checksums = self._llm.collective_rpc(method, args=(what,))
+        checksums = self._ask_workers(method, what)
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def _ask_workers(self, method: str, what: str | list[bytes]) -> list[Any]:
+        """What the method of WorkerExtension returns, by worker."""
+        try:
+            return list(self._llm.collective_rpc(method, args=(what,)))
+        except RuntimeError as error:
+            self._check_workers(error)
+            raise
 
     def forget_prefixes(self) -> None:
         self._settle()
@@ -290,7 +301,7 @@ class VllmEngine:
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
-            raise RuntimeError(
+            raise EngineLost(
                 "VllmEngine: a process of one of its GPUs has ended; its log has its last words"
             ) from cause
 

@@ -21,6 +21,7 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.engine_shard import EngineShard
 from marsrl.rollout.weights.fused_layout import WeightFiles, expert_of, fuse
 from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver
@@ -82,8 +83,11 @@ class WorkerExtension:
                     found[_our_name(name)] = checksum(parameter)
         return found
 
-    def marsrl_receive(self, plans: list[bytes]) -> None:
+    def marsrl_receive(self, plans: list[bytes]) -> str:
         """Take the weights of this worker's encoded ReceivePlan straight into the parameters. Not run on a GPU.
+
+        What broke the transfer; empty: nothing did. Not raised: of several workers, vLLM leaves the others' answers to the next
+        call then.
 
         Raises:
             RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
@@ -96,7 +100,11 @@ class WorkerExtension:
             raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
         if not hasattr(self, "_marsrl_receiver"):
             self._marsrl_receiver = WeightReceiver(device)
-        self._marsrl_receiver.receive(told, targets)
+        try:
+            self._marsrl_receiver.receive(told, targets)
+        except TransferBroken as error:
+            return str(error) or "no reason"
+        return ""
 
     def marsrl_received_checksums(self, plans: list[bytes]) -> dict[str, int]:
         """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
