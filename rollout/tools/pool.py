@@ -88,7 +88,7 @@ class _Lane:
     running: list[_Run] = field(default_factory=list)
     shared: dict[_Key, _Run] = field(default_factory=dict)  # runs that a further call of the same may join
     threads: list[threading.Thread] = field(default_factory=list)  # none that was given up
-    has_work: threading.Condition = field(default_factory=threading.Condition)  # of the pool's lock; told of each run once
+    has_work: threading.Condition = field(default_factory=threading.Condition)  # of the pool's lock; told once a run
     num_idle: int = 0
     num_hung: int = 0
 
@@ -105,8 +105,8 @@ class ToolPool:
         if UNKNOWN in tools:
             raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
         limits = limits or {}
-        # Guards everything; a caller's callback of a future, which runs under it, may submit. What threads wait for has a condition
-        # for each kind: one for all woke every idle thread at each of 64 calls, and took longer than the calls.
+        # Guards everything; callbacks of futures run under it, and may submit. Each condition of it tells those whom it concerns:
+        # one for all woke every idle thread at each of 64 calls, and took longer than the calls.
         self._lock = threading.RLock()
         self._lanes: dict[str, _Lane] = {}
         for name, tool in tools.items():

@@ -313,7 +313,11 @@ def test_a_call_wakes_the_threads_that_it_needs_and_no_others(monkeypatch: pytes
     monkeypatch.setattr(threading, "Condition", CountedConditions)
     CountedConditions.waits = 0
     all_run = threading.Barrier(32)
-    tool = Scripted(lambda arguments: "alone" if arguments["text"] == "alone" else str(all_run.wait(SOON_S)), is_deterministic=False)
+
+    def run(arguments: Mapping[str, object]) -> str:
+        return "alone" if arguments["text"] == "alone" else str(all_run.wait(SOON_S))
+
+    tool = Scripted(run, is_deterministic=False)
     with pool_of(tool, concurrency=32) as pool:
         answers(pool, [call(str(number), "together") for number in range(32)])  # each has its thread now
         before = CountedConditions.waits
