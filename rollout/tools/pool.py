@@ -91,6 +91,7 @@ class _Lane:
     has_work: threading.Condition = field(default_factory=threading.Condition)  # of the pool's lock; told once a run
     num_idle: int = 0
     num_hung: int = 0
+    last_error: str = ""
 
 
 class ToolPool:
@@ -145,6 +146,11 @@ class ToolPool:
                 lane.counts = dict.fromkeys(_COUNTS, 0.0)
             self._unknown = dict.fromkeys(_COUNTS, 0.0)
         return metrics
+
+    def last_errors(self) -> dict[str, str]:
+        """What each tool's last run said that was an error, by its name; of tools that had one."""
+        with self._lock:
+            return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -260,6 +266,8 @@ class ToolPool:
         for future in run.futures:
             self._end(lane.counts, future, output)
             output = replace(output, seconds=0.0)  # one run, however many calls it answers
+        if output.is_error:
+            lane.last_error = output.text
         run.futures = []
 
     def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:

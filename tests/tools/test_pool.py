@@ -328,6 +328,20 @@ def test_a_call_wakes_the_threads_that_it_needs_and_no_others(monkeypatch: pytes
         assert CountedConditions.waits - before < 20 * 8  # the caller, a thread, the watch; not 32 threads a call
 
 
+def test_what_went_wrong_last_is_known() -> None:
+    def run(arguments: Mapping[str, object]) -> str:
+        if arguments["text"] == "a":
+            return "well"
+        raise ToolError(f"no server for {arguments['text']}")
+
+    with pool_of(Scripted(run)) as pool:
+        answers(pool, [call("1", "a"), ToolCall("2", "echo", "no JSON")])
+        assert pool.last_errors() == {}  # calls that no tool could read are not its own errors
+        for text in ("b", "c", "a"):
+            answers(pool, [call(text, text)])
+        assert pool.last_errors() == {"echo": "error: no server for c"}
+
+
 def test_counts_begin_again_when_they_are_taken() -> None:
     with pool_of(Scripted(text_of)) as pool:
         answers(pool, [call("1")])
