@@ -109,11 +109,13 @@ def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel:
     kernel.giving = {session}
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left, used = session / f"marsrl-python-{dead.pid}-3", session / f"marsrl-python-{os.getppid()}-3"
-    for path in (left, used):
+    own = os.stat("/proc/self/ns/pid").st_ino
+    left, used = session / f"marsrl-python-{own}-{dead.pid}-3", session / f"marsrl-python-{own}-{os.getppid()}-3"
+    of_another_namespace = session / f"marsrl-python-{own + 1}-{dead.pid}-3"
+    for path in (left, used, of_another_namespace):
         kernel.mkdir(path)
-    find_cgroups(CONFIG)
-    assert used.exists() and not left.exists()
+    assert find_cgroups(CONFIG)[0] is not None
+    assert used.exists() and of_another_namespace.exists() and not left.exists()
 
 
 # on this machine's kernel, where it lets us
@@ -143,13 +145,13 @@ def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path
     interpreter = launcher.start(CONFIG, cgroups)
     try:
         interpreter.wait_until_ready(60.0)
-        [path] = mounted.glob(f"marsrl-python-{os.getpid()}-*")
+        [path] = mounted.glob(f"marsrl-python-*-{os.getpid()}-*")
         inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
         children = psutil.Process(interpreter._process.pid).children(recursive=True)
         assert inside == {interpreter._process.pid} | {each.pid for each in children}
     finally:
         interpreter.kill()
-    assert not list(mounted.glob(f"marsrl-python-{os.getpid()}-*"))
+    assert not list(mounted.glob(f"marsrl-python-*-{os.getpid()}-*"))
 
 
 def test_a_cgroup_that_is_not_empty_is_emptied(mounted: Path) -> None:

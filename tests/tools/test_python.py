@@ -334,6 +334,20 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
     assert "sysctl" not in str(error.value)  # not what is in the way
 
 
+def test_a_python_that_only_its_owner_can_read_is_named_where_nothing_else_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher_module, "launchers", lambda config: [Launcher("broken", ("/no/such/command",), True)])
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in (0o711, 0o710):
+            Path(folder).chmod(mode)
+            monkeypatch.setattr(launcher_module.sysconfig, "get_path", lambda name: folder)
+            with pytest.raises(ValueError, match="no interpreter can be started: broken cannot be had") as error:
+                choose_launcher(CONFIG)
+            said = f"this Python lies in {os.path.realpath(folder)}, which is closed to other users"
+            assert (said in str(error.value)) is (mode == 0o710), error.value
+
+
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"wall_s is 60 and tools.python.timeout_s is 60.*set tools.python.timeout_s=120"

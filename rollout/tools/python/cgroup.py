@@ -3,7 +3,7 @@
 The limits of setrlimit are of a process, or of a user. A cgroup bounds the sum, where this machine has version 2 and lets the
 trainer make one, with the controllers `memory` and `pids`:
 
-    /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-PID-N, one an interpreter
+    /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-NAMESPACE-PID-N, one an interpreter
 
 The one around it, because a cgroup that has processes of its own gives its children no controllers (cgroups(7), "no internal
 processes"), and the trainer's has the trainer. As with namespaces no list of versions says what is allowed: one is made, and a
@@ -19,6 +19,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Cgroups:
 
     def make(self) -> Cgroup:
         """Another one, with its limits. OSError: it cannot be made, or has not all of them."""
-        cgroup = Cgroup(self.parent / f"{_NAME}{os.getpid()}-{next(_numbers)}")
+        cgroup = Cgroup(self.parent / f"{_prefix()}{os.getpid()}-{next(_numbers)}")
         os.mkdir(cgroup.path)
         try:
             for name, limit in self.limits.items():
@@ -130,9 +131,15 @@ def _try(cgroups: Cgroups) -> None:
         cgroup.end()
 
 
+def _prefix() -> str:
+    """Of the names of this pid namespace: in another one the same number is another process."""
+    return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
 def _remove_left(parent: Path) -> None:
-    """Remove what a trainer left that was killed: the processes went with it."""
-    for path in parent.glob(f"{_NAME}*"):
-        pid = path.name.removeprefix(_NAME).split("-")[0]
+    """Remove what a trainer left that was killed, whose processes went with it."""
+    for path in parent.glob(f"{_prefix()}*"):
+        pid = path.name.removeprefix(_prefix()).split("-")[0]
         if not os.path.exists(f"/proc/{pid}"):
-            Cgroup(path).end()
+            with suppress(PermissionError, FileNotFoundError):  # another user's; removed by another trainer just now
+                os.rmdir(path)

@@ -19,6 +19,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -156,7 +157,7 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
         tried.append(f"{launcher.name} lacks {', '.join(missing)}")
     reasons = "; ".join(tried)
     if best is None:
-        raise ValueError(f"tools.python: no interpreter can be started: {reasons}")
+        raise ValueError(f"tools.python: no interpreter can be started: {reasons}{_closed_to_others()}")
     if config.strict:
         raise ValueError(
             f"tools.python.strict=true, and this machine has no whole sandbox: {reasons}; {how_to_have_one()}; or take what "
@@ -227,6 +228,18 @@ def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
     if name == "processes":
         return int(str(seen["children"])) < config.processes
     return bool(seen[name]) is (name != "capabilities")
+
+
+def _closed_to_others() -> str:
+    """Where and why no other user can run this Python, as a plain process under root has to; "" where all can."""
+    library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
+    for folder in (*reversed(library.parents), library):
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return (
+                f"; this Python lies in {folder}, which is closed to other users, and code of a model runs as another one: "
+                f"install with a Python that all can read (/usr/bin/python3), or chmod o+x {folder}"
+            )
+    return ""
 
 
 def _python() -> str:
