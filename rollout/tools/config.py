@@ -126,7 +126,7 @@ class PythonTool(ToolLimits):
         512,
         ge=64,
         le=MOST_MIB,
-        description="address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's beside tmp_mib",
+        description="address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too",
     )
     processes: int = Field(4, gt=0, le=MOST, description="processes and threads at once, the interpreter one of them")
     tmp_mib: int = Field(16, gt=0, le=MOST_MIB, description="all files together that a snippet may write, in /tmp, MiB")
