@@ -118,6 +118,22 @@ def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel:
     assert used.exists() and of_another_namespace.exists() and not left.exists()
 
 
+def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cgroup_module, "_EMPTY_S", 0.01)
+    path = kernel.root / "session" / "marsrl-python-1-1-1"
+    for error in (OSError(errno.EBUSY, "Device or resource busy"), FileNotFoundError(errno.ENOENT, "gone")):
+
+        def fail(path: Path, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(cgroup_module.os, "rmdir", fail)
+        with caplog.at_level(logging.WARNING):
+            Cgroup(path).end()
+    assert re.search(r"is left behind: it is not empty after 0.01 s(.|\n)*is left behind: .*gone", caplog.text)
+
+
 # on this machine's kernel, where it lets us
 
 

@@ -49,22 +49,27 @@ class Cgroup:
         return ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self.path / "cgroup.procs"))
 
     def end(self) -> None:
-        """End what is in it, and remove it."""
-        kill = self.path / "cgroup.kill"  # Linux 5.14
-        if kill.exists():
-            kill.write_text("1")
+        """End what is in it, and remove it; where that fails a warning says so, and it is left behind."""
         deadline = time.monotonic() + _EMPTY_S
-        while True:
-            try:
-                os.rmdir(self.path)
-                return
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-            if time.monotonic() > deadline:
-                _log.warning("tool python: the cgroup %s is not empty, and is left behind", self.path)
-                return
-            time.sleep(0.005)
+        try:
+            kill = self.path / "cgroup.kill"  # Linux 5.14
+            if kill.exists():
+                kill.write_text("1")
+            while not self._is_removed():
+                if time.monotonic() > deadline:
+                    raise OSError(f"it is not empty after {_EMPTY_S:g} s")
+                time.sleep(0.005)
+        except OSError as error:
+            _log.warning("tool python: the cgroup %s is left behind: %s", self.path, error)
+
+    def _is_removed(self) -> bool:
+        try:
+            os.rmdir(self.path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
