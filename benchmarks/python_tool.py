@@ -10,6 +10,9 @@ the snippet's own:
     neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in
                  several processes, memory, output, files, threads and recursion
 
+Of the calls at once also what they cost this process, which does not depend on other work as latencies do: CPU time and voluntary
+context switches a call.
+
 Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load` is
 the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the median overhead of the calls at
 once.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -84,6 +88,12 @@ def summary(calls: str, found: Sequence[float]) -> Latency:
     return Latency(calls, statistics.median(ordered), ordered[int(0.95 * len(ordered))])
 
 
+def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_calls: int) -> tuple[float, float]:
+    """(ms of CPU, voluntary context switches) a call."""
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return 1000 * seconds / num_calls, (after.ru_nvcsw - before.ru_nvcsw) / num_calls
+
+
 def refill(tool: PythonInterpreter, num_warm: int) -> float:
     """Wait until all are ready; seconds."""
     begin = time.perf_counter()
@@ -106,12 +116,15 @@ def main() -> int:
     pool = ToolPool({"python": tool}, {"python": config})
     found: dict[str, list[float]] = {"alone": [], "at once": [], "honest": [], "honest beside hostile": []}
     refilled: list[float] = []
+    costs: list[tuple[float, float]] = []
     try:
         refill(tool, most)
         for _ in range(words.rounds):
             found["alone"] += latencies(pool, ["1 + 1"] * 16, 0.0, is_at_once=False)
             refill(tool, most)
+            before = resource.getrusage(resource.RUSAGE_SELF)
             found["at once"] += latencies(pool, [WAITING] * words.calls, WAIT_S, is_at_once=True)
+            costs.append(cost(before, resource.getrusage(resource.RUSAGE_SELF), words.calls))
             refilled.append(1000 * refill(tool, most) / words.calls)
             found["honest"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
             refill(tool, most)
@@ -132,6 +145,8 @@ def main() -> int:
     )
     for row in rows:
         print(f"{row.calls}: median {row.median_ms:.1f} ms, p95 {row.p95_ms:.1f} ms")
+    cpu_ms, switches = (statistics.median(each) for each in zip(*costs, strict=True))
+    print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches a call of those at once")
     print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
     if words.json:
         record = {
@@ -142,6 +157,7 @@ def main() -> int:
             "sandbox": tool.sandbox,
         }
         record |= {"rows": [asdict(row) for row in rows], "refill_ms": statistics.median(refilled)}
+        record |= {"own_cpu_ms": cpu_ms, "own_switches": switches}
         Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
     print(f"ratio: {WANTED_MS / rows[1].median_ms:.2f}")
     return 0

@@ -12,7 +12,7 @@ program in five of them. A search takes 0 to --slowest seconds, and System 1 rea
 
 busy: share of the time from the first request to the last result in which the engine was at a step. could have been: share in
 which it was idle, though some tool had ended already, so that its sample could have gone on. `ratio:` is the share of busy time,
-event by event over stage by stage.
+event by event over stage by stage. bins: CPU time to pack 10,000 outputs of 1 to 3,000 tokens for System 1's 23,552.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -190,6 +191,14 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
     return Played(name, wall_s, busy_s / wall_s, wasted_s / wall_s, len(samples), calls)
 
 
+def packed() -> tuple[int, float]:
+    """(bins, ms of CPU) of 10,000 outputs."""
+    sizes = random.Random(0).choices(range(1, 3001), k=10_000)
+    begin = time.process_time()
+    bins = first_fit_decreasing(sizes, 23_552)
+    return len(bins), 1000 * (time.process_time() - begin)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
@@ -212,6 +221,7 @@ def main() -> int:
                 f"{100 * row.could_have_been:.1f}%; {row.samples} samples, {row.calls} calls",
                 flush=True,
             )
+    print("bins: 10,000 outputs in {} bins, {:.0f} ms of CPU".format(*packed()))
     print(f"ratio: {rows[1].busy / rows[0].busy:.2f}")
     if words.json:
         Path(words.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -39,6 +39,10 @@ class Tools(Protocol):
         """Metrics since the last call."""
         ...
 
+    def last_errors(self) -> Mapping[str, str]:
+        """What each tool's last run said that was an error, by its name; of tools that had one."""
+        ...
+
     def apart(self) -> AbstractContextManager[None]:
         """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind."""
         ...

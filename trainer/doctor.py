@@ -44,7 +44,7 @@ class Finding:
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
-    """Every finding; starts nothing, and joins a Ray cluster at most for a look, where the config names one.
+    """Every finding; starts nothing but a snippet in a sandbox, and joins a Ray cluster, where the config names one, for a look.
 
     Args:
         config: also what would become of it here; None: what the settings' defaults need.
@@ -76,7 +76,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
     findings += _kernels() + _engines(installed) + _megatron(installed)
     nvcc = shutil.which("nvcc")
     findings.append(Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"))
-    findings += ray_findings(settings)
+    findings += sandbox_findings(settings) + ray_findings(settings)
     if config is not None:
         findings += config_findings(config, Ranks.of(config, num_nodes, ranks_per_node))
     return findings
@@ -134,6 +134,25 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
             "serves" if "ray" in installed else "not installed: rollout.placement=local only",
         ),
         Finding("engines", "local", True, "our own forward, where vLLM cannot be installed (rollout.engine=local)"),
+    ]
+
+
+def sandbox_findings(settings: RunConfig) -> list[Finding]:
+    """How code of a model would run here, by tools.python's settings, or their defaults."""
+    from marsrl.rollout.tools.config import PythonTool
+    from marsrl.rollout.tools.python.cgroup import find_cgroups
+    from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_one
+
+    tool = (settings.tools.python or PythonTool()).model_copy(update={"strict": False})
+    try:
+        launcher, missing = choose_launcher(tool)
+    except ValueError as error:
+        return [Finding("tools", "python", False, str(error))]
+    lacks = f", without {', '.join(missing)}; {how_to_have_one()}" if missing else ", and lacks nothing"
+    cgroups, reason = find_cgroups(tool)
+    return [
+        Finding("tools", "python", not missing, f"sandbox by {launcher.name}{lacks}"),
+        Finding("tools", "python / cgroup", cgroups is not None, reason or "bounds all processes of a call together"),
     ]
 
 

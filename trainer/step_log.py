@@ -15,7 +15,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, drmas_metrics
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, judge_metrics, tool_shares
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
 from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
@@ -98,7 +98,8 @@ class StepLog:
         if self.port is not None:
             self.port.show(step, row)
         write_samples(self._directory, step, batch.groups, self._advantages)
-        for warning in one_sided_verdicts(batch.groups):
+        failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
+        for warning in [*one_sided_verdicts(batch.groups), *failing]:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)

@@ -22,6 +22,7 @@ from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # two outputs in a bin
+_PACKED = 1024  # calls whose bins are kept: an episode waits for one at a time; MARS plays 32 x 16 at once, and the next step's
 _READ_ITSELF = ("python",)  # a tool whose output System 2 reads as it is
 
 
@@ -71,7 +72,9 @@ class DualSystem(Orchestration):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._bins = lru_cache(maxsize=64)(self._pack)  # asked for once to ask, and again for each prompt
+        self._bins = lru_cache(_PACKED)(
+            self._pack
+        )  # asked for once to ask, and again for each prompt and what is said of it
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asked: list[Ask | ToolCall] = [episode.ask("system2")]

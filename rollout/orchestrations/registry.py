@@ -46,7 +46,8 @@ def read_options(orchestration: str, options: OptionValues) -> Settings:
         return kind.Options.model_validate(dict(options))
     except ValidationError as error:
         known = ", ".join(kind.Options.model_fields) or "none"
-        raise ValueError(f"orchestration_options of {kind.name}: {problems_of(error)} (it has {known})") from error
+        said = problems_of(error, keys=kind.Options.model_fields)
+        raise ValueError(f"orchestration_options of {kind.name}: {said} (it has {known})") from error
 
 
 def build_orchestration(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -30,19 +31,25 @@ def read_train_files(value: Any) -> Any:
         return value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"data.train is {value!r:.80}; {EXPECTED_FILES}")
-    files = []
+    files: list[TrainFile] = []
+    places: dict[str, int] = {}
     for place, each in enumerate(value):
         if not isinstance(each, dict | TrainFile):
             raise ValueError(f"data.train[{place}] is {each!r:.80}; {EXPECTED_FILES}")
         try:
             files.append(TrainFile.model_validate(each))
         except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.train[{place}].")) from error
+            raise ValueError(problems_of(error, f"data.train[{place}].", TrainFile.model_fields)) from error
         if (files[-1].count is None) == (files[-1].weight is None):
             raise ValueError(f"data.train[{place}] wants count or weight, one of them; {EXPECTED_FILES}")
         if (files[-1].count is None) != (files[0].count is None):
             kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
             raise ValueError(f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {EXPECTED_FILES}")
+        if (other := places.setdefault(os.path.realpath(files[-1].path), place)) != place:
+            raise ValueError(
+                f"data.train[{place}] is the file of data.train[{other}], {files[-1].path}, whose problems would come twice; "
+                "list it once, with the sum"
+            )
     return tuple(files)
 
 
@@ -81,7 +88,7 @@ def read_eval_files(value: Any) -> Any:
         try:
             file = EvalFile.model_validate({"path": each} if isinstance(each, str) else each)
         except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.eval[{place}].")) from error
+            raise ValueError(problems_of(error, f"data.eval[{place}].", EvalFile.model_fields)) from error
         name = file.set_name
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _TAKEN:
             raise ValueError(

@@ -241,7 +241,7 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
     try:
         return FactsOptions.model_validate(given)
     except ValidationError as error:
-        raise ValueError(problems_of(error)) from error
+        raise ValueError(problems_of(error, keys=FactsOptions.model_fields)) from error
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:

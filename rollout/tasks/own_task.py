@@ -89,7 +89,9 @@ def make_own_task(
     try:
         checked = kind.Options.model_validate(dict(options))
     except ValidationError as error:
-        raise ValueError(f"task {kind.name}: {problems_of(error, 'task_options.')}") from error
+        raise ValueError(
+            f"task {kind.name}: {problems_of(error, 'task_options.', kind.Options.model_fields)}"
+        ) from error
     try:
         return kind(checked, train, held_out)
     except Exception as error:

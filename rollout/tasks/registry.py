@@ -18,7 +18,13 @@ from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.qa import QaTask
 from marsrl.rollout.types import Problem
 
-TASKS = ("arithmetic", "math", "qa")
+TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
+    "arithmetic": ArithmeticOptions,
+    "math": MathOptions,
+    "qa": QaOptions,
+}
+"""The tasks that ship, and the kind of their task_options."""
+
 TOKENIZERS = {
     "arithmetic": arithmetic_tokenizer.write_arithmetic_tokenizer,
     "facts": facts_tokenizer.write_facts_tokenizer,
@@ -48,16 +54,17 @@ def build_task(
     if name not in TASKS:
         raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
     try:
-        if name == "arithmetic":
-            return ArithmeticTask(ArithmeticOptions.model_validate(dict(options)))
-        if name == "qa":
-            return QaTask(train, held_out, QaOptions.model_validate(dict(options)))
-        math_options = MathOptions.model_validate(dict(options))
+        checked = TASKS[name].model_validate(dict(options))
     except ValidationError as error:
-        raise ValueError(f"task {name}: {problems_of(error, 'task_options.')}") from error
+        raise ValueError(f"task {name}: {problems_of(error, 'task_options.', TASKS[name].model_fields)}") from error
+    if isinstance(checked, ArithmeticOptions):
+        return ArithmeticTask(checked)
+    if isinstance(checked, QaOptions):
+        return QaTask(train, held_out, checked)
+    assert isinstance(checked, MathOptions)
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
-    return ListedTask("math", "math", train, held_out, _pool(math_options))
+    return ListedTask("math", "math", train, held_out, _pool(checked))
 
 
 def _pool(options: JudgeOptions, judge: str = MATH_JUDGE, arguments: Mapping[str, object] | None = None) -> RewardPool:

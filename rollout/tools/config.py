@@ -122,7 +122,12 @@ class PythonTool(ToolLimits):
         20.0, gt=0, le=LONGEST_S, description="a snippet that runs longer is stopped; below timeout_s"
     )
     cpu_s: int = Field(10, gt=0, le=MOST, description="CPU time of a process, s")
-    memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="address space of a process, MiB")
+    memory_mib: int = Field(
+        512,
+        ge=64,
+        le=MOST_MIB,
+        description="address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too",
+    )
     processes: int = Field(4, gt=0, le=MOST, description="processes and threads at once, the interpreter one of them")
     tmp_mib: int = Field(16, gt=0, le=MOST_MIB, description="all files together that a snippet may write, in /tmp, MiB")
     warm: int = Field(

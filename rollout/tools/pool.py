@@ -88,8 +88,10 @@ class _Lane:
     running: list[_Run] = field(default_factory=list)
     shared: dict[_Key, _Run] = field(default_factory=dict)  # runs that a further call of the same may join
     threads: list[threading.Thread] = field(default_factory=list)  # none that was given up
+    has_work: threading.Condition = field(default_factory=threading.Condition)  # of the pool's lock; told once a run
     num_idle: int = 0
     num_hung: int = 0
+    last_error: str = ""
 
 
 class ToolPool:
@@ -104,13 +106,17 @@ class ToolPool:
         if UNKNOWN in tools:
             raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
         limits = limits or {}
+        # Guards everything; callbacks of futures run under it, and may submit. Each condition of it tells those whom it concerns:
+        # one for all woke every idle thread at each of 64 calls, and took longer than the calls.
+        self._lock = threading.RLock()
         self._lanes: dict[str, _Lane] = {}
         for name, tool in tools.items():
             bounds = limits.get(name, ToolLimits())
-            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds))
+            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds), has_work=threading.Condition(self._lock))
         self._unknown = dict.fromkeys(_COUNTS, 0.0)
-        self._changed = threading.Condition()  # guards everything; told of work that came and of work that ended
         self._watch: threading.Thread | None = None
+        self._watched_until = math.inf  # monotonic seconds: when the watch wakes by itself
+        self._is_sooner = threading.Condition(self._lock)  # tells the watch that it would wake too late
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
@@ -120,19 +126,18 @@ class ToolPool:
             RuntimeError: the pool is closed.
         """
         future: Future[ToolOutput] = Future()
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise RuntimeError("ToolPool: submit after close")
             if self._watch is None:
                 self._watch = threading.Thread(target=self._give_up_late_ones, name="marsrl-tools", daemon=True)
                 self._watch.start()
             self._begin(call, future)
-            self._changed.notify_all()
         return future
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
-        with self._changed:
+        with self._lock:
             taken = {name: lane.counts for name, lane in self._lanes.items()}
             if self._unknown["calls"]:
                 taken[UNKNOWN] = self._unknown
@@ -142,6 +147,11 @@ class ToolPool:
             self._unknown = dict.fromkeys(_COUNTS, 0.0)
         return metrics
 
+    def last_errors(self) -> dict[str, str]:
+        """What each tool's last run said that was an error, by its name; of tools that had one."""
+        with self._lock:
+            return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind.
@@ -150,12 +160,12 @@ class ToolPool:
         """
 
         def swap(held: Mapping[str, tuple[_Cache, dict[str, float]]], unknown: dict[str, float]) -> None:
-            with self._changed:
+            with self._lock:
                 for name, (cache, counts) in held.items():
                     self._lanes[name].cache, self._lanes[name].counts = cache, counts
                 self._unknown = unknown
 
-        with self._changed:
+        with self._lock:
             before = {name: (lane.cache, lane.counts) for name, lane in self._lanes.items()}
             unknown = self._unknown
         none = lambda: dict.fromkeys(_COUNTS, 0.0)  # noqa: E731
@@ -167,7 +177,7 @@ class ToolPool:
 
     def close(self) -> None:
         """Drop what is under way and close the tools; may be called twice. Hung threads are left to end by themselves."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -180,7 +190,9 @@ class ToolPool:
                 lane.queue.clear()
             busy = {run.thread for lane in self._lanes.values() for run in lane.running}
             idle = [thread for lane in self._lanes.values() for thread in lane.threads if thread not in busy]
-            self._changed.notify_all()
+            for lane in self._lanes.values():
+                lane.has_work.notify_all()
+            self._is_sooner.notify()
         for thread in [*idle, *([self._watch] if self._watch is not None else [])]:
             thread.join()
         with ExitStack() as stack:
@@ -218,6 +230,7 @@ class ToolPool:
         if lane.tool.is_deterministic:
             lane.shared[key] = run
         lane.queue.append(run)
+        lane.has_work.notify()
         self._start_threads(lane)
 
     def _start_threads(self, lane: _Lane) -> None:
@@ -253,6 +266,8 @@ class ToolPool:
         for future in run.futures:
             self._end(lane.counts, future, output)
             output = replace(output, seconds=0.0)  # one run, however many calls it answers
+        if output.is_error:
+            lane.last_error = output.text
         run.futures = []
 
     def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
@@ -266,28 +281,31 @@ class ToolPool:
 
     def _give_up_late_ones(self) -> None:
         """The watch: until the pool is closed."""
-        with self._changed:
+        with self._lock:
             while not self._is_closed:
                 now = time.monotonic()
                 self._give_up(now)
                 ends = [run.start + lane.limits.timeout_s for lane in self._lanes.values() for run in lane.running]
-                self._changed.wait(min(ends) - now if ends else None)
+                self._watched_until = min(ends, default=math.inf)
+                self._is_sooner.wait(self._watched_until - now if ends else None)
 
     def _work(self, lane: _Lane) -> None:
         """Run after run of one tool, until the pool is closed or this thread is given up."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not lane.queue and not self._is_closed:
-                    self._changed.wait()
+                    lane.has_work.wait()
                 lane.num_idle -= 1
                 if self._is_closed:
                     return
                 run = lane.queue.popleft()
                 run.start, run.thread = time.monotonic(), threading.current_thread()
                 lane.running.append(run)
-                self._changed.notify_all()  # the watch waits no longer than this run's deadline
+                if (end := run.start + lane.limits.timeout_s) < self._watched_until:
+                    self._watched_until = end
+                    self._is_sooner.notify()
             output, is_cut = _output(lane, run)
-            with self._changed:
+            with self._lock:
                 if run.is_given_up:
                     lane.num_hung -= 1
                     return
@@ -299,7 +317,6 @@ class ToolPool:
                 if lane.tool.is_deterministic and not output.is_error:
                     lane.cache.put(run.key, output)
                 self._end_run(lane, run, replace(output, seconds=seconds))
-                self._changed.notify_all()
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:

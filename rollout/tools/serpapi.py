@@ -3,14 +3,17 @@
     GET base_url/search.json?engine=google&q=...&num=10&api_key=...
     200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
 
-of scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}.
+of scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
+search that succeeded may have no organic_results, because Google found nothing or shows other boxes alone, and a result no title.
 The key travels in the address, because the protocol has no other place for it. It is in nothing that is logged or kept: where the
 server's own words repeat it, it is taken out of them.
 """
 
 from __future__ import annotations
 
+import html
 import random
+import re
 from collections.abc import Mapping
 
 from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key
@@ -21,6 +24,8 @@ from marsrl.rollout.tools.papers import said_of
 from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
 _NOTHING = "hasn't returned any results"  # what such a server calls an error
+_PAGE = 10  # results of a page of Google's; asked for fewer, such a server now and then says that there are none
+_MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 
 
 class SerpApi:
@@ -64,22 +69,23 @@ class SerpApi:
     def _search(self, query: str) -> list[Document]:
         query = query.encode("utf-8", "replace").decode("utf-8")  # an address holds no half of a surrogate pair
         engine = "google_scholar" if self._is_scholar else "google"
-        asked = {"engine": engine, "q": query, "num": str(self._top_k)}
+        asked = {"engine": engine, "q": query, "num": str(max(_PAGE, self._top_k))}
         return self._line.get(asked, self._results, random.Random(query))
 
     def _results(self, answer: bytes) -> list[Document]:
         value = read_json(answer)
-        results, error = (value.get("organic_results"), value.get("error")) if isinstance(value, dict) else (None, None)
-        if results is None and isinstance(error, str) and _NOTHING in error:
+        if not isinstance(value, dict):
+            raise Refused(f"expected an object with `organic_results`, found {excerpt(value)}")
+        results, error = value.get("organic_results"), value.get("error")
+        has_succeeded = error is None and _below(value.get("search_metadata"), "status") == "Success"
+        if results is None and (has_succeeded or (isinstance(error, str) and _NOTHING in error)):
             return []
         if not isinstance(results, list):
             raise Refused(f"expected `organic_results`, a list, found {excerpt(error or value)}")
-        return [self._document(each) for each in results[: self._top_k]]
+        return [self._document(each) for each in results if _text(each, "title")][: self._top_k]
 
     def _document(self, result: object) -> Document:
         title, link, snippet = (_text(result, key) for key in ("title", "link", "snippet"))
-        if not title:
-            raise Refused(f"expected a result with a `title`, found {excerpt(result)}")
         if not self._is_scholar:
             return Document(link, title, f"{link}\n{snippet}".strip())
         fields = {
@@ -100,8 +106,11 @@ def _below(value: object, key: str) -> object:
 
 
 def _text(value: object, key: str) -> str:
-    """The text of this key; "" where it is not there."""
+    """The text of this key without a page's markup; "" where it is not there."""
     found = _below(value, key)
     if not isinstance(found, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    return (found or "").encode("utf-8", "replace").decode("utf-8")
+    plain = html.unescape(
+        _MARKUP.sub("", found or "")
+    )  # first the tags: those that are written out are the page's own words
+    return plain.encode("utf-8", "replace").decode("utf-8")

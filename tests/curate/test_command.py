@@ -85,7 +85,18 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     assert cli.main(["curate", "a.parquet", "b.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     first = {"problem": WORDS[0], "answer": 3, "day": "2026-01-02", "blob": None}
     assert curated() == [first, {"query": WORDS[2], "ans_box": "7"}]
-    assert dropped("read") == [("a.parquet:2", "unreadable row: a field of the row is bytes, which JSON does not have")]
+    assert dropped("read") == [
+        ("0/a.parquet:2", "unreadable row: a field of the row is bytes, which JSON does not have")
+    ]
+
+
+def test_rows_of_inputs_of_one_name_are_told_apart(capsys: Any) -> None:
+    for folder, words in (("a", WORDS[0]), ("b", WORDS[0])):
+        Path(folder).mkdir()
+        write(f"{folder}/train.jsonl", row(words), b"[1]")
+    assert cli.main(["curate", "a/train.jsonl", "b/train.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
+    assert dropped("near_duplicates") == [("1/train.jsonl:1", "near duplicate: similarity 1.00 to 0/train.jsonl:1")]
+    assert [uid for uid, _ in dropped("read")] == ["0/train.jsonl:2", "1/train.jsonl:2"]
 
 
 def test_a_field_names_the_level(capsys: Any) -> None:

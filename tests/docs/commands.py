@@ -164,7 +164,8 @@ WAYS = {
         "drawn, killed and resumed: tests/integration/test_scripted_team.py",
     ),
     QA: QUESTIONS,
-    "torchrun trainer/main.py task=qa orchestration=dual_system policies.main.model=/path/to/model": QUESTIONS,
+    "torchrun trainer/main.py task=qa orchestration=dual_system policies.main.model=/path/to/model"
+    " credit.balance=uniform credit.denominator=agent loss.aggregation=sequence": QUESTIONS,
     f"{QA} data.train=questions.jsonl tools.search.corpus=corpus.jsonl": QUESTIONS,
     "marsrl join node0": Way(
         f"{HERE}::test_a_host_waits_for_its_trainer_and_says_so",

@@ -108,9 +108,10 @@ def test_a_bad_line_of_data_says_file_and_line(tmp_path: Path, refusal: Refusal)
         ("[{path: %s, count: 1}, {path: %s, weight: 1}]", "data.train[1] has a weight, and data.train[0] a count"),
         ("[{path: %s, count: 0}]", "data.train[0].count: Input should be greater than 0"),
         ("[{path: %s, weight: .inf}]", "data.train[0].weight: Input should be"),
-        ("[{path: %s, wieght: 1}]", "data.train[0].wieght: Extra inputs are not permitted"),
+        ("[{path: %s, wieght: 1}]", "data.train[0].wieght: unknown key; did you mean data.train[0].weight?"),
         ("[{path: %s, count: 1}, {path: %s.gone, count: 1}]", "data.train[1]: "),
-        ("[{path: %s, count: 1}, {path: %s, count: 2}]", "has 1 problems, fewer than count = 2"),
+        ("[{path: %s, count: 2}]", "has 1 problems, fewer than count = 2"),
+        ("[{path: %s, weight: 1}, {path: %s, weight: 2}]", "data.train[1] is the file of data.train[0]"),
     ],
 )
 def test_a_list_of_files_says_which_of_them_is_wrong(files: str, said: str, tmp_path: Path, refusal: Refusal) -> None:

@@ -9,7 +9,7 @@ import pytest
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, latency, tool_shares
+from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, latency, tool_shares
 from marsrl.trainer.report.summary import AgentEstimate, Evaluation, ToolUsage, Usage, estimate
 
 COUNTED = {
@@ -92,3 +92,24 @@ def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:
     counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
     assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
     assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}
+
+
+def test_a_tool_most_of_whose_calls_are_errors_is_warned_of_with_what_it_said_last() -> None:
+    def counted(calls: int, errors: int) -> dict[str, float]:
+        return {
+            "tools/search/calls": calls,
+            "tools/search/errors": errors,
+            "tools/unknown/calls": 99,
+            "tools/unknown/errors": 99,
+        }
+
+    last = {"search": "error: http://h: HTTP 429: 'run out of searches'" + "x" * 5000}
+    (said,) = failing_tools(counted(40, 21), last)
+    assert (
+        said.startswith("tools.search: 21 of 40 calls were errors")
+        and "run out of searches" in said
+        and len(said) < 500
+    )
+    for few in (counted(40, 20), counted(7, 7), counted(0, 0), {}):
+        assert not failing_tools(few, last)
+    assert not failing_tools(counted(40, 40), {})  # calls that no tool could read

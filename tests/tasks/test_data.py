@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.config import TrainFile, read_eval_files
+from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
 from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
 from marsrl.rollout.tasks.eval_files import read_eval
 from marsrl.rollout.tasks.protocol import CursorState
@@ -237,6 +237,15 @@ def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list
         read_train(listed(files, weight=(1, 1)), "math", 0)
 
 
+def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) -> None:
+    link = files[0].with_name("same.jsonl")
+    link.symlink_to(files[0])
+    for second in (files[0], files[0].parent / ".." / "a" / "train.jsonl", link):
+        train = [{"path": str(path), "count": 3} for path in (files[1], files[0], second)]
+        with pytest.raises(ValueError, match=r"data.train\[2\] is the file of data.train\[1\].*come twice"):
+            read_train_files(train)
+
+
 def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
     mixture = read_train(listed(files, weight=(1.0, 3.0)), "math", 0).problems
     source = draw_endlessly(mixture, 5)
@@ -335,7 +344,7 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
         (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a"),
         ([{"path": "a", "name": "system"}], "would be called 'system'; give it a name"),
         ([{"path": "a", "name": "../x"}], "would be called '../x'; give it a name"),
-        ([{"path": "a", "weight": 1}], "data.eval[0].weight: Extra inputs"),
+        ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; there are path, name, count, repeat"),
         ([{"path": "a", "count": 0}], "data.eval[0].count: Input should be greater than 0"),
     ],
 )

@@ -259,7 +259,7 @@ def test_a_machine_without_a_whole_sandbox_is_refused_by_what_it_lacks(
     monkeypatch.setattr(launcher_module, "look", lambda launcher, config: lacks)
     strict = ToolsConfig(python=CONFIG.model_copy(update={"strict": True}))
     with pytest.raises(
-        ValueError, match="tools.python.strict=true.*a network namespace of its own, a user of its own.*bubblewrap"
+        ValueError, match="tools.python.strict=true.*a network namespace of its own, a user of its own.*what helps"
     ):
         check_tools(strict, ["python"], ())
     check_tools(strict, ["search"], ())  # nobody calls it
@@ -283,6 +283,69 @@ def test_a_way_that_can_be_had_gives_all_that_it_is_for(label: str) -> None:
         assert {names["pid"], names["mnt"], names["net"]} <= lacks
     else:
         assert not lacks
+
+
+UBUNTU_SAYS = {  # 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, to a user who is not root
+    "bwrap": "bwrap: setting up uid map: Permission denied",
+    "unshare": "unshare: write failed /proc/self/uid_map: Operation not permitted",
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        (
+            "kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "kernel.apparmor_restrict_unprivileged_userns is 1 .*AppArmor",
+        ),
+        ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone is 0 .*sysctl -w"),
+        ("user/max_user_namespaces", "0", "user.max_user_namespaces is 0 .*sysctl -w"),
+    ],
+)
+def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
+    setting: str,
+    value: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, words in UBUNTU_SAYS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setitem(launcher_module._ENVIRONMENT, "PATH", path)
+    monkeypatch.setattr(launcher_module, "_users", lambda: (False,))
+    monkeypatch.setattr(launcher_module, "_KERNEL_SETTINGS", tmp_path)
+    (tmp_path / setting).parent.mkdir()
+    (tmp_path / setting).write_text(f"{value}\n")
+    with pytest.raises(ValueError, match=said) as error:
+        choose_launcher(PythonTool())
+    for words in UBUNTU_SAYS.values():
+        assert words in str(error.value)
+    with caplog.at_level(logging.WARNING):
+        PythonInterpreter(CONFIG).close()
+    assert re.search(f"code of a model runs by plain, without .*{said}", caplog.text)
+    (tmp_path / setting).write_text("2\n")
+    with pytest.raises(ValueError, match="no whole sandbox") as error:
+        choose_launcher(PythonTool())
+    assert "sysctl" not in str(error.value)  # not what is in the way
+
+
+def test_a_python_that_only_its_owner_can_read_is_named_where_nothing_else_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher_module, "launchers", lambda config: [Launcher("broken", ("/no/such/command",), True)])
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in (0o711, 0o710):
+            Path(folder).chmod(mode)
+            monkeypatch.setattr(launcher_module.sysconfig, "get_path", lambda name: folder)
+            with pytest.raises(ValueError, match="no interpreter can be started: broken cannot be had") as error:
+                choose_launcher(CONFIG)
+            said = f"this Python lies in {os.path.realpath(folder)}, which is closed to other users"
+            assert (said in str(error.value)) is (mode == 0o710), error.value
 
 
 def test_wrong_settings_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -59,15 +60,15 @@ def test_a_page_is_its_title_link_and_snippet() -> None:
     parts, server = ask(sends({"organic_results": [PAGE, bare, PAGE], "search_metadata": {}}), top_k=4)
     assert parts == ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]
     [asked], [headers] = server.bodies, server.headers
-    assert asked == {"engine": "google", "q": "capital of peru?", "num": "4", "api_key": KEY}
-    assert headers["path"].startswith("/search.json?engine=google&q=capital+of+peru%3F&num=4&api_key=s3cr3t%2Bkey")
+    assert asked == {"engine": "google", "q": "capital of peru?", "num": "10", "api_key": KEY}
+    assert headers["path"].startswith("/search.json?engine=google&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey")
 
 
 def test_a_paper_is_its_title_publication_citations_and_snippet() -> None:
     parts, server = ask(sends({"organic_results": [PAPER, {"title": "Bare"}]}), "scholar")
     said = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
     assert parts == [f"Paper 1(Title: Maps) {said}", "Paper 2(Title: Bare) "]
-    assert (server.bodies[0]["engine"], server.bodies[0]["num"]) == ("google_scholar", "5")
+    assert (server.bodies[0]["engine"], server.bodies[0]["num"]) == ("google_scholar", "10")
 
 
 def test_several_queries_are_a_request_each() -> None:
@@ -83,7 +84,32 @@ def test_several_queries_are_a_request_each() -> None:
 
 def test_nothing_found_is_no_error() -> None:
     nothing = "Google hasn't returned any results for this query."
-    assert ask(sends({"error": nothing}))[0] == ask(sends({"organic_results": []}))[0] == "No documents match."
+    answers = [
+        {"error": nothing},
+        {"organic_results": []},
+        {
+            "search_metadata": {"status": "Success"},
+            "search_information": {"organic_results_state": "Fully empty"},
+            "error": nothing,
+        },
+        {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42"}},  # Google showed nothing else
+    ]
+    assert [ask(sends(answer))[0] for answer in answers] == ["No documents match."] * 4
+
+
+def test_a_result_without_a_title_is_passed_over_and_as_many_are_shown_as_were_wanted() -> None:
+    parts, _ = ask(sends({"organic_results": [{"link": "https://h/"}, PAGE, {"title": "B"}, {"title": "C"}]}), top_k=2)
+    assert [part[:20] for part in parts] == ["Doc 1(Title: Lima) h", "Doc 2(Title: B) "]
+
+
+def test_more_than_a_page_is_asked_for_where_more_is_wanted() -> None:
+    assert ask(sends({"organic_results": [PAGE]}), top_k=15)[1].bodies[0]["num"] == "15"
+
+
+def test_markup_of_a_page_is_taken_out_and_what_only_looks_like_it_is_kept() -> None:
+    snippet = "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
+    parts, _ = ask(sends({"organic_results": [{"title": "<B>Peru</B> &#39;s", "snippet": snippet}]}))
+    assert parts == ["Doc 1(Title: Peru 's) The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +120,9 @@ def test_nothing_found_is_no_error() -> None:
         {"error": "Your account has run out of searches."},
         {"organic_results": {"0": PAGE}},
         {"organic_results": [7]},
-        {"organic_results": [{"link": "no title"}]},
+        {"search_metadata": {"status": "Processing"}},
+        {"search_metadata": {"status": "Error"}, "error": "We couldn't get valid results for this search."},
+        {"search_metadata": "Success"},
         {"organic_results": [PAGE | {"title": ["x"]}]},
         {"organic_results": [PAGE | {"link": 7}]},
         {"organic_results": [PAGE | {"snippet": {"x": "y" * 100_000}}]},
@@ -126,6 +154,18 @@ def test_what_may_pass_is_tried_again_and_a_large_answer_is_not_read() -> None:
         handler.send(503, b"busy") if before < 2 else sends({"organic_results": [PAGE]})(handler, asked, before)
 
     assert len(ask(reply)[0]) == 1
+
+    def too_many(handler: Handler, asked: dict[str, Any], before: int) -> None:
+        said = b'{"error": "Your account has run out of searches."}'
+        handler.send(429, said, Retry_After="0.5") if before < 1 else sends({"organic_results": [PAGE]})(
+            handler, asked, before
+        )
+
+    begin = time.monotonic()
+    assert len(ask(too_many)[0]) == 1 and time.monotonic() - begin >= 0.5  # as long as the server asked for
+    said, server = ask(lambda handler, asked, before: handler.send(429, b'{"error": "run out of searches"}'))
+    assert said.startswith("ToolError: http://127.0.0.1") and "given up after 3 attempts: HTTP 429" in said
+    assert "run out of searches" in said and len(server.bodies) == 3
     large = sends({"organic_results": [PAGE | {"snippet": "x" * 10_000}]})
     assert "larger than tools.scholar.max_response_kib = 8 KiB" in ask(large, "scholar", max_response_kib=8)[0]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
@@ -187,9 +188,21 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     )
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
     assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
-    assert "max_loops: Extra inputs are not permitted (it has debaters, rounds)" in refusal(
+    assert "max_loops: unknown key; there are debaters, rounds (it has" in refusal(
         None, "orchestration=debate", "orchestration_options.max_loops=3"
     )
+
+
+def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_behind(tmp_path: Path) -> None:
+    words = ["policies.main.model=/m", "data.train=x.jsonl"]
+    for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # their search is of kind http, and has a url
+        config, _ = read_config(preset, [*words, "tools.search.kind=serpapi", "tools.scholar.kind=serpapi"])
+        assert isinstance(config.tools.search, SerpApiSearch) and isinstance(config.tools.scholar, SerpApiScholar)
+        assert (config.tools.search.top_k, config.tools.search.timeout_s) == (10, 300)  # all kinds have them
+    own = written(tmp_path, "tools: {search: {kind: http, url: 'http://h/retrieve', ur: 1}}")
+    assert "tools.search.ur: unknown key" in refusal(own, "tools.search.kind=index")  # no kind has it
+    said = refusal(own, "task=qa", "tools.search.kind=serpapi", "tools.search.url=http://h")
+    assert "tools.search.url: unknown key; tools.search has it where its kind is http (command line)" in said
 
 
 OWN = """

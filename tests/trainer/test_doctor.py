@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from marsrl.rollout.tools.python import launcher as launcher_module
+from marsrl.rollout.tools.python.launcher import Launcher
 from marsrl.trainer import node_findings
 from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import Finding
+from marsrl.trainer.doctor import Finding, sandbox_findings
 from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
 
@@ -49,6 +51,19 @@ def test_a_gpu_node_says_its_versions_and_who_reaches_whom(eight_gpus: None, mon
 def test_without_gpus_there_is_nothing_to_say_of_them() -> None:
     if not torch.cuda.is_available():
         assert gpu_findings() == []
+
+
+def test_the_sandbox_is_said_with_what_it_lacks_and_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = [Launcher("plain", (), False)]
+    monkeypatch.setattr(launcher_module, "launchers", lambda config: launchers)
+    monkeypatch.setattr(launcher_module, "look", lambda launcher, config: ["a network namespace of its own"])
+    python, cgroup = sandbox_findings(settings())
+    assert not python.is_used
+    assert python.detail.startswith("sandbox by plain, without a network namespace of its own; what helps: ")
+    assert cgroup.is_used or "cgroup" in cgroup.detail
+    monkeypatch.setattr(launcher_module, "launchers", lambda config: [])
+    [python] = sandbox_findings(settings())
+    assert not python.is_used and "no interpreter can be started" in python.detail
 
 
 def test_room_for_weights_in_files_is_counted_twice_for_every_policy(

@@ -38,7 +38,9 @@ def takes_settings(
 ) -> None:
     """--config and the words behind it, as trainer/main.py has them. config: what --help says of the file."""
     parser.add_argument("--config", help=config)
-    parser.add_argument("settings", nargs="*", metavar="key.sub=value")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="key.sub=value"
+    )  # without it argparse calls them required
 
 
 def console(width: int) -> Console:

@@ -48,7 +48,11 @@ def _make_facts(add: AddParser) -> None:
     parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
     parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."
+        "options",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="task_options of task=qa: people, max_hops, about=papers, ...",
     )
 
     def run(words: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,11 +91,24 @@ def as_key(where: Sequence[str]) -> str:
     return ".".join(parts)
 
 
+def kinds_of(where: Sequence[str]) -> dict[str, type[BaseModel]]:
+    """The models of a section that has several kinds, by kind; {} of any other."""
+    models = _at(where).models
+    return {_kind(model): model for model in models} if len(models) > 1 and all(map(_kind, models)) else {}
+
+
+@functools.cache
+def sections_with_kinds() -> list[tuple[str, ...]]:
+    """Those whose keys depend on their `kind`; none of them lies in a mapping of names of the user's."""
+    return [tuple(key.name.split(".")) for key in every_key() if len(key.below) > 1 and all(map(_kind, key.below))]
+
+
 def nearest(where: Sequence[str]) -> str:
     """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
-    place, parent = _Place(), list(where[:-1])
-    for part in parent:
-        place = place.below(part)
+    parent = list(where[:-1])
+    place = _at(parent)
+    if having := [kind for kind, model in kinds_of(parent).items() if where[-1] in model.model_fields]:
+        return f"{'.'.join(parent)} has it where its kind is {' or '.join(having)}"
     siblings = list(dict.fromkeys(name for model in place.models for name in model.model_fields))
     everywhere = {path.rsplit(".", 1)[-1]: path for path in key_names()}
     if where[-1] in everywhere:
@@ -137,6 +151,13 @@ class _Place:
             return _Place(self.models)
         held = tuple(model for field in fields for model in _held(field.annotation))
         return _Place(held, bool(held) and any(get_origin(field.annotation) is dict for field in fields))
+
+
+def _at(where: Sequence[str]) -> _Place:
+    place = _Place()
+    for part in where:
+        place = place.below(part)
+    return place
 
 
 def _held(annotation: Any) -> list[type[BaseModel]]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import as_written, nearest
+from marsrl.trainer.config.keys import as_written, kinds_of, nearest, sections_with_kinds
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, places_in_words, places_in_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
@@ -28,7 +28,8 @@ def read_config(
 
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
     by key, a list is replaced. `preset: none` inherits nothing. A layer that names an `orchestration` leaves behind the
-    agents of layers below which that team does not have. A policy that only a preset names is left out where no
+    agents of layers below which that team does not have, and one that names the `kind` of a section the keys of layers below
+    which that kind does not have. A policy that only a preset names is left out where no
     agent has it: who gives policies of his own to all agents does not get the preset's beside them.
 
     Args:
@@ -52,6 +53,7 @@ def read_config(
     for key in ("task", "orchestration"):
         _find_own_class(key, merged, origin.layers)
     _leave_out_agents_of_another_team(merged, origin.layers)
+    _leave_out_keys_of_another_kind(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
         return RunConfig.model_validate({**merged, "preset": "none"}, context={"trains": trains}), origin
@@ -161,6 +163,24 @@ def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[L
     others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)} - mine
     own = {agent for layer in layers[givers[-1] :] for agent in agents if f"agents.{agent}" in layer.places}
     merged["agents"] = {agent: settings for agent, settings in agents.items() if agent not in others - own}
+
+
+def _leave_out_keys_of_another_kind(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """Take out of a section that has kinds what its kind does not have, where only layers below the one that names it give it."""
+    for where in sections_with_kinds():
+        section: Any = merged
+        for part in where:
+            section = section.get(part) if isinstance(section, dict) else None
+        name = ".".join(where)
+        givers = [i for i, layer in enumerate(layers) if f"{name}.kind" in layer.places]
+        kinds = kinds_of(where)
+        kind = kinds.get(str(section.get("kind"))) if isinstance(section, dict) else None
+        if kind is None or not givers:  # what is malformed is left to the models
+            continue
+        own = {key for layer in layers[givers[-1] :] for key in section if f"{name}.{key}" in layer.places}
+        others = {key for each in kinds.values() for key in each.model_fields} - kind.model_fields.keys()
+        for key in section.keys() & others - own:
+            del section[key]
 
 
 def _is_shipped(layer: Layer) -> bool:

@@ -10,7 +10,7 @@ import datetime
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,13 +69,15 @@ class Stage(Protocol):
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
-    """Every row of the inputs, those that hold no problem too."""
+    """Every row of the inputs, those that hold no problem too; ids of several begin with their place, as data.train's do."""
     number = 0
-    for path in paths:
+    for place, path in enumerate(paths):
         for found in read_problem_rows(path, task, question_key, answer_key):
-            uid, problem, fault = f"{found.file.name}:{found.line}", found.problem, ""
+            uid = f"{place}/" * (len(paths) > 1) + f"{found.file.name}:{found.line}"
+            problem, fault = found.problem, ""
             if isinstance(problem, BadLine):
                 problem, fault = Problem(uid, "", None, task), str(problem)
+            problem = replace(problem, id=uid)
             yield Row(number, problem, found.fields, found.keys, fault)
             number += 1
 

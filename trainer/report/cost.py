@@ -10,6 +10,8 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.summary import JudgeUsage, Latency, Usage
 
+_ENOUGH_CALLS = 8  # of a step, below which errors of a tool say nothing
+_MOST_OF_AN_ERROR = 300  # characters
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 
 
@@ -48,6 +50,24 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     calls = {key: value for key, value in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     total = sum(calls.values())
     return {f"{key.removesuffix('calls')}share": value / total for key, value in calls.items()} if total else {}
+
+
+def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
+    """Warnings of tools whose calls were mostly errors in a step: a server that is gone, a key that is used up.
+
+    Args:
+        counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
+        last_errors: what each tool's last run said that was an error. A tool without one did not fail: its calls were wrong.
+    """
+    found = []
+    for name, error in last_errors.items():
+        calls, errors = (counted.get(f"tools/{name}/{what}", 0) for what in ("calls", "errors"))
+        if calls >= _ENOUGH_CALLS and errors > calls / 2:
+            found.append(
+                f"tools.{name}: {errors:.0f} of {calls:.0f} calls were errors, which the agents read in place of an answer; the "
+                f"last: {error[:_MOST_OF_AN_ERROR]}"
+            )
+    return found
 
 
 def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> dict[str, float]:

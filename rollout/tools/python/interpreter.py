@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from marsrl.rollout.tools.python.cgroup import Cgroup
+
 _READY = b"ready\n"
 _SLOW_AFTER_S = 0.25
 _SLOW_NICE = 15  # of what runs longer than that: short snippets, and the trainer, go before it
@@ -45,9 +47,12 @@ class Ending:
 class Interpreter:
     """A process that waits for one snippet. The thread that starts it must outlive it: the kernel ends it with that thread."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Raises OSError where the command cannot be started."""
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cgroup: Cgroup | None = None) -> None:
+        """cgroup: what it goes into, and what ends with it. Raises OSError where the command cannot be started."""
+        self._cgroup = cgroup
         self._line, theirs = socket.socketpair()  # its input: the snippet goes there, and its exit code comes back
+        if cgroup is not None:
+            command = [*cgroup.entering, *command]
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -62,6 +67,7 @@ class Interpreter:
                 )
         except OSError:
             self._line.close()
+            self._end_cgroup()
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -153,6 +159,12 @@ class Interpreter:
         self._line.close()
         self._output.close()
         self._reap()
+        self._end_cgroup()
+
+    def _end_cgroup(self) -> None:
+        if self._cgroup is not None:
+            self._cgroup.end()
+            self._cgroup = None
 
     def _reap(self) -> int:
         with self._signalling:

@@ -19,6 +19,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.tools.config import PythonTool
+from marsrl.rollout.tools.python.cgroup import Cgroups
 from marsrl.rollout.tools.python.interpreter import Interpreter, StartError
 from marsrl.rollout.tools.python.seccomp import seccomp_filter
 
@@ -52,6 +54,16 @@ _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",  # a thread counts as a process
     "OPENBLAS_NUM_THREADS": "1",
+}
+_KERNEL_SETTINGS = Path("/proc/sys")
+# Of user namespaces, which those who are not root need: what keeps them from working, and what to do.
+_IN_THE_WAY = {
+    ("kernel.apparmor_restrict_unprivileged_userns", "1"): (
+        "AppArmor takes all rights away in them, as Ubuntu has it from 23.10 on; as root, `sysctl -w "
+        "kernel.apparmor_restrict_unprivileged_userns=0`, or a profile for bubblewrap alone (docs/python.md)"
+    ),
+    ("kernel.unprivileged_userns_clone", "0"): "as root, `sysctl -w kernel.unprivileged_userns_clone=1`",
+    ("user.max_user_namespaces", "0"): "as root, `sysctl -w user.max_user_namespaces=15000`",
 }
 # Run by every way before it is taken: what can be seen and done from inside.
 _LOOK = """
@@ -90,11 +102,11 @@ class Launcher:
     sets_inodes: bool = False
     has_shell: bool = False
 
-    def start(self, config: PythonTool) -> Interpreter:
-        """An interpreter that is about to be ready.
+    def start(self, config: PythonTool, cgroups: Cgroups | None = None) -> Interpreter:
+        """An interpreter that is about to be ready, in a cgroup of its own where there are any.
 
         Raises:
-            OSError: there is no such command, or no process can be made.
+            OSError: there is no such command, or no process or cgroup can be made.
         """
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
@@ -117,7 +129,7 @@ class Launcher:
         }
         guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
         command = [*self.prefix, _python(), "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
-        return Interpreter(command, _ENVIRONMENT)
+        return Interpreter(command, _ENVIRONMENT, cgroups.make() if cgroups is not None else None)
 
 
 def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
@@ -145,14 +157,24 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
         tried.append(f"{launcher.name} lacks {', '.join(missing)}")
     reasons = "; ".join(tried)
     if best is None:
-        raise ValueError(f"tools.python: no interpreter can be started: {reasons}")
+        raise ValueError(f"tools.python: no interpreter can be started: {reasons}{_closed_to_others()}")
     if config.strict:
         raise ValueError(
-            f"tools.python.strict=true, and this machine has no whole sandbox: {reasons}. Install bubblewrap (apt-get install "
-            "bubblewrap), let the user or the container make namespaces (docs/python.md), or take what there is: "
-            "tools.python.strict=false"
+            f"tools.python.strict=true, and this machine has no whole sandbox: {reasons}; {how_to_have_one()}; or take what "
+            "there is: tools.python.strict=false"
         )
     return best
+
+
+def how_to_have_one() -> str:
+    """What to do for a whole sandbox on a machine that has none; names the kernel's settings that are in the way."""
+    cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap)"]
+    if False in _users():
+        for (name, value), cure in _IN_THE_WAY.items():
+            file = _KERNEL_SETTINGS / name.replace(".", "/")
+            if file.exists() and file.read_text().strip() == value:
+                cures.append(f"{name} is {value} on this machine: {cure}")
+    return "what helps: " + "; ".join([*cures, "let the user or the container make namespaces (docs/python.md)"])
 
 
 def launchers(config: PythonTool) -> Iterator[Launcher]:
@@ -206,6 +228,18 @@ def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
     if name == "processes":
         return int(str(seen["children"])) < config.processes
     return bool(seen[name]) is (name != "capabilities")
+
+
+def _closed_to_others() -> str:
+    """Where and why no other user can run this Python, as a plain process under root has to; "" where all can."""
+    library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
+    for folder in (*reversed(library.parents), library):
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return (
+                f"; this Python lies in {folder}, which is closed to other users, and code of a model runs as another one: "
+                f"install with a Python that all can read (/usr/bin/python3), or chmod o+x {folder}"
+            )
+    return ""
 
 
 def _python() -> str:

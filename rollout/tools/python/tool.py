@@ -26,8 +26,9 @@ from contextlib import suppress
 
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.protocol import ToolError, text_argument
+from marsrl.rollout.tools.python.cgroup import find_cgroups
 from marsrl.rollout.tools.python.interpreter import Ending, Interpreter, StartError
-from marsrl.rollout.tools.python.launcher import choose_launcher
+from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_one
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +53,19 @@ class PythonInterpreter:
         self._launcher, missing = choose_launcher(config)
         if missing:
             _log.warning(
-                "tools.python.strict=false: code of a model runs by %s, without %s",
+                "tools.python.strict=false: code of a model runs by %s, without %s; %s",
                 self._launcher.name,
                 ", ".join(missing),
+                how_to_have_one(),
+            )
+        self._cgroups, reason = find_cgroups(config)
+        if self._cgroups is None:
+            _log.warning(
+                "tools.python: no cgroup bounds a call as a whole (%s); tools.python.memory_mib holds for each process alone, so "
+                "that a call may take %d times %d MiB (docs/python.md)",
+                reason,
+                config.processes,
+                config.memory_mib,
             )
         self._changed = threading.Condition()
         self._ready: deque[Interpreter] = deque()
@@ -167,7 +178,7 @@ class PythonInterpreter:
         failure: str | None = None
         try:
             for _ in range(wanted):
-                started.append(self._launcher.start(self._config))
+                started.append(self._launcher.start(self._config, self._cgroups))
         except OSError as error:
             failure = str(error)
         for interpreter in started:
@@ -234,7 +245,7 @@ def _remark(ending: Ending, config: PythonTool) -> str:
         -ending.status if ending.status < 0 else ending.status - 128
     )  # a shell and bubblewrap say 128 + the signal's
     if number == signal.SIGKILL:
-        return f"[killed: it used more than {config.cpu_s} s of CPU time, or the machine ran out of memory]"
+        return f"[killed: it used more than {config.cpu_s} s of CPU time, or memory ran out]"
     with suppress(ValueError):
         return f"[the interpreter was killed: {signal.Signals(number).name}]"
     return ""

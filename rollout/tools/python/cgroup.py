@@ -1,0 +1,150 @@
+"""A cgroup for each interpreter: what all processes of a call may take together.
+
+The limits of setrlimit are of a process, or of a user. A cgroup bounds the sum, where this machine has version 2 and lets the
+trainer make one, with the controllers `memory` and `pids`:
+
+    /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-NAMESPACE-PID-N, one an interpreter
+
+The one around it, because a cgroup that has processes of its own gives its children no controllers (cgroups(7), "no internal
+processes"), and the trainer's has the trainer. As with namespaces no list of versions says what is allowed: one is made, and a
+process put into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.rollout.tools.config import PythonTool
+
+_log = logging.getLogger(__name__)
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_NAME = "marsrl-python-"
+_LAUNCHERS = 4  # processes that bubblewrap, or unshare and its shell, have beside the snippet's
+_TRIED_S = 10.0
+_EMPTY_S = 2.0  # until the last process of a cgroup is gone, which the kernel ends by and by
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """One that was made, and nobody is in it yet."""
+
+    path: Path
+
+    @property
+    def entering(self) -> tuple[str, ...]:
+        """The command that goes into it and becomes the command behind it."""
+        return ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self.path / "cgroup.procs"))
+
+    def end(self) -> None:
+        """End what is in it, and remove it; where that fails a warning says so, and it is left behind."""
+        deadline = time.monotonic() + _EMPTY_S
+        try:
+            kill = self.path / "cgroup.kill"  # Linux 5.14
+            if kill.exists():
+                kill.write_text("1")
+            while not self._is_removed():
+                if time.monotonic() > deadline:
+                    raise OSError(f"it is not empty after {_EMPTY_S:g} s")
+                time.sleep(0.005)
+        except OSError as error:
+            _log.warning("tool python: the cgroup %s is left behind: %s", self.path, error)
+
+    def _is_removed(self) -> bool:
+        try:
+            os.rmdir(self.path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroups:
+    """Where they are made. limits: the text of each file."""
+
+    parent: Path
+    limits: Mapping[str, str]
+
+    def make(self) -> Cgroup:
+        """Another one, with its limits. OSError: it cannot be made, or has not all of them."""
+        cgroup = Cgroup(self.parent / f"{_prefix()}{os.getpid()}-{next(_numbers)}")
+        os.mkdir(cgroup.path)
+        try:
+            for name, limit in self.limits.items():
+                file = cgroup.path / name
+                if name == "memory.swap.max" and not file.exists():  # this kernel does not count swap
+                    continue
+                with open(
+                    os.open(file, os.O_WRONLY), "w"
+                ) as opened:  # never made: the controller makes it, or is not there
+                    opened.write(limit)
+        except OSError:
+            cgroup.end()
+            raise
+        return cgroup
+
+
+def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
+    """Where interpreters can have cgroups; None where nowhere, and why."""
+    if not (_ROOT / "cgroup.controllers").exists():
+        return None, f"{_ROOT} is no cgroup of version 2"
+    [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
+    own = _ROOT / name.lstrip("/")
+    limits = {
+        "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # what is in /tmp counts
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": str(config.processes + _LAUNCHERS),
+    }
+    reasons = []
+    for parent in (own, own.parent) if own != _ROOT else (own,):
+        cgroups = Cgroups(parent, limits)
+        try:
+            _remove_left(parent)
+            if parent == own:
+                (own / "cgroup.subtree_control").write_text("+memory +pids")
+            _try(cgroups)
+        except OSError as error:
+            reasons.append(f"{parent}: {error}")
+        else:
+            return cgroups, ""
+    return None, "; ".join(reasons)
+
+
+def _try(cgroups: Cgroups) -> None:
+    """Raises OSError where one cannot be made, or a process not be put into it."""
+    cgroup = cgroups.make()
+    try:
+        done = subprocess.run([*cgroup.entering, "true"], capture_output=True, text=True, timeout=_TRIED_S)
+        if done.returncode != 0:
+            raise OSError(f"no process can be put into a cgroup there ({done.stderr.strip()})")
+    finally:
+        cgroup.end()
+
+
+def _prefix() -> str:
+    """Of the names of this pid namespace: in another one the same number is another process."""
+    return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove what a trainer left that was killed, whose processes went with it."""
+    for path in parent.glob(f"{_prefix()}*"):
+        pid = path.name.removeprefix(_prefix()).split("-")[0]
+        if not os.path.exists(f"/proc/{pid}"):
+            with suppress(OSError):  # another user's, not empty, or gone already
+                os.rmdir(path)

@@ -1,0 +1,195 @@
+"""A call's processes are bounded together where a cgroup can be made, and where none can the warning says why."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from marsrl.rollout.tools.config import PythonTool
+from marsrl.rollout.tools.python import cgroup as cgroup_module
+from marsrl.rollout.tools.python.cgroup import Cgroup, Cgroups, find_cgroups
+from marsrl.rollout.tools.python.launcher import choose_launcher
+from marsrl.rollout.tools.python.tool import PythonInterpreter
+
+CONFIG = PythonTool(strict=False, warm=1, memory_mib=128, tmp_mib=16, processes=4, wall_s=30.0, timeout_s=60.0)
+CONTROLLED = ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max")
+
+
+class Kernel:
+    """What a kernel does with folders of cgroups, below a folder of ours: a stand-in, where this machine's cannot be written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.giving, self.refusing = root, set[Path](), set[Path]()
+        self.limits: list[dict[str, str]] = []  # of those that were removed
+
+    def mkdir(self, path: Path) -> None:
+        if path.parent in self.refusing:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        Path(path).mkdir()
+        for name in ("cgroup.procs", *(CONTROLLED if path.parent in self.giving else ())):
+            (path / name).touch()
+
+    def rmdir(self, path: Path) -> None:
+        self.limits.append({name: (path / name).read_text() for name in CONTROLLED if (path / name).exists()})
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """The trainer is in /session/trainer."""
+    made = Kernel(tmp_path)
+    (tmp_path / "session" / "trainer").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "session", tmp_path / "session" / "trainer"):
+        (folder / "cgroup.controllers").write_text("memory pids")
+        (folder / "cgroup.subtree_control").touch()
+    (tmp_path / "own").write_text("1:name=systemd:/old\n0::/session/trainer\n")
+    monkeypatch.setattr(cgroup_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(cgroup_module, "_OWN", tmp_path / "own")
+    folders = SimpleNamespace(**{**vars(os), "mkdir": made.mkdir, "rmdir": made.rmdir})  # of that file alone
+    monkeypatch.setattr(cgroup_module, "os", folders)
+    return made
+
+
+def test_an_interpreter_has_a_cgroup_of_its_own_with_the_call_s_limits(kernel: Kernel) -> None:
+    session = kernel.root / "session"
+    kernel.giving = {session}  # the trainer's own has processes, and gives no controllers
+    cgroups, reason = find_cgroups(CONFIG)
+    assert cgroups is not None and not reason and cgroups.parent == session
+    whole = {"memory.max": str(144 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "8"}
+    assert kernel.limits[-1] == whole
+    one, other = cgroups.make(), cgroups.make()
+    assert one.path != other.path and {path.name for path in session.glob("marsrl-*")} == {
+        one.path.name,
+        other.path.name,
+    }
+    done = subprocess.run([*one.entering, "echo", "$HOME", "a b"], capture_output=True, text=True)
+    assert (
+        done.stdout == "$HOME a b\n" and (one.path / "cgroup.procs").read_text() == "0\n"
+    )  # 0: the process that writes
+    one.end()
+    other.end()
+    assert not list(session.glob("marsrl-*"))
+
+
+def test_where_none_can_be_made_the_warning_says_why_and_what_holds_instead(
+    kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = kernel.root / "session"
+    kernel.refusing = {session}
+    assert find_cgroups(CONFIG)[0] is None
+    with caplog.at_level(logging.WARNING):
+        PythonInterpreter(CONFIG).close()
+    said = caplog.text
+    assert re.search(
+        r"no cgroup bounds a call as a whole \(.*trainer.*memory.max.*; .*session: .*Permission denied", said
+    )
+    assert "a call may take 4 times 128 MiB" in said
+    assert not list(kernel.root.rglob("marsrl-*"))
+
+
+def test_a_machine_of_version_1_has_none(kernel: Kernel) -> None:
+    (kernel.root / "cgroup.controllers").unlink()
+    assert find_cgroups(CONFIG) == (None, f"{kernel.root} is no cgroup of version 2")
+
+
+def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel: Kernel) -> None:
+    session = kernel.root / "session"
+    kernel.giving = {session}
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    own = os.stat("/proc/self/ns/pid").st_ino
+    left, used = session / f"marsrl-python-{own}-{dead.pid}-3", session / f"marsrl-python-{own}-{os.getppid()}-3"
+    of_another_namespace = session / f"marsrl-python-{own + 1}-{dead.pid}-3"
+    for path in (left, used, of_another_namespace):
+        kernel.mkdir(path)
+    assert find_cgroups(CONFIG)[0] is not None
+    assert used.exists() and of_another_namespace.exists() and not left.exists()
+
+
+def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cgroup_module, "_EMPTY_S", 0.01)
+    path = kernel.root / "session" / "marsrl-python-1-1-1"
+    for error in (OSError(errno.EBUSY, "Device or resource busy"), FileNotFoundError(errno.ENOENT, "gone")):
+
+        def fail(path: Path, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(cgroup_module.os, "rmdir", fail)
+        with caplog.at_level(logging.WARNING):
+            Cgroup(path).end()
+    assert re.search(r"is left behind: it is not empty after 0.01 s(.|\n)*is left behind: .*gone", caplog.text)
+
+
+# on this machine's kernel, where it lets us
+
+
+@pytest.fixture
+def mounted() -> Iterator[Path]:
+    """The trainer's own folder of this machine's cgroups of version 2, whatever controllers it has."""
+    lines = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    mounts = [Path(words[1]) for words in lines if words[2] == "cgroup2"]
+    name = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    if not mounts or name is None:
+        pytest.skip("no cgroups of version 2 are mounted here")
+    own = mounts[0] / name[1].lstrip("/")
+    probe = own / f"marsrl-test-{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made in {own}: {error}")
+    yield own
+
+
+def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path) -> None:
+    cgroups = Cgroups(mounted, {})
+    launcher, _ = choose_launcher(CONFIG)
+    interpreter = launcher.start(CONFIG, cgroups)
+    try:
+        interpreter.wait_until_ready(60.0)
+        [path] = mounted.glob(f"marsrl-python-*-{os.getpid()}-*")
+        inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
+        children = psutil.Process(interpreter._process.pid).children(recursive=True)
+        assert inside == {interpreter._process.pid} | {each.pid for each in children}
+    finally:
+        interpreter.kill()
+    assert not list(mounted.glob(f"marsrl-python-*-{os.getpid()}-*"))
+
+
+def test_a_cgroup_that_is_not_empty_is_emptied(mounted: Path) -> None:
+    path = mounted / f"marsrl-python-{os.getpid()}-9999"
+    path.mkdir()
+    sleeper = subprocess.Popen([*Cgroup(path).entering, "sleep", "1000"])
+    deadline = time.monotonic() + 60.0
+    while not (path / "cgroup.procs").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    Cgroup(path).end()
+    assert sleeper.wait(60.0) == -9 and not path.exists()
+
+
+def test_the_processes_of_a_call_together_have_one_memory() -> None:
+    cgroups, reason = find_cgroups(CONFIG)
+    if cgroups is None:
+        pytest.skip(f"this machine has no cgroup for it: {reason}")
+    tool = PythonInterpreter(CONFIG)
+    try:
+        code = "import os, time\nfor _ in range(2):\n    if not os.fork(): break\nheld = b'x' * (70 << 20)\ntime.sleep(20)\n1"
+        assert "memory ran out" in tool.run({"code": code})
+        assert tool.run({"code": json.dumps(1)}) == "1"
+    finally:
+        tool.close()
