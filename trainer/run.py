@@ -26,13 +26,13 @@ from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.step_metrics import step_metrics
-from marsrl.trainer.report.summarise_run import gates_of, summarise_run
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.schools.registry import accuracy_before_rl
 from marsrl.trainer.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.standby import Standby
@@ -155,9 +155,9 @@ class Run:
             with self.timed("publish"):
                 self._sync(policy)
         if self.config.run.evaluate:
-            gates = gates_of(self.config) if self.started else {}
+            bounds = accuracy_before_rl(self.config) if self.started else {}
             with self.timed("evaluate"):
-                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, gates))
+                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, bounds))
         barrier()
 
     def steps_left(self) -> Iterator[int]:
@@ -342,7 +342,8 @@ class Run:
                 after = self.standby.during(lambda: self._rank_0.evaluate(self.versions, self.step, "evaluation after"))
         if driver is not None:
             driver.after = after
-            summary = summarise_run(self, driver)
+            seconds = {**self.total_seconds, "run": time.monotonic() - self.began}
+            summary = driver.summary(self.config, self.started, self.step, seconds)
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()

@@ -13,14 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from marsrl.rollout.engines.protocol import (
-    DecodeRequest,
-    MemoryPart,
-    WeightUpdate,
-)
+from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
+from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightUpdate
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
-from marsrl.rollout.pool.build import EngineSpec, build_engine, import_library
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
 from marsrl.rollout.pool.ray_pulse import EnginePulse

@@ -11,8 +11,7 @@ import torch
 from marsrl.trainer import node_findings
 from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import Finding
-from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
+from marsrl.trainer.node_findings import Finding, Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -183,6 +184,15 @@ class Evaluation(Schema):
             sets[f"{name}/system"] = found.system
         return {**sets, **self.agents, "system": self.system}
 
+    def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
+        """For each row whose mean is not within its bounds, for people: what was found and what was wanted."""
+        found = {name: self.rows[name].mean for name in bounds if name in self.rows}
+        return [
+            f"{name} {mean}, wanted {bounds[name]}"
+            for name, mean in found.items()
+            if mean is None or not bounds[name][0] <= mean <= bounds[name][1]
+        ]
+
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
     """(name, before, after) of the table's lines; None where nothing was evaluated."""
@@ -204,11 +214,12 @@ class EngineRecord(Schema):
 
 
 class WarmStartRecord(Schema):
-    """How the untrained policy became a mediocre team. measured: the means that its gates were asked of, by row."""
+    """How the untrained policy became a mediocre team. as_wanted: that team's accuracy is within
+    the bounds of `warm_start`; measured: the means that have such bounds, by row."""
 
     cached: bool
     seconds: float = Field(ge=0)
-    gate_met: bool
+    as_wanted: bool
     measured: dict[str, float | None] = Field(default_factory=dict)
 
 

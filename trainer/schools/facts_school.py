@@ -35,5 +35,5 @@ class FactsSchool(School):
         return QaOptions.model_validate(dict(config.task_options))
 
     @classmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        return {"system": getattr(settings, cls.section).gate}
+    def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
+        return {"system": getattr(settings, cls.section).accuracy}

@@ -16,6 +16,12 @@ def school_of(config: RunConfig) -> type[School] | None:
     return next((school for school in SCHOOLS if school.teaches(config)), None)
 
 
+def accuracy_before_rl(config: RunConfig) -> dict[str, tuple[float, float]]:
+    """By row of the evaluation: the bounds between which a taught team is mediocre; nothing where no school teaches it."""
+    school = school_of(config)
+    return school.bounds(config.warm_start) if school is not None else {}
+
+
 def who_is_taught() -> str:
     """For people: the settings with which a policy needs no model."""
     return ", or ".join(school.wants for school in SCHOOLS)

@@ -42,7 +42,7 @@ class School(ABC):
 
     @classmethod
     @abstractmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
+    def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
         """By row of the evaluation before RL ("system", or an agent's name): the bounds of a mediocre team."""
 
     @abstractmethod
