@@ -27,7 +27,7 @@ ARMS = ("own team", "untrained", "trained")
 
 
 def settings(run: Path, solver: Path, critics: Path) -> list[str]:
-    """Of `marsrl evaluate`: the run's own, with this Solver and these for all other agents; nothing is trained."""
+    """Words of `marsrl evaluate`: the run's own, with this Solver and these for all other agents; nothing is trained."""
     words = [f"policies.main.model={critics}", "policies.main.frozen=true"]
     if solver != critics:
         words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true", "policies.foreign.dtype=float32"]

@@ -220,7 +220,7 @@ def played(
 
 
 def _samples_of_a_step(config: RunConfig, problems: int) -> int:
-    """Of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
+    """How many samples a step of full pipelines has: the Solver's group, and those of each pick by the four agents after it."""
     return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
 
 

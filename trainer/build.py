@@ -198,7 +198,7 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:
-    """Of the team, on the task's held-out problems."""
+    """What evaluates the team, on the task's held-out problems."""
     config = checked.config
     return Evaluator(
         team,

@@ -27,7 +27,7 @@ _LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its 
 _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
-def judged(error: RayError, method: str) -> Lost:
+def lost_or_raise(error: RayError, method: str) -> Lost:
     """What an engine's call that failed with `error` means for the engine.
 
     Raises:

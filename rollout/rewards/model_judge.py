@@ -51,8 +51,8 @@ class _Caller:
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """One judgement, of the same answer to the same question for all that wait for it. began: monotonic seconds."""
+class _Pending:
+    """A judgement under way, of the same answer to the same question for all that wait for it. began: monotonic seconds."""
 
     key: _Key
     callers: list[_Caller]
@@ -100,15 +100,15 @@ class ModelJudge:
         self.pool, self.config = pool, config
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
         self._changed = threading.Condition()  # guards all below
-        self._queue: list[_Work] = []  # to be drawn
-        self._open: dict[_Key, _Work] = {}  # that a further call of the same may join
+        self._queue: list[_Pending] = []  # to be drawn
+        self._open: dict[_Key, _Pending] = {}  # that a further call of the same may join
         self._verdicts: OrderedDict[_Key, Judgement] = OrderedDict()
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(_no_counts)
         self._looks: dict[Purpose, _Look] = defaultdict(_Look)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_closed = False
-        self._drawing: dict[str, _Work] = {}  # by uid; the thread's own
+        self._drawing: dict[str, _Pending] = {}  # by uid; the thread's own
         self._num_requests = 0
 
     def serves(self, purpose: Purpose) -> bool:
@@ -201,7 +201,7 @@ class ModelJudge:
             self._counts[caller.purpose]["cached"] += 1
             work.callers.append(caller)
             return
-        self._open[key] = work = _Work(key, [caller], time.monotonic())
+        self._open[key] = work = _Pending(key, [caller], time.monotonic())
         self._queue.append(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
@@ -272,7 +272,7 @@ class ModelJudge:
             self._changed.notify_all()  # sleep() waits for the last of them
         return True
 
-    def _request(self, work: _Work) -> DecodeRequest | None:
+    def _request(self, work: _Pending) -> DecodeRequest | None:
         """The next draw of a judgement; None where its prompt is too long, which settles it."""
         question, reference, answer = work.key
         if work.prompt is None:
@@ -299,7 +299,7 @@ class ModelJudge:
         messages = judge_messages(question, answer, self._right_answers(reference), self._seed)
         return self._renderer.render(messages, **self.config.template_options)
 
-    def _end_too_long(self, work: _Work, num_tokens: int) -> None:
+    def _end_too_long(self, work: _Pending, num_tokens: int) -> None:
         """Long by itself an answer is wrong; a question or a reference is nobody's fault."""
         question, reference, _ = work.key
         found = f"what it would read has {num_tokens} tokens, more than judge.max_input_tokens = {self.config.max_input_tokens}"
@@ -334,7 +334,7 @@ class ModelJudge:
         else:
             self._end(work, verdict, "")
 
-    def _draw_again(self, work: _Work, why: str) -> None:
+    def _draw_again(self, work: _Pending, why: str) -> None:
         if work.num_drawn > self.config.retries:
             self._end(work, None, why)
             return
@@ -351,7 +351,7 @@ class ModelJudge:
         for work in late:
             self._end(work, None, f"no judgement within judge.timeout_s = {most:g} s")
 
-    def _end(self, work: _Work, verdict: Judgement | None, why_none: str) -> None:
+    def _end(self, work: _Pending, verdict: Judgement | None, why_none: str) -> None:
         with self._changed:
             if self._open.pop(work.key, None) is None:
                 return

@@ -67,7 +67,7 @@ class ScriptedWithWeights(ScriptedEngine):
 
 
 CALLS: list[str] = []
-"""Of the engine below, in order."""
+"""The calls that the engine below got, in order."""
 
 
 class Recorded(ScriptedWithWeights):

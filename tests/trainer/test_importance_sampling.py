@@ -84,7 +84,7 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
 
 
 def weights(loss: PolicyLoss) -> list[float]:
-    """Of each token, on A d log p / N: 1 = plain policy gradient. A is +1 for the right sample, -1 for the wrong one."""
+    """Each token's weight on A d log p / N: 1 = plain policy gradient. A is +1 for the right sample, -1 for the wrong one."""
     mask = batch_of_versions().mask
     advantage = torch.tensor([1.0] * len(RIGHT) + [-1.0] * len(WRONG))
     return (-loss.coefficient[mask] * N / advantage).tolist()

@@ -154,5 +154,5 @@ def _estimate(value: Estimate | None) -> str:
 
 
 def _sparkline(values: Sequence[float | None]) -> str:
-    """Of shares in [0, 1]."""
+    """A curve of shares in [0, 1], a character each."""
     return "".join(" " if value is None else _BARS[min(len(_BARS) - 1, int(value * len(_BARS)))] for value in values)

@@ -62,7 +62,7 @@ class Stage(Protocol):
         """What it decided before it was stopped, row by row, before `verdicts` is called."""
 
     def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
-        """Of each row, in their order; as many rows ahead as it likes."""
+        """Each row with what is decided about it, in their order; it may read as many rows ahead as it likes."""
 
     def close(self) -> None:
         """Give back what it holds; may be called twice."""

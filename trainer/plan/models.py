@@ -83,7 +83,7 @@ KNOWN = {
 
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """Of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
+    """The shape of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
     from marsrl.rollout.tasks.registry import VOCABULARIES
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.warm_start import SHAPE
@@ -105,13 +105,13 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
 
 
 def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
-    """Of this policy, which has no model; None: nobody teaches the team of these settings."""
+    """The shape of this policy, which has no model; None: nobody teaches the team of these settings."""
     school = school_of(config)
     return None if school is None else warm_start_shape(policy.shape, school.tokenizer)
 
 
 def find_shape(model: str) -> ModelShape:
-    """Of a directory with a config.json (weights need not be there), else of a published model by its name.
+    """The shape of a directory's model (config.json is enough), else of a published one by its name.
 
     Raises:
         ValueError: neither a directory nor a name that is known; with the names.

@@ -76,7 +76,7 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
+    """The plan of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
 
     gpu: str
     num_gpus: int
@@ -177,7 +177,7 @@ def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
 
 
 def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """Of a policy that a school makes."""
+    """The shape of a policy that a school makes."""
     shape = taught_shape(config, policy)
     if shape is None:
         raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")

@@ -114,7 +114,7 @@ def usage(
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:
-    """Of episodes that took so long; None where there is none. Percentiles are of those measured: the nearest rank."""
+    """Median and 95th percentile of episodes that took so long, by the nearest rank; None where there is none."""
     ended = sorted(seconds)
     if not ended:
         return None

@@ -20,7 +20,7 @@ from marsrl.trainer.schools.school import School
 
 
 class ArithmeticSchool(School):
-    """Of every team on the arithmetic task."""
+    """Teaches every team on the arithmetic task."""
 
     tokenizer = "arithmetic"
     alone, judged = Role.SOLVER, Role.VERIFIER

@@ -14,7 +14,7 @@ from marsrl.trainer.schools.facts_school import FactsSchool
 
 
 class DualSchool(FactsSchool):
-    """Of System 2 and System 1 on the built-in questions in their terse wording."""
+    """Teaches System 2 and System 1 on the built-in questions in their terse wording."""
 
     tokenizer = "calls"
     alone, judged = Role.DISTILLER, Role.REASONER

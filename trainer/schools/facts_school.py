@@ -11,7 +11,7 @@ from marsrl.trainer.schools.school import School
 
 
 class FactsSchool(School):
-    """Of one team on the built-in questions in their terse wording; section: its orchestration too."""
+    """Teaches one team on the built-in questions in their terse wording; section: its orchestration too."""
 
     section: ClassVar[str]
 

@@ -47,8 +47,8 @@ class School(ABC):
 
     @abstractmethod
     def first_lesson(self, step: int) -> list[Trace]:
-        """Of phase 1, what everything else stands on; `alone` writes most of it."""
+        """Traces of phase 1, what everything else stands on; `alone` writes most of them."""
 
     @abstractmethod
     def team_lesson(self) -> list[Trace]:
-        """Of phase 2: all roles, on the same problems."""
+        """Traces of phase 2: all roles, on the same problems."""

@@ -14,7 +14,7 @@ from marsrl.trainer.schools.facts_school import FactsSchool
 
 
 class SearchSchool(FactsSchool):
-    """Of the search team on the built-in questions in their terse wording."""
+    """Teaches the search team on the built-in questions in their terse wording."""
 
     tokenizer = "facts"
     alone, judged = Role.ANSWERER, Role.SEARCHER

@@ -119,7 +119,7 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
 
 
 def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:
-    """Of the layouts that fit (data parallel only always does), the one that changes the fewest sizes the least."""
+    """The layout that fits and changes the fewest sizes the least; data parallel alone always fits."""
     return min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
 
 
