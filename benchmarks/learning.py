@@ -64,7 +64,7 @@ def rise(rewards: list[float]) -> float:
     return (statistics.fmean(last) - statistics.fmean(first)) / error if error else 0.0
 
 
-def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
+def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
     """What is wanted of a seed, by name."""
 
     def gain(name: str) -> float:
@@ -91,7 +91,7 @@ def main() -> int:
             summary, rises = run(seed, words.dir or temporary, words.settings)
             before, after = summary.before, summary.after
             assert before is not None and after is not None
-            wanted = verdicts(before, after, rises)
+            wanted = findings(before, after, rises)
             as_wanted = summary.warm_start is not None and summary.warm_start.as_wanted
             print(
                 f"seed {seed}: warm start {'as' if as_wanted else 'NOT as'} wanted; standard errors of the rise: "

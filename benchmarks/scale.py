@@ -48,7 +48,7 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
@@ -190,7 +190,7 @@ def played(
     if isinstance(scheduler, EventScheduler):
         scheduler.resume({"main": 0})
 
-    def next_batch() -> Batch:
+    def next_batch() -> StepBatch:
         if isinstance(scheduler, Scheduler):
             return scheduler.next_batch({"main": 0})
         scheduler.ask()

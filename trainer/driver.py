@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
@@ -43,7 +43,7 @@ class Driver:
     after: Evaluation | None = None
     num_syncs: int = 0
 
-    def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> Batch:
+    def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
         """The next step's finished groups. title: of the progress bar; on_look: called whenever it moves."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.scheduler.resting(versions):

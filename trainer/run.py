@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
@@ -171,7 +171,7 @@ class Run:
                 self.trace.mark("step", self.step)
             yield self.step
 
-    def play(self) -> Batch | None:
+    def play(self) -> StepBatch | None:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective."""
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -241,7 +241,7 @@ class Run:
             named = step_metrics(stats, list(self.agents))
             self.driver.log.note({prefix + name: value for name, value in named.items()})
 
-    def stop_if_unusable(self, batch: Batch | None) -> None:
+    def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
         Raises:
@@ -307,7 +307,7 @@ class Run:
         if self.driver is not None and result is not None:
             self.driver.log.note(eval_metrics(result))
 
-    def record(self, step: int, batch: Batch | None) -> None:
+    def record(self, step: int, batch: StepBatch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
         gather_rank_spans(self.trace)
         driver = self.driver

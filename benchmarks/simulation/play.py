@@ -15,7 +15,7 @@ from typing import Literal
 
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.types import Group
 
@@ -139,7 +139,7 @@ class Simulation:
         self.version += 1
         return Step(batch.groups, version, played_s - start, train_s, trained_s, int(batch.metrics["rollout/stages"]))
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> StepBatch:
         if isinstance(self.scheduler, Scheduler):
             return self.scheduler.next_batch({"main": self.version})
         self.scheduler.resume({"main": self.version})

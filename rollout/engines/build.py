@@ -18,7 +18,6 @@ class EngineSpec:
     dtype: str
     max_model_len: int
     seed: int
-    version: int
     threads: int
     device: str  # "cpu" or "cuda"
     vllm: VllmOptions
@@ -50,7 +49,6 @@ def build_engine(spec: EngineSpec) -> Engine:
             dtype=spec.dtype,
             max_model_len=spec.max_model_len,
             seed=spec.seed,
-            version=spec.version,
             threads=spec.threads,
             sleeps=spec.sleeps,
             records=spec.records,
@@ -62,7 +60,6 @@ def build_engine(spec: EngineSpec) -> Engine:
         dtype=spec.vllm.dtype or spec.dtype,
         max_model_len=spec.max_model_len,
         device=spec.device,
-        version=spec.version,
         max_num_seqs=spec.vllm.max_num_seqs,
         threads=spec.threads,
     )

@@ -22,7 +22,6 @@ def make_pool(
     dtype: str,
     max_model_len: int,
     seed: int = 0,
-    version: int = 0,
     served: Sequence[RolloutConfig] = (),
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
@@ -48,9 +47,7 @@ def make_pool(
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
-    specs = _specs(
-        model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version, records=records
-    )
+    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
     host = host or this_host(config.ray_address)
@@ -64,7 +61,6 @@ def _specs(
     dtype: str,
     max_model_len: int,
     seed: int,
-    version: int,
     records: Records = NOTHING_RECORDED,
 ) -> list[EngineSpec]:
     """One for each engine of a policy: they differ in their seeds."""
@@ -78,7 +74,6 @@ def _specs(
             dtype=dtype,
             max_model_len=max_model_len,
             seed=seed + replica,
-            version=version,
             threads=threads,
             device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,

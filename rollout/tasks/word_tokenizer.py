@@ -16,9 +16,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def padded(words: Sequence[str], multiple: int = 64) -> tuple[str, ...]:
-    """The words, and reserved ones up to a multiple; at least one, which stands for all that is unknown."""
-    return (*words, *(f"<r{index}>" for index in range(-len(words) % multiple or multiple)))
+def padded(words: Sequence[str]) -> tuple[str, ...]:
+    """The words, and reserved ones up to a multiple of 64; at least one, which stands for all that is unknown."""
+    return (*words, *(f"<r{index}>" for index in range(-len(words) % 64 or 64)))
 
 
 def write_word_tokenizer(directory: str | Path, vocabulary: Sequence[str], gaps: str, apart: str) -> None:

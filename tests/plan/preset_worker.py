@@ -164,7 +164,6 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         dtype=policy.dtype,
         max_model_len=longest,
         seed=0,
-        version=0,
         records=config.records_of("main"),
     )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"

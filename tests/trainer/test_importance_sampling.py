@@ -59,7 +59,9 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
     learner: Any = SimpleNamespace(
         _old_policy=settings.old_policy,
         _reference=None,
-        _score_and_experts=lambda batches, needs_scores: ([start] if needs_scores else [], [None]),
+        _passes=SimpleNamespace(
+            forward_and_experts=lambda batches, needs_logprobs: ([start] if needs_logprobs else [], [None])
+        ),
     )
     (old,) = Learner._old(learner, [batch], is_first=True)
     objective = PolicyObjective(

@@ -41,14 +41,14 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return [Path(word) for word in words if word not in settings], settings
 
 
-def curate(words: Sequence[str], out: Path, config_file: str | None, console: RunConsole | None = None) -> Path:
+def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     """Run the stages that are not on disk yet; the path of the report.
 
     Raises:
         ValueError: the settings, the inputs or a model cannot be used, or another process works in `out`.
         CurationStopped: too many questions have no readable answer.
     """
-    console = console or RunConsole()
+    console = RunConsole()
     inputs, settings = split_words(words)
     if not inputs:
         raise ConfigError("no input is given: name jsonl or parquet files, or Hugging Face dataset directories")

@@ -14,7 +14,7 @@ from marsrl.trainer.runs.directory import write_json
 Z_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 
 
-def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
@@ -25,7 +25,7 @@ def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, f
         raise ValueError(f"wilson_interval: {successes} successes of {n}; expected 0 <= successes <= n")
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    p, z = successes / n, Z_95
     center = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n

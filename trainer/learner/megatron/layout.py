@@ -15,7 +15,10 @@ from marsrl.trainer.config import LayoutConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes with their defaults filled in; the product of tensor, pipeline and context divides the world."""
+    """The sizes with their defaults filled in; the product of tensor, pipeline and context divides the world.
+
+    Layout(tensor=2, expert=4, expert_tensor=1, pipeline=1, context=1)      # on 8 GPUs: 4 data-parallel places
+    """
 
     tensor: int
     expert: int
