@@ -42,7 +42,7 @@ import numpy as np
 
 from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
 from marsrl.benchmarks.simulation.lengths import Lengths
-from marsrl.benchmarks.simulation.simulated_team import Problems
+from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
@@ -183,7 +183,7 @@ def played(
         {"main": EnginePool(engines, slots=rollout.vllm.max_num_seqs)},
         WatchedJudge(judge),
     )
-    source = Problems(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
+    source = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
     kind = EventScheduler if rollout.overlap else Scheduler
     scheduler = kind(rollout, team, source, seed=0)
     groups: list[Group] = []

@@ -17,8 +17,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team, WatchedJudge
 
@@ -55,7 +54,7 @@ def scripted_team(
 ) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
     """Five agents on one scripted engine; a completion depends on its request's seed alone."""
     folder.mkdir(exist_ok=True)
-    write_arithmetic_tokenizer(folder)
+    ARITHMETIC_TOKENIZER.write(folder)
     renderer = ChatRenderer(folder)
     engine = ScriptedEngine(
         lambda request: script(request, renderer, random.Random(request.uid)),

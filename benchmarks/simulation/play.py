@@ -22,7 +22,7 @@ from marsrl.rollout.types import Group
 from .cost_model import Constants, CostModel
 from .lengths import Lengths, Outcomes
 from .simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
-from .simulated_team import Problems, last_token, simulated_team
+from .simulated_team import last_token, problem_stream, simulated_team
 
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 
@@ -117,7 +117,7 @@ class Simulation:
         )
         team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
         kind = EventScheduler if setting.overlap else Scheduler
-        self.scheduler = kind(config, team, Problems(), seed=seed)
+        self.scheduler = kind(config, team, problem_stream(), seed=seed)
         self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
         self.version = 0
 

@@ -84,7 +84,7 @@ KNOWN = {
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
     """The shape of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
-    from marsrl.rollout.tasks.registry import VOCABULARIES
+    from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.warm_start import SHAPE
 
@@ -97,7 +97,7 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
         num_kv_heads=made.num_kv_heads,
         head_size=made.head_dim,
         ffn_size=made.expert_width,
-        vocab_size=made.vocab_size or len(VOCABULARIES[tokenizer]),
+        vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary),
         max_positions=made.max_positions,
         num_experts=made.num_experts,
         experts_per_token=made.experts_per_token,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
-from marsrl.trainer.schools.dual_school import DualSchool
+from marsrl.trainer.schools.facts_schools import DualSchool, SearchSchool
 from marsrl.trainer.schools.school import School
-from marsrl.trainer.schools.search_school import SearchSchool
 
 SCHOOLS: tuple[type[School], ...] = (ArithmeticSchool, SearchSchool, DualSchool)
 
