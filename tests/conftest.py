@@ -73,7 +73,7 @@ def scripted_team(
     return team, engine, task
 
 
-@pytest.fixture(name="scripted_team")
+@pytest.fixture(name="scripted_team", scope="session")
 def scripted_team_fixture() -> Any:
     """The function above: scripted_team(folder, pick=..., script=...)."""
     return scripted_team
