@@ -60,7 +60,7 @@ def main() -> int:
     from marsrl.benchmarks.record import read_records, surroundings, write_records
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
-    from marsrl.trainer.warm_start import warm_starts
+    from marsrl.trainer.schools.warm_start import warm_starts
 
     configs = [read_config(run / "config.yaml")[0] for run in words.runs]
     before = [warm_starts(config, RunConsole(0))["main"].model_dir for config in configs]

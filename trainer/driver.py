@@ -13,16 +13,15 @@ from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import LIBRARIES
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
-from marsrl.trainer.machine import commit, device_name, library_versions
+from marsrl.trainer.machine import LIBRARIES, commit, device_name, library_versions
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.schools.registry import accuracy_before_rl
-from marsrl.trainer.step_log import StepLog
-from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.schools.warm_start import WarmStart
 
 
 @dataclass(slots=True)

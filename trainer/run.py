@@ -1,5 +1,5 @@
 """What the loop (loop.py) calls, on every rank: an update is everybody's; rank 0 plays and evaluates (driver.py) and logs
-(step_log.py).
+(report/step_log.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.schools.registry import accuracy_before_rl
-from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.standby import Standby
 

@@ -22,13 +22,13 @@ from documents import is_on_the_page
 
 from marsrl.trainer import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.placement import with_backend
+from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.warm_start import name_of, recipe_of
+from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
 

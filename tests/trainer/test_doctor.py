@@ -8,10 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marsrl.trainer import node_findings
+from marsrl.trainer.checks import node_findings
+from marsrl.trainer.checks.node_findings import (
+    Finding,
+    Ranks,
+    config_findings,
+    gpu_findings,
+    memory_findings,
+    ray_findings,
+)
 from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.node_findings import Finding, Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
 from marsrl.trainer.schools.facts_schools import SearchSchool
 from marsrl.trainer.schools.registry import SCHOOLS, school_of
-from marsrl.trainer.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
+from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))
 SETTINGS = WarmStartConfig(
@@ -116,7 +116,7 @@ def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
         out.mkdir(parents=True)
         (out / "shape").write_text(shape)
 
-    monkeypatch.setattr("marsrl.trainer.warm_start._make", make)
+    monkeypatch.setattr("marsrl.trainer.schools.warm_start._make", make)
     monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))
     shapes = {"a": "tiny", "b": None, "c": "cpu_default", "d": "tiny"}
     policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"e": {"model": "/models/e"}}

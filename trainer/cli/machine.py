@@ -23,8 +23,8 @@ def _doctor(add: AddParser) -> None:
     )
 
     def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.checks.doctor import examine, report
         from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.doctor import examine, report
 
         if words.nnodes < 1 or (words.nproc_per_node or 1) < 1:
             raise ValueError(

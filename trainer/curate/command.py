@@ -170,7 +170,7 @@ def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[Cha
 @contextmanager
 def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[Evaluator]:
     from marsrl.trainer.build import make_evaluator, open_team
-    from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.checks.preflight import preflight
 
     checked = preflight(config, world_size=1, trains=False, given=problems)
     with open_team(checked, models_given(checked.config)) as team:

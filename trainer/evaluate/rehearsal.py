@@ -37,10 +37,10 @@ from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.types import Problem, Sample
+from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-from marsrl.trainer.problems import read_data
 
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 

@@ -86,7 +86,7 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
     """The shape of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
-    from marsrl.trainer.warm_start import SHAPE
+    from marsrl.trainer.schools.warm_start import SHAPE
 
     made = SHAPES[shape or SHAPE]
     return replace(

