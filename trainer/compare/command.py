@@ -13,7 +13,7 @@ from rich.text import Text
 
 from marsrl.trainer.compare.runs import AXES, Compared, Difference, difference, read_compared, rows_of
 from marsrl.trainer.report.charts import NUM_COLORS, curves, visible
-from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.report.summary import Estimate
 from marsrl.trainer.runs.directory import refuse_file_of_a_run, write_atomically

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared
 from marsrl.trainer.report.warnings_log import append_warning
 
