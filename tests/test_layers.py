@@ -121,6 +121,13 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
     assert found == set().union(*NAME_EACH_OTHER)
 
 
+def test_a_room_has_at_most_twenty_files() -> None:
+    """More are a list that nobody takes in at a glance."""
+    folders = {path.parent for path in FILES}
+    sizes = {str(f.relative_to(ROOT)): sum(path.is_file() for path in f.iterdir()) for f in folders}
+    assert {folder: size for folder, size in sizes.items() if size > 20} == {}
+
+
 @pytest.mark.parametrize("library", ["vllm", "ray"])
 def test_only_files_named_for_a_library_import_it(library: str) -> None:
     users = [p for p in FILES if any(n == library or n.startswith(library + ".") for n in imported(p))]
