@@ -48,7 +48,7 @@ _CONFIG = NearDuplicatesConfig()
 
 @dataclass(frozen=True)
 class Edits:
-    """Of one kind. similarity: mean. above, below: the threshold; each with how many were dropped."""
+    """Planted near-duplicates of one kind. similarity: mean. above, below: the threshold; each with how many were dropped."""
 
     kind: str
     similarity: float

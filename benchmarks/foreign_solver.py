@@ -27,7 +27,7 @@ ARMS = ("own team", "untrained", "trained")
 
 
 def settings(run: Path, solver: Path, critics: Path) -> list[str]:
-    """Of `marsrl evaluate`: the run's own, with this Solver and these for all other agents; nothing is trained."""
+    """Words of `marsrl evaluate`: the run's own, with this Solver and these for all other agents; nothing is trained."""
     words = [f"policies.main.model={critics}", "policies.main.frozen=true"]
     if solver != critics:
         words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true", "policies.foreign.dtype=float32"]
@@ -60,7 +60,7 @@ def main() -> int:
     from marsrl.benchmarks.record import read_records, surroundings, write_records
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
-    from marsrl.trainer.warm_start import warm_starts
+    from marsrl.trainer.schools.warm_start import warm_starts
 
     configs = [read_config(run / "config.yaml")[0] for run in words.runs]
     before = [warm_starts(config, RunConsole(0))["main"].model_dir for config in configs]

@@ -227,7 +227,7 @@ def head_flops(shape: Shape) -> float:
 
 
 def result_bytes(inputs: HeadInputs) -> int:
-    """Of dX and dW at the dtype of the input."""
+    """Bytes of dX and dW at the dtype of the input."""
     return inputs.hidden.nbytes + inputs.weight.nbytes
 
 

@@ -6,7 +6,7 @@
     python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
-for every seed whether the warm start met its gate, whether the reward rose (mean of the last quarter of the steps over
+for every seed whether the warm start left the team as wanted, whether the reward rose (mean of the last quarter of the steps over
 the first, in standard errors), and what the agents reached. The reward is told twice: of the Solver, whose inputs are
 the same all along, and over all samples, whose mix changes (the first steps have no Correctors, the last ones ask them
 about the errors that are left).
@@ -64,7 +64,7 @@ def rise(rewards: list[float]) -> float:
     return (statistics.fmean(last) - statistics.fmean(first)) / error if error else 0.0
 
 
-def verdicts(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
+def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
     """What is wanted of a seed, by name."""
 
     def gain(name: str) -> float:
@@ -91,10 +91,10 @@ def main() -> int:
             summary, rises = run(seed, words.dir or temporary, words.settings)
             before, after = summary.before, summary.after
             assert before is not None and after is not None
-            wanted = verdicts(before, after, rises)
-            gate = summary.warm_start.gate_met if summary.warm_start else None
+            wanted = findings(before, after, rises)
+            as_wanted = summary.warm_start is not None and summary.warm_start.as_wanted
             print(
-                f"seed {seed}: warm start {'met' if gate else 'MISSED'} its gate; standard errors of the rise: "
+                f"seed {seed}: warm start {'as' if as_wanted else 'NOT as'} wanted; standard errors of the rise: "
                 + ", ".join(f"{label} {value:.1f}" for label, value in rises.items())
             )
             for name in before.rows:

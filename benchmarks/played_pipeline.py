@@ -14,11 +14,11 @@ from pathlib import Path
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team
 from marsrl.trainer.build import open_team
+from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.machine import commit, device_name
-from marsrl.trainer.preflight import Checked, preflight
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.warm_start import warm_start
+from marsrl.trainer.schools.warm_start import warm_start
 
 ROWS = tuple((pipeline, segments) for pipeline in ("trajectory", "agentic") for segments in (1, 2, 4))
 

@@ -59,7 +59,7 @@ HOSTILE = (
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one set of calls, ms: from submit to output, less what the snippet itself takes."""
+    """How long one set of calls took, ms: from submit to output, less what the snippet itself takes."""
 
     calls: str
     median_ms: float

@@ -42,7 +42,7 @@ class Surroundings:
 
 
 def surroundings(device: str) -> Surroundings:
-    """Of this process, now."""
+    """The surroundings of this process, now."""
     is_cuda = device == "cuda"
     return Surroundings(
         device=torch.cuda.get_device_name() if is_cuda else device_name(),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marsrl.trainer.preflight import Checked
+    from marsrl.trainer.checks.preflight import Checked
 
 
 def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
@@ -82,8 +82,8 @@ def play(model_dir: str, problems: int, engines: int, threads: int) -> None:
 
 
 def checked_config(problems: int, *settings: str) -> Checked:
+    from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
-    from marsrl.trainer.preflight import preflight
 
     stage = (f"rollout.prompts_per_step={problems}", "rollout.max_response_tokens=56")
     return preflight(read_config(None, [*stage, *settings])[0], world_size=1)

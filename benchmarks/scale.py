@@ -42,13 +42,13 @@ import numpy as np
 
 from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
 from marsrl.benchmarks.simulation.lengths import Lengths
-from marsrl.benchmarks.simulation.simulated_team import Problems
+from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
@@ -183,14 +183,14 @@ def played(
         {"main": EnginePool(engines, slots=rollout.vllm.max_num_seqs)},
         WatchedJudge(judge),
     )
-    source = Problems(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
+    source = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
     kind = EventScheduler if rollout.overlap else Scheduler
     scheduler = kind(rollout, team, source, seed=0)
     groups: list[Group] = []
     if isinstance(scheduler, EventScheduler):
         scheduler.resume({"main": 0})
 
-    def next_batch() -> Batch:
+    def next_batch() -> StepBatch:
         if isinstance(scheduler, Scheduler):
             return scheduler.next_batch({"main": 0})
         scheduler.ask()
@@ -220,7 +220,7 @@ def played(
 
 
 def _samples_of_a_step(config: RunConfig, problems: int) -> int:
-    """Of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
+    """How many samples a step of full pipelines has: the Solver's group, and those of each pick by the four agents after it."""
     return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
 
 

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from marsrl.benchmarks.simulation.simulated_team import Problems
+from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
@@ -171,7 +171,7 @@ def setup(
         WatchedJudge(judge),
     )
     kind = EventScheduler if overlap else Scheduler
-    return kind(config, team, Problems(typical_text, "1"), seed=0), timers
+    return kind(config, team, problem_stream(typical_text, "1"), seed=0), timers
 
 
 def measure(model_dir: str, num_samples: int, segment_length: int, overlap: int, *, is_waiting: bool) -> Share:

@@ -53,7 +53,7 @@ class Trial:
 
 
 def trials(cases: Sequence[str], device: str) -> Iterator[Trial]:
-    """Of these cases in their first dtype, then in the next: the time that is left may not suffice for all."""
+    """Trials of these cases in their first dtype, then in the next: the time that is left may not suffice for all."""
     implementations = {each.op: [*([each.chosen] if each.chosen else []), *each.reasons] for each in explain()}
     for turn in range(len(DTYPES)):
         for case in cases:

@@ -82,7 +82,7 @@ class Clock:
     ends: list[float] = field(default_factory=list)
 
     def wasted_s(self) -> float:
-        """Of the idle seconds, those after the first end of a tool in each."""
+        """Idle seconds after the first end of a tool in each idle span."""
         found = 0.0
         for start, end in self.idle:
             within = [t for t in self.ends if start <= t < end]

@@ -51,7 +51,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the memory's bandwidth."""
+        """The share of the memory's bandwidth."""
         return self.bound_s / self.seconds
 
 

@@ -25,6 +25,9 @@ for the fixed inputs of evaluations."""
 class Episode:
     """See the module.
 
+        solver = episode.ask("solver", num_samples=8)           # episode.id is "000017"
+        solver.id in episode.answers                            # 8 samples, "000017/solver:0" and on
+
     id: of an episode, `000017`, or `000017.3` where a rollout instance has several; rollout_id: of the instance.
     seed: of the run. asks: by id, in order. answers: the samples of each ask that is over, by index, without their tokens;
     () where its prompt was too long or nothing of it has finished. calls: of tools, by id; outputs: of those that are over.

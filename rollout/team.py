@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,29 +22,12 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.partial_rollouts import Partial
-from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall, ToolOutput
+from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall
 
 _log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
-
-
-class Tools(Protocol):
-    """What runs calls of tools. An output for every call, of an error too: a call that fails is the model's to read."""
-
-    def submit(self, call: ToolCall) -> Future[ToolOutput]: ...
-
-    def take_counts(self) -> Mapping[str, float]:
-        """Metrics since the last call."""
-        ...
-
-    def last_errors(self) -> Mapping[str, str]:
-        """What each tool's last run said that was an error, by its name; of tools that had one."""
-        ...
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind."""
-        ...
 
 
 class Prompt(NamedTuple):
@@ -129,7 +111,7 @@ class Team:
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
-    tools: Tools | None = None
+    tools: ToolPool | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
 
     def renderer(self, agent: str) -> ChatRenderer:

@@ -41,7 +41,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question and what judges an answer to it."""
+    """A question and what judges an answer to it: Problem("train.jsonl:7", "a 3 b *7", "1", task="arithmetic")."""
 
     id: str
     question: str
@@ -69,6 +69,9 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Reward:
     """A judged completion.
+
+        Reward(0.8, 1.0, {"answer": 1.0, "length": -0.2})       right, and longer than it should be
+        Reward(MISSING, MISSING, note="no judgement within judge.timeout_s = 600 s")
 
     value: what the trainer uses (after penalties); NaN = missing (algorithms: left out everywhere).
     correct: the task's own judgement before penalties, in [0, 1]; NaN = unknown.
@@ -164,6 +167,16 @@ class ToolOutput:
 class Sample:
     """One completion by one agent: the unit that is trained.
 
+    A Verifier's first of several on the Solver's fourth solution, decoded in two stages and right to say "wrong":
+
+        Sample(
+            "000017/solver:3/verifier1:0", "000017", "train.jsonl:7", "verifier1", "000017/solver:3/verifier1",
+            parent_uid="000017/solver:3",
+            prompt_ids=[5, 9, 4], token_ids=[7, 6, 2], is_sampled=[True, True, True], rollout_logprobs=[-0.1, -2.3, 0.0],
+            segments=(Segment(0, 2, version=4), Segment(2, 3, version=5)), finish=Finish.STOP,
+            text="Verdict: wrong", verdict=False, reward=Reward(1.0, 1.0, {"verdict": 1.0}),
+        )
+
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
     sampled, renormalised over what the sampler kept) cover the completion only, end token included. is_sampled [N] is
     False where the policy did not choose the token: a tool or another agent wrote it, while the sample waited. turn: how
@@ -230,7 +243,10 @@ _NO_TOKENS: IntArray = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples of one agent that are compared with each other, by uid: of one input, or of one rollout instance (Ask.group)."""
+    """Samples of one agent that are compared with each other, by uid: of one input, or of one rollout instance (Ask.group).
+
+    Group("000017/solver", "000017", "solver", samples)     # "000017/solver:0" to "000017/solver:7"
+    """
 
     group_id: str
     rollout_id: str

@@ -19,8 +19,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team, WatchedJudge
 
@@ -68,7 +67,7 @@ def scripted_team(
 ) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
     """Five agents on one scripted engine; a completion depends on its request's seed alone."""
     folder.mkdir(exist_ok=True)
-    write_arithmetic_tokenizer(folder)
+    ARITHMETIC_TOKENIZER.write(folder)
     renderer = ChatRenderer(folder)
     engine = ScriptedEngine(
         lambda request: script(request, renderer, random.Random(request.uid)),
@@ -87,7 +86,7 @@ def scripted_team(
     return team, engine, task
 
 
-@pytest.fixture(name="scripted_team")
+@pytest.fixture(name="scripted_team", scope="session")
 def scripted_team_fixture() -> Any:
     """The function above: scripted_team(folder, pick=..., script=...)."""
     return scripted_team

@@ -1,6 +1,7 @@
 """The order of import: kernels < rollout < trainer, heavy libraries only in files named for them."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ ORDER = ("kernels", "rollout", "trainer")
 FILES = [p for folder in ORDER for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Every module a file imports anywhere, inside functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -21,15 +23,16 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_imports_upward(path: Path) -> None:
-    layer = ORDER.index(path.relative_to(ROOT).parts[0])
-    above = {f"marsrl.{name}" for name in ORDER[layer + 1 :]}
-    wrong = {name for name in imported(path) if any(name == a or name.startswith(a + ".") for a in above)}
-    assert not wrong, f"{path.relative_to(ROOT)} imports from a layer above its own: {sorted(wrong)}"
+def test_nothing_imports_upward() -> None:
+    wrong = {}
+    for path in FILES:
+        above = ORDER[ORDER.index(path.relative_to(ROOT).parts[0]) + 1 :]
+        if names := [name for name in imported(path) if name.startswith(tuple(f"marsrl.{layer}" for layer in above))]:
+            wrong[str(path.relative_to(ROOT))] = names
+    assert not wrong
 
 
 # The rooms below each layer, and what each imports of its own layer's rooms. What lies beside them (types, team, loop,
@@ -45,7 +48,9 @@ ROOMS = {
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
+    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools", "trainer/weights"},
     "trainer/cli": {
+        "trainer/checks",
         "trainer/compare",
         "trainer/curate",
         "trainer/evaluate",
@@ -57,15 +62,15 @@ ROOMS = {
     },
     SETTINGS: set(),
     "trainer/compare": {"trainer/evaluate", "trainer/report", "trainer/runs"},
-    "trainer/curate": {"trainer/evaluate", "trainer/report", "trainer/runs"},
+    "trainer/curate": {"trainer/checks", "trainer/evaluate", "trainer/report", "trainer/runs"},
     "trainer/data": {"trainer/runs"},
-    "trainer/evaluate": {"trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
+    "trainer/evaluate": {"trainer/checks", "trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
     "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
-    "trainer/report": {"trainer/learner", "trainer/runs", "trainer/schools"},
+    "trainer/report": {"trainer/data", "trainer/learner", "trainer/runs"},
     "trainer/runs": {"trainer/learner"},
-    "trainer/schools": set(),
+    "trainer/schools": {"trainer/data", "trainer/learner", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/view": {"trainer/report", "trainer/runs"},
     "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
@@ -83,6 +88,44 @@ def test_a_room_imports_the_rooms_that_it_may(room: str) -> None:
     names = {name for path in sorted((ROOT / room).rglob("*.py")) for name in imported(path)}
     found = {room_of(Path(*n.split(".")[1:])) for n in names if n.startswith(f"marsrl.{room.split('/')[0]}.")}
     assert found - {None, room, SETTINGS} == ROOMS[room]
+
+
+# Files that name each other's types and nothing else, which costs no import at run time: a model and what its sections
+# demand of each other; what rows kernels are, and the implementations that a caller can ask them for.
+NAME_EACH_OTHER = [
+    {"kernels.head.first_gemm.triton_impl", "kernels.head.no_dz.triton_impl"}
+    | {f"kernels.head.rows.{name}" for name in ("cpu_calls", "cpu_tiles", "protocol", "triton_impl")},
+    {"trainer.config.agreement", "trainer.config.run_config"},
+]
+
+
+def test_no_two_files_import_each_other_even_by_a_detour() -> None:
+    files = {
+        ".".join(("marsrl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p for p in FILES
+    }
+    imports = {}
+    for file, path in files.items():
+        names = imported(path) & files.keys()
+        inside = {name.rpartition(".")[0] for name in names}  # `from package import file` asks the package for nothing
+        imports[file] = {name for name in names if not (name in inside and files[name].name == "__init__.py")} - {file}
+
+    def reaches_itself(file: str) -> bool:
+        reached, left = set[str](), list(imports[file])
+        while left:
+            if (other := left.pop()) not in reached:
+                reached.add(other)
+                left += imports[other]
+        return file in reached
+
+    found = {file.removeprefix("marsrl.") for file in files if reaches_itself(file)}
+    assert found == set().union(*NAME_EACH_OTHER)
+
+
+def test_a_room_has_at_most_twenty_files() -> None:
+    """More are a list that nobody takes in at a glance."""
+    folders = {path.parent for path in FILES}
+    sizes = {str(f.relative_to(ROOT)): sum(path.is_file() for path in f.iterdir()) for f in folders}
+    assert {folder: size for folder, size in sizes.items() if size > 20} == {}
 
 
 @pytest.mark.parametrize("library", ["vllm", "ray"])

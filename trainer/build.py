@@ -32,6 +32,7 @@ from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
+from marsrl.trainer.checks.preflight import Checked
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.evaluator import Evaluator
@@ -41,17 +42,16 @@ from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.plan.parameters import elements
-from marsrl.trainer.preflight import Checked
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
+from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
-from marsrl.trainer.step_log import StepLog
-from marsrl.trainer.warm_start import WarmStart, warm_starts
+from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
@@ -198,7 +198,7 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:
-    """Of the team, on the task's held-out problems."""
+    """What evaluates the team, on the task's held-out problems."""
     config = checked.config
     return Evaluator(
         team,

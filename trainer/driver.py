@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
+from marsrl.trainer.machine import LIBRARIES, commit, device_name, library_versions
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.summarise_run import Gates, missed_gates
-from marsrl.trainer.report.summary import Evaluation
+from marsrl.trainer.report.step_log import StepLog
+from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
-from marsrl.trainer.step_log import StepLog
+from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.warm_start import WarmStart
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class Driver:
     after: Evaluation | None = None
     num_syncs: int = 0
 
-    def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> Batch:
+    def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
         """The next step's finished groups. title: of the progress bar; on_look: called whenever it moves."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.scheduler.resting(versions):
@@ -54,8 +58,14 @@ class Driver:
             self.rebalancer.note_stage()
         return batch
 
-    def evaluate_before(self, versions: Mapping[str, int], step: int, gates: Gates) -> None:
-        """The fixed inputs and the first evaluation, made once: a run that goes on reads them. gates: of a warm start."""
+    def evaluate_before(
+        self, versions: Mapping[str, int], step: int, bounds: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """The fixed inputs and the first evaluation, made once: a run that goes on reads them.
+
+        Args:
+            bounds: between which rows of the evaluation should lie, where the team comes from a warm start.
+        """
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if before_file.exists():
             self.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())
@@ -64,8 +74,11 @@ class Driver:
         with Kept(self.directory.evaluation(0)) as kept, self.console.progress("fixed inputs", unit="episodes") as bar:
             inputs = self.evaluator.collect_inputs(versions, bar.played, kept)
         self.before = self.evaluate(versions, step, "evaluation before")
-        if missed := missed_gates(self.before, gates):
-            self.console.warning(f"the warm start missed its gate: {'; '.join(missed)}; RL goes on from there")
+        if missed := self.before.outside(bounds):
+            found = "; ".join(missed)
+            self.console.warning(
+                f"the warm start left the team better or worse than wanted: {found}; RL goes on from there"
+            )
         write_atomically(inputs_file, encode(inputs))
         write_json(before_file, self.before.model_dump(mode="json"))
 
@@ -84,3 +97,49 @@ class Driver:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, found.model_dump(mode="json"))
         return found
+
+    def summary(
+        self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
+    ) -> Summary:
+        """What a run has reached that ends now, and on what it ran.
+
+        Args:
+            started: of the policies that had no model.
+            seconds: by part of the run.
+        """
+        info = self.team.pools[next(iter(config.trained_policies))].infos()[0]  # of frozen policies nothing is said
+        return Summary(
+            name=self.directory.path.name,
+            task=config.task,
+            model=", ".join(policy.model or "warm start" for policy in config.policies.values()),
+            device=device_name(),
+            steps=steps,
+            seeds={"run": config.run.seed},
+            before=self.before,
+            after=self.after,
+            engine=EngineRecord(
+                engine_class=info.engine_class,
+                library=info.library,
+                version=info.library_version,
+                kind=info.kind,
+                device=info.device,
+                dtype=info.dtype,
+                sampler=info.sampler,
+            ),
+            tokens_per_engine=tuple(count for pool in self.team.all_pools for count in pool.num_decoded()),
+            verified_syncs=self.num_syncs,
+            warm_start=self._warm_start(config, started) if started else None,
+            timings=dict(seconds),
+            versions={"python": platform.python_version(), **library_versions(LIBRARIES)},
+            commit=commit(),
+        )
+
+    def _warm_start(self, config: RunConfig, started: Mapping[str, WarmStart]) -> WarmStartRecord:
+        made = {each.model_dir: each for each in started.values()}.values()  # policies of one shape share it
+        bounds, rows = accuracy_before_rl(config), self.before.rows if self.before is not None else {}
+        return WarmStartRecord(
+            cached=all(each.is_cached for each in made),
+            seconds=sum(each.seconds for each in made),
+            as_wanted=self.before is not None and not self.before.outside(bounds),
+            measured={name: rows[name].mean for name in bounds if name in rows},
+        )

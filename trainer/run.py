@@ -1,5 +1,5 @@
 """What the loop (loop.py) calls, on every rank: an update is everybody's; rank 0 plays and evaluates (driver.py) and logs
-(step_log.py).
+(report/step_log.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
@@ -26,14 +26,14 @@ from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.step_metrics import step_metrics
-from marsrl.trainer.report.summarise_run import gates_of, summarise_run
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.warm_start import WarmStart
+from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.standby import Standby
 
@@ -155,9 +155,9 @@ class Run:
             with self.timed("publish"):
                 self._sync(policy)
         if self.config.run.evaluate:
-            gates = gates_of(self.config) if self.started else {}
+            bounds = accuracy_before_rl(self.config) if self.started else {}
             with self.timed("evaluate"):
-                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, gates))
+                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, bounds))
         barrier()
 
     def steps_left(self) -> Iterator[int]:
@@ -171,7 +171,7 @@ class Run:
                 self.trace.mark("step", self.step)
             yield self.step
 
-    def play(self) -> Batch | None:
+    def play(self) -> StepBatch | None:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective."""
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -241,7 +241,7 @@ class Run:
             named = step_metrics(stats, list(self.agents))
             self.driver.log.note({prefix + name: value for name, value in named.items()})
 
-    def stop_if_unusable(self, batch: Batch | None) -> None:
+    def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
         Raises:
@@ -309,7 +309,7 @@ class Run:
         if self.driver is not None and result is not None:
             self.driver.log.note(eval_metrics(result))
 
-    def record(self, step: int, batch: Batch | None) -> None:
+    def record(self, step: int, batch: StepBatch | None) -> None:
         """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
         gather_rank_spans(self.trace)
         driver = self.driver
@@ -344,7 +344,8 @@ class Run:
                 after = self.standby.during(lambda: self._rank_0.evaluate(self.versions, self.step, "evaluation after"))
         if driver is not None:
             driver.after = after
-            summary = summarise_run(self, driver)
+            seconds = {**self.total_seconds, "run": time.monotonic() - self.began}
+            summary = driver.summary(self.config, self.started, self.step, seconds)
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()

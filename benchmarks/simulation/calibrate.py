@@ -45,7 +45,7 @@ class Fit:
     samples: dict[int, float]
 
     def error(self, reading: str, segments: int) -> float:
-        """Of a field of READINGS, relative to the published time."""
+        """How far a field of READINGS is off, relative to the published time."""
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 

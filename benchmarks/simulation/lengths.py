@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 MEDIAN_TOKENS = 6665
-"""Of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA whose lengths the ML.ENERGY leaderboard publishes (two-GPU
-and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67)."""
+"""The median of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA whose lengths the ML.ENERGY leaderboard
+publishes (two-GPU and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67)."""
 
 _NORMAL = NormalDist()
 

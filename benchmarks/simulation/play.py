@@ -15,14 +15,14 @@ from typing import Literal
 
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.types import Group
 
 from .cost_model import Constants, CostModel
 from .lengths import Lengths, Outcomes
 from .simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
-from .simulated_team import Problems, last_token, simulated_team
+from .simulated_team import last_token, problem_stream, simulated_team
 
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 
@@ -117,7 +117,7 @@ class Simulation:
         )
         team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
         kind = EventScheduler if setting.overlap else Scheduler
-        self.scheduler = kind(config, team, Problems(), seed=seed)
+        self.scheduler = kind(config, team, problem_stream(), seed=seed)
         self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
         self.version = 0
 
@@ -139,7 +139,7 @@ class Simulation:
         self.version += 1
         return Step(batch.groups, version, played_s - start, train_s, trained_s, int(batch.metrics["rollout/stages"]))
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> StepBatch:
         if isinstance(self.scheduler, Scheduler):
             return self.scheduler.next_batch({"main": self.version})
         self.scheduler.resume({"main": self.version})

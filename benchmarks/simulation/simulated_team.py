@@ -15,7 +15,7 @@ from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
 
@@ -51,22 +51,9 @@ class StandInRenderer:
         return [_TEXTS[ids[-1]] if len(ids) else "" for ids in completions]
 
 
-class Problems:
+def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> NumberedProblems:
     """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
-
-    def __init__(self, text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> None:
-        self._text, self._answer = text, answer
-        self._drawn = 0
-
-    def next_problem(self) -> Problem:
-        self._drawn += 1
-        return Problem(f"p{self._drawn}", self._text(self._drawn), self._answer, "math")
-
-    def state(self) -> CursorState:
-        return CursorState(0, self._drawn)
-
-    def load(self, state: CursorState) -> None:
-        self._drawn = state.position
+    return NumberedProblems(lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math"))
 
 
 def judge(problem: Problem, answer: str) -> Future[Reward]:

@@ -22,7 +22,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration."""
+    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER)."""
 
     name: str
     role: Role = Role.SOLVER

@@ -105,7 +105,7 @@ class DecodeResult:
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:
-        """Of a request that nothing was decoded for."""
+        """The result of a request that nothing was decoded for."""
         return cls(uid, np.zeros(0, np.int32), np.zeros(0, np.float32), finish, version, error=error)
 
 

@@ -2,76 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, VllmOptions, is_started_here
-from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
+from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_started_here
+from marsrl.rollout.engines.build import EngineSpec, build_engine
+from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """All that is needed to make one engine, in this process or another."""
-
-    kind: str  # "vllm" or "local"
-    model_dir: str
-    dtype: str
-    max_model_len: int
-    seed: int
-    version: int
-    threads: int
-    device: str  # "cpu" or "cuda"
-    vllm: VllmOptions
-    sleeps: bool = False  # shares its GPU with the trainer
-    records: Records = NOTHING_RECORDED
-
-    def environment(self) -> dict[str, str]:
-        """Environment variables that the serving process needs from its start."""
-        if self.kind == "vllm":
-            from marsrl.rollout.engines.vllm.engine import vllm_environment
-
-            return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
-        return {"OMP_NUM_THREADS": str(self.threads)}
-
-
-def import_library(kind: str) -> None:
-    """What an engine of this kind decodes with; the first thing in a process of its own, whose environment is set."""
-    importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
-
-
-def build_engine(spec: EngineSpec) -> Engine:
-    """Make the engine in this process, whose environment is spec.environment() already."""
-    if spec.kind == "vllm":
-        from marsrl.rollout.engines.vllm.engine import VllmEngine
-
-        return VllmEngine(
-            spec.model_dir,
-            spec.vllm,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            seed=spec.seed,
-            version=spec.version,
-            threads=spec.threads,
-            sleeps=spec.sleeps,
-            records=spec.records,
-        )
-    from marsrl.rollout.engines.local.engine import LocalEngine
-
-    return LocalEngine(
-        spec.model_dir,
-        dtype=spec.vllm.dtype or spec.dtype,
-        max_model_len=spec.max_model_len,
-        device=spec.device,
-        version=spec.version,
-        max_num_seqs=spec.vllm.max_num_seqs,
-        threads=spec.threads,
-    )
 
 
 def make_pool(
@@ -82,7 +22,6 @@ def make_pool(
     dtype: str,
     max_model_len: int,
     seed: int = 0,
-    version: int = 0,
     served: Sequence[RolloutConfig] = (),
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
@@ -108,9 +47,7 @@ def make_pool(
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
-    specs = _specs(
-        model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, version=version, records=records
-    )
+    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records)
     if config.placement == "local":
         return _local_pool(policy, config, specs)
     host = host or this_host(config.ray_address)
@@ -124,7 +61,6 @@ def _specs(
     dtype: str,
     max_model_len: int,
     seed: int,
-    version: int,
     records: Records = NOTHING_RECORDED,
 ) -> list[EngineSpec]:
     """One for each engine of a policy: they differ in their seeds."""
@@ -138,7 +74,6 @@ def _specs(
             dtype=dtype,
             max_model_len=max_model_len,
             seed=seed + replica,
-            version=version,
             threads=threads,
             device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,

@@ -13,16 +13,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from marsrl.rollout.engines.protocol import (
-    DecodeRequest,
-    MemoryPart,
-    WeightUpdate,
-)
+from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
+from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightUpdate
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
-from marsrl.rollout.pool.build import EngineSpec, build_engine, import_library
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
-from marsrl.rollout.pool.ray_faults import check_head, check_ray, judged
+from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.recovery import Lost
 from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss, timed
@@ -308,11 +304,11 @@ class RayReplicas:
 
 
 def _answer(call: Any, method: str) -> Any:
-    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `judged` does."""
+    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:
-        return judged(error, method)
+        return lost_or_raise(error, method)
     return _unpacked(answer) if method == "collect" else answer
 
 

@@ -27,7 +27,7 @@ _LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its 
 _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
-def judged(error: RayError, method: str) -> Lost:
+def lost_or_raise(error: RayError, method: str) -> Lost:
     """What an engine's call that failed with `error` means for the engine.
 
     Raises:
@@ -38,7 +38,7 @@ def judged(error: RayError, method: str) -> Lost:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         raise RuntimeError(
-            f"Ray's object store is full ({_first_line(cause)}): tokens and log-probs pass through it; make room on the disk "
+            f"Ray's object store is full ({first_line(cause)}): tokens and log-probs pass through it; make room on the disk "
             f"that it spills to (/tmp/ray), raise rollout.object_store_mib, or lower rollout.prompts_per_step; {_GO_ON}"
         ) from error
     if isinstance(error, RayTaskError):
@@ -46,11 +46,9 @@ def judged(error: RayError, method: str) -> Lost:
             return Lost(_first_line(cause))
         if isinstance(cause, WrongVersion | ValueError) or method not in _DECODING:
             raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
-        return Lost(f"{method} raised {type(cause).__name__}: {_first_line(cause)}")
+        return Lost(f"{method} raised {type(cause).__name__}: {first_line(cause)}")
     if not isinstance(error, _ENGINE_IS_LOST):
-        raise RuntimeError(
-            f"Ray failed in {method} ({type(error).__name__}: {_first_line(error)}); {_GO_ON}"
-        ) from error
+        raise RuntimeError(f"Ray failed in {method} ({type(error).__name__}: {first_line(error)}); {_GO_ON}") from error
     check_ray(error)
     return Lost(how_it_died(error))
 
@@ -60,7 +58,7 @@ def how_it_died(error: BaseException) -> str:
     low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
     if low is not None or isinstance(error, OutOfMemoryError):
         return (
-            f"killed by Ray's memory monitor ({(low or _first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
+            f"killed by Ray's memory monitor ({(low or first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
             "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
         )
     return f"its process has died ({_last_line(error)})"
@@ -98,7 +96,8 @@ def _status(code: int) -> str:
     return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, 300 characters at most."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

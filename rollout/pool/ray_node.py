@@ -27,6 +27,7 @@ from ray._private.parameter import RayParams
 
 from marsrl.rollout.pool.addresses import address_towards
 from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, use_token
+from marsrl.rollout.pool.ray_faults import first_line
 from marsrl.rollout.pool.ray_start import only_what_is_needed, patiently, visible
 
 _LOOK_S = 1.0
@@ -196,7 +197,7 @@ def _node(where: str, own: str, offer: Offer, token: str) -> Iterator[Node]:
             kind = _SlowStart if "timed out during startup" in str(error) else JoinError
             raise kind(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at {where} "
-                f"({_first_line(error)}); its token: {token}"
+                f"({first_line(error)}); its token: {token}"
             ) from error
         yield node
     finally:
@@ -244,7 +245,3 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _logs(node: Node) -> str:
     return str(node.get_logs_dir_path())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -51,8 +51,8 @@ class _Caller:
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """One judgement, of the same answer to the same question for all that wait for it. began: monotonic seconds."""
+class _Pending:
+    """A judgement under way, of the same answer to the same question for all that wait for it. began: monotonic seconds."""
 
     key: _Key
     callers: list[_Caller]
@@ -100,15 +100,15 @@ class ModelJudge:
         self.pool, self.config = pool, config
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
         self._changed = threading.Condition()  # guards all below
-        self._queue: list[_Work] = []  # to be drawn
-        self._open: dict[_Key, _Work] = {}  # that a further call of the same may join
-        self._verdicts: OrderedDict[_Key, Judgement] = OrderedDict()
+        self._queue: list[_Pending] = []  # to be drawn
+        self._open: dict[_Key, _Pending] = {}  # that a further call of the same may join
+        self._judgements: OrderedDict[_Key, Judgement] = OrderedDict()
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(_no_counts)
         self._looks: dict[Purpose, _Look] = defaultdict(_Look)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_closed = False
-        self._drawing: dict[str, _Work] = {}  # by uid; the thread's own
+        self._drawing: dict[str, _Pending] = {}  # by uid; the thread's own
         self._num_requests = 0
 
     def serves(self, purpose: Purpose) -> bool:
@@ -131,20 +131,20 @@ class ModelJudge:
         with self._changed:
             self._check()
             self._counts[purpose]["calls"] += 1
-            verdict = self._verdicts.get(key)
-            if verdict is None:
+            judgement = self._judgements.get(key)
+            if judgement is None:
                 self._begin(key, caller)
                 return caller.reward
-            self._verdicts.move_to_end(key)
+            self._judgements.move_to_end(key)
             self._counts[purpose]["cached"] += 1
-        self._settle(caller, verdict, "")
+        self._settle(caller, judgement, "")
         return caller.reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
         """Metrics since the last call, judge/...; {} where the model judges no such answers.
 
-        calls: answers; cached of them were judged before, or at the same time for another. compared: of those with a verdict,
-        whose own judgement by the task is known; agreed: and says the same. seconds: from each answer to its verdict.
+        calls: answers; cached of them were judged before, or at the same time for another. compared: of those with a judgement,
+        whose own judgement by the task is known; agreed: and says the same. seconds: from each answer to its judgement.
         """
         if not self.serves(purpose):
             return {}
@@ -197,12 +197,12 @@ class ModelJudge:
 
     def _begin(self, key: _Key, caller: _Caller) -> None:
         """Join a judgement of the same that is under way, or begin one."""
-        if (work := self._open.get(key)) is not None:
+        if (pending := self._open.get(key)) is not None:
             self._counts[caller.purpose]["cached"] += 1
-            work.callers.append(caller)
+            pending.callers.append(caller)
             return
-        self._open[key] = work = _Work(key, [caller], time.monotonic())
-        self._queue.append(work)
+        self._open[key] = pending = _Pending(key, [caller], time.monotonic())
+        self._queue.append(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
             self._thread.start()
@@ -212,31 +212,31 @@ class ModelJudge:
 
     def _take_callers(self) -> list[_Caller]:
         with self._changed:
-            left = [caller for work in self._open.values() for caller in work.callers]
+            left = [caller for pending in self._open.values() for caller in pending.callers]
             self._open.clear()
             self._queue.clear()
         return left
 
-    def _settle(self, caller: _Caller, verdict: Judgement | None, why_none: str) -> None:
+    def _settle(self, caller: _Caller, judgement: Judgement | None, why_none: str) -> None:
         """The caller's reward, once the task's own judgement is there too."""
         reward = Reward(MISSING, MISSING, note=f"the judge: {why_none}")
-        if verdict is not None:
-            value = float(verdict.is_correct)
-            reward = Reward(value, value, {"answer": value}, f"the judge: {_shown(verdict.reasoning)}")
+        if judgement is not None:
+            value = float(judgement.is_correct)
+            reward = Reward(value, value, {"answer": value}, f"the judge: {_shown(judgement.reasoning)}")
 
         def end(own: Future[Reward]) -> None:
             of_task = MISSING if own.cancelled() or own.exception() else own.result().correct
             with self._changed:
                 counts, look = self._counts[caller.purpose], self._looks[caller.purpose]
                 look.calls += 1
-                if verdict is None:
+                if judgement is None:
                     counts["missing"] += 1
                     look.missing, look.last = look.missing + 1, why_none
                 else:
                     is_known = of_task == of_task
-                    counts["yes"] += verdict.is_correct
+                    counts["yes"] += judgement.is_correct
                     counts["compared"] += is_known
-                    counts["agreed"] += is_known and (of_task == 1) == verdict.is_correct
+                    counts["agreed"] += is_known and (of_task == 1) == judgement.is_correct
             if caller.reward.set_running_or_notify_cancel():
                 caller.reward.set_result(reward)
 
@@ -262,7 +262,7 @@ class ModelJudge:
             if self._is_closed:
                 return False
             new, self._queue = self._queue, []
-        requests = [request for work in new if (request := self._request(work)) is not None]
+        requests = [request for pending in new if (request := self._request(pending)) is not None]
         if requests:
             self.pool.submit(requests, version=_VERSION)
         for result in self.pool.collect(_COLLECT_S):
@@ -272,26 +272,26 @@ class ModelJudge:
             self._changed.notify_all()  # sleep() waits for the last of them
         return True
 
-    def _request(self, work: _Work) -> DecodeRequest | None:
+    def _request(self, pending: _Pending) -> DecodeRequest | None:
         """The next draw of a judgement; None where its prompt is too long, which settles it."""
-        question, reference, answer = work.key
-        if work.prompt is None:
+        question, reference, answer = pending.key
+        if pending.prompt is None:
             ids, text = self._prompt(question, answer, reference or "")
             if len(ids) > self.config.max_input_tokens:
-                self._end_too_long(work, len(ids))
+                self._end_too_long(pending, len(ids))
                 return None
-            work.prompt, work.starts_in_thought = ids, text.rstrip().endswith(THINK_OPEN)
+            pending.prompt, pending.starts_in_thought = ids, text.rstrip().endswith(THINK_OPEN)
         self._num_requests += 1
         uid = f"judge/{self._num_requests}"
-        self._drawing[uid] = work
-        is_first, work.num_drawn = work.num_drawn == 0, work.num_drawn + 1
+        self._drawing[uid] = pending
+        is_first, pending.num_drawn = pending.num_drawn == 0, pending.num_drawn + 1
         temperature = self.config.temperature if is_first else max(self.config.temperature, _RETRY_TEMPERATURE)
         return DecodeRequest(
             uid=uid,
-            token_ids=work.prompt,
+            token_ids=pending.prompt,
             max_new_tokens=self.config.max_response_tokens,
             sampling=Sampling(temperature, stop_token_ids=self._renderer.stop_ids),
-            seed=derive_seed(self._seed, "judge", *map(str, work.key), work.num_drawn),
+            seed=derive_seed(self._seed, "judge", *map(str, pending.key), pending.num_drawn),
             affinity=uid,
         )
 
@@ -299,69 +299,69 @@ class ModelJudge:
         messages = judge_messages(question, answer, self._right_answers(reference), self._seed)
         return self._renderer.render(messages, **self.config.template_options)
 
-    def _end_too_long(self, work: _Work, num_tokens: int) -> None:
+    def _end_too_long(self, pending: _Pending, num_tokens: int) -> None:
         """Long by itself an answer is wrong; a question or a reference is nobody's fault."""
-        question, reference, _ = work.key
+        question, reference, _ = pending.key
         found = f"what it would read has {num_tokens} tokens, more than judge.max_input_tokens = {self.config.max_input_tokens}"
         is_answer = len(self._prompt(question, "", reference or "")[0]) <= self.config.max_input_tokens
-        self._end(work, Judgement(False, found) if is_answer else None, found)
+        self._end(pending, Judgement(False, found) if is_answer else None, found)
 
     def _take(self, result: DecodeResult) -> None:
-        work = self._drawing.pop(result.uid)
+        pending = self._drawing.pop(result.uid)
         faults = self.pool.take_faults()
         with self._changed:
-            counts = self._counts[work.purpose]
-            counts["input_tokens"] += 0 if work.prompt is None else len(work.prompt)
+            counts = self._counts[pending.purpose]
+            counts["input_tokens"] += 0 if pending.prompt is None else len(pending.prompt)
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += len(result.token_ids)
             counts["engine_restarts"] += faults.engine_restarts
-            is_wanted = self._open.get(work.key) is work  # else it was given up meanwhile
+            is_wanted = self._open.get(pending.key) is pending  # else it was given up meanwhile
         if not is_wanted:
             return
         if result.finish is Finish.ERROR:  # the engine has tried again by itself
-            self._end(work, None, f"no answer: {_shown(result.error)}")
+            self._end(pending, None, f"no answer: {_shown(result.error)}")
             return
         said = self._renderer.decode(result.token_ids)
         try:
             if result.finish is not Finish.STOP:
                 raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
-            spoken = visible(said, work.starts_in_thought)
+            spoken = visible(said, pending.starts_in_thought)
             if spoken is None:
                 raise Unreadable("it is a thought without an end")
-            verdict = read_judgement(spoken)
+            judgement = read_judgement(spoken)
         except Unreadable as error:
-            self._draw_again(work, f"{error}: {_shown(said)}")
+            self._draw_again(pending, f"{error}: {_shown(said)}")
         else:
-            self._end(work, verdict, "")
+            self._end(pending, judgement, "")
 
-    def _draw_again(self, work: _Work, why: str) -> None:
-        if work.num_drawn > self.config.retries:
-            self._end(work, None, why)
+    def _draw_again(self, pending: _Pending, why: str) -> None:
+        if pending.num_drawn > self.config.retries:
+            self._end(pending, None, why)
             return
         with self._changed:
-            self._counts[work.purpose]["retries"] += 1
-            self._queue.append(work)
+            self._counts[pending.purpose]["retries"] += 1
+            self._queue.append(pending)
 
     def _give_up_late_ones(self) -> None:
         """What an engine says to them later is not listened to."""
         most = self.config.timeout_s
         with self._changed:
-            late = {work for work in self._open.values() if time.monotonic() > work.began + most}
-            self._queue = [work for work in self._queue if work not in late]
-        for work in late:
-            self._end(work, None, f"no judgement within judge.timeout_s = {most:g} s")
+            late = {pending for pending in self._open.values() if time.monotonic() > pending.began + most}
+            self._queue = [pending for pending in self._queue if pending not in late]
+        for pending in late:
+            self._end(pending, None, f"no judgement within judge.timeout_s = {most:g} s")
 
-    def _end(self, work: _Work, verdict: Judgement | None, why_none: str) -> None:
+    def _end(self, pending: _Pending, judgement: Judgement | None, why_none: str) -> None:
         with self._changed:
-            if self._open.pop(work.key, None) is None:
+            if self._open.pop(pending.key, None) is None:
                 return
-            self._counts[work.purpose]["seconds"] += time.monotonic() - work.began
-            if verdict is not None and self.config.cache_entries:
-                self._verdicts[work.key] = verdict
-                if len(self._verdicts) > self.config.cache_entries:
-                    self._verdicts.popitem(last=False)
-        for caller in work.callers:
-            self._settle(caller, verdict, why_none)
+            self._counts[pending.purpose]["seconds"] += time.monotonic() - pending.began
+            if judgement is not None and self.config.cache_entries:
+                self._judgements[pending.key] = judgement
+                if len(self._judgements) > self.config.cache_entries:
+                    self._judgements.popitem(last=False)
+        for caller in pending.callers:
+            self._settle(caller, judgement, why_none)
 
 
 def _no_counts() -> dict[str, float]:
@@ -369,5 +369,5 @@ def _no_counts() -> dict[str, float]:
 
 
 def _shown(text: str) -> str:
-    """The end of somebody else's words in one line without control characters, where a judgement has its verdict."""
+    """The end of somebody else's words in one line without control characters, where a judgement says yes or no."""
     return repr(text if len(text) <= _MOST_SHOWN else f"... {text[-_MOST_SHOWN:]}")

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import Progress
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch, RolloutState
+from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 
@@ -72,7 +72,7 @@ class BackgroundScheduler:
         with self._changed:
             return self._scheduler.is_playing
 
-    def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> Batch:
+    def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> StepBatch:
         """The oldest batch that is not trained yet; waits for it where there is none.
 
         Raises:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, RolloutState
+from marsrl.rollout.schedule.ledger import Ended, Ledger, RolloutState, StepBatch
 from marsrl.rollout.schedule.partial_rollouts import OpenAsk
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
@@ -104,7 +104,7 @@ class EventScheduler(Ledger):
         self._num_asked += 1
         self._begin_stage_if_due()
 
-    def take(self) -> Batch | None:
+    def take(self) -> StepBatch | None:
         """The oldest batch that is ready, or None."""
         if not self.state.ready:
             return None
@@ -295,7 +295,7 @@ class EventScheduler(Ledger):
         state.num_batches += 1
         groups = tuple(sorted(state.closed, key=lambda group: group.group_id))
         metrics = {**self.counts, "rollout/stages": 1, "rollout/unfinished": self.num_unfinished}
-        state.ready.append(Batch(groups, metrics))
+        state.ready.append(StepBatch(groups, metrics))
         state.closed = []
         self.counts: Counter[str] = Counter()
         self._begin_stage_if_due()

@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """What one step trains on, and what the stage (or stages) that made it did."""
 
     groups: tuple[Group, ...]
@@ -60,7 +60,7 @@ class SchedulerState:
     instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
     num_instances: int = 0  # problems drawn so far; a rollout_id is this number
     closed: list[Group] = field(default_factory=list)  # of the stage that is being played
-    ready: list[Batch] = field(default_factory=list)  # of earlier stages, not trained yet
+    ready: list[StepBatch] = field(default_factory=list)  # of earlier stages, not trained yet
     num_stages: int = 0  # begun so far
     num_batches: int = 0  # made so far: stages that have ended
     num_taken: int = 0  # of these, batches given to the trainer

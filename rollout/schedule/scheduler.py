@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Progress
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, RolloutState
+from marsrl.rollout.schedule.ledger import Ended, Ledger, RolloutState, StepBatch
 from marsrl.rollout.schedule.partial_rollouts import OpenAsk, tokens_behind
 from marsrl.rollout.types import Finish, Sample
 
@@ -33,7 +33,7 @@ _PROGRESS_S = 0.2
 class Scheduler(Ledger):
     """Stage and step are 1:1; nothing runs between two calls. See the module's diagram."""
 
-    def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> Batch:
+    def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> StepBatch:
         """Play until a step's groups are there: one stage, or all stages of a step's trajectories.
 
         Args:
@@ -52,7 +52,7 @@ class Scheduler(Ledger):
             counts.update(batch.metrics)
         groups = tuple(g for batch in batches for g in batch.groups)
         self.state.num_stages = self.state.num_batches = self.state.num_taken = self.state.num_taken + 1
-        return Batch(groups, {**counts, "rollout/stages": len(batches), "rollout/unfinished": self.num_unfinished})
+        return StepBatch(groups, {**counts, "rollout/stages": len(batches), "rollout/unfinished": self.num_unfinished})
 
     @contextmanager
     def resting(self, versions: Mapping[str, int] | None = None) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Scheduler(Ledger):
     def close(self) -> None:
         """Nothing of ours is left running."""
 
-    def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> Batch:
+    def _stage(self, versions: Mapping[str, int], progress: Progress | None, *, new_problems: bool) -> StepBatch:
         self.note_stage()
         self.counts: Counter[str] = Counter()
         asks, self.state.pending = self.state.pending, []
@@ -90,7 +90,7 @@ class Scheduler(Ledger):
                 break
         self.note_faults()
         groups, self.state.closed = self.state.closed, []
-        return Batch(tuple(groups), self.counts)
+        return StepBatch(tuple(groups), self.counts)
 
     def _in_order(self) -> list[OpenAsk]:
         return [opened for _, opened in sorted(self.state.open.items())]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.protocol import NumberedProblems
+from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.rollout.types import Problem, Reward
 
 LETTERS = "abcdefgh"
@@ -25,6 +26,12 @@ OPERATIONS = (
     *(f"-{digit}" for digit in range(1, 10)),
     *(f"*{digit}" for digit in MULTIPLIERS),
 )
+_WORDS = (
+    *("\n", "=", "claim", "got", "said", "agree", "rebut"),
+    *("Answer:", "Verdict:", "correct", "wrong", "grade", "fix"),
+)
+ARITHMETIC_TOKENIZER = WordTokenizer((*_WORDS, *"0123456789", *LETTERS, *OPERATIONS), gaps=" +", apart="\n")
+"""64 words, one id each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +87,6 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -
             return chain
 
 
-class ChainSource:
-    """Endless training problems; the n-th depends on (seed, n) alone, so the state is one number."""
-
-    def __init__(self, options: ArithmeticOptions, seed: int) -> None:
-        self._options = options
-        self._seed = seed
-        self._position = 0
-
-    def next_problem(self) -> Problem:
-        rng = random.Random(f"arithmetic/{self._seed}/{self._position}")
-        self._position += 1
-        return draw_chain(rng, self._options, held_out=False).problem()
-
-    def state(self) -> CursorState:
-        return CursorState(epoch=0, position=self._position)
-
-    def load(self, state: CursorState) -> None:
-        self._position = state.position
-
-
 class ArithmeticTask:
     """Exact judgement: an answer is the right digit or it is not."""
 
@@ -109,8 +96,11 @@ class ArithmeticTask:
     def __init__(self, options: ArithmeticOptions) -> None:
         self.options = options
 
-    def problems(self, seed: int) -> ChainSource:
-        return ChainSource(self.options, seed)
+    def problems(self, seed: int) -> NumberedProblems:
+        def draw(number: int) -> Problem:
+            return draw_chain(random.Random(f"arithmetic/{seed}/{number}"), self.options, held_out=False).problem()
+
+        return NumberedProblems(draw)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         rng = random.Random(f"arithmetic/held-out/{seed}")

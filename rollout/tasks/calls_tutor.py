@@ -69,13 +69,13 @@ def _went_on(chat: tuple[Message, ...], said: str, response: str) -> tuple[Messa
     return (*chat, Message("assistant", said), Message("user", tool_response(response)))
 
 
-def distilling_drill(rng: random.Random, world: World, num_questions: int = 6) -> Trace:
+def distilling_drill(rng: random.Random, world: World) -> Trace:
     """A document, and one purpose after the other, read without a slip."""
     document = rng.choice(world.documents)
     facts = [(relation, value) for (name, relation), value in world.facts.items() if name == document.title]
     turns = [
         f"{stated_purpose(relation)}read <|assistant|> {relation} {value} <|end|>"
-        for relation, value in rng.choices(facts, k=num_questions)
+        for relation, value in rng.choices(facts, k=6)
     ]
     completion = " ".join(" <|user|> ".join(turns).split())
     return Trace(Role.DISTILLER, f"<|user|> {rendered([document])[0]} <|user|>", completion, ends=False)

@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.tasks.calculations import Calculation
 from marsrl.rollout.tasks.config import FactsOptions
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.papers import Paper
 from marsrl.rollout.types import Problem
@@ -167,9 +167,9 @@ class World:
     def _is_held_out(self, question: str) -> bool:
         return zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
 
-    def questions(self, seed: int) -> FactsSource:
+    def questions(self, seed: int) -> NumberedProblems:
         """Endless training questions."""
-        return FactsSource(self, seed)
+        return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """Questions that are never trained on; one may come twice, as there are only so many."""
@@ -210,24 +210,6 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
         facts |= {(title, "year"): str(year), (title, "citations"): str(paper.citations)}
         papers.append(paper)
     return tuple(papers)
-
-
-class FactsSource:
-    """The n-th question depends on (seed, n) alone, so the state is one number."""
-
-    def __init__(self, world: World, seed: int) -> None:
-        self._world, self._seed, self._position = world, seed, 0
-
-    def next_problem(self) -> Problem:
-        rng = random.Random(f"linked facts/{self._seed}/{self._position}")
-        self._position += 1
-        return self._world.draw(rng, held_out=False)
-
-    def state(self) -> CursorState:
-        return CursorState(epoch=0, position=self._position)
-
-    def load(self, state: CursorState) -> None:
-        self._position = state.position
 
 
 def read_facts_options(words: Sequence[str]) -> FactsOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +31,23 @@ class ProblemSource(Protocol):
     def state(self) -> CursorState: ...
 
     def load(self, state: CursorState) -> None: ...
+
+
+class NumberedProblems:
+    """A source whose problems are made as they are drawn: draw(0), draw(1), ..., so that its state is one number."""
+
+    def __init__(self, draw: Callable[[int], Problem]) -> None:
+        self._draw, self._position = draw, 0
+
+    def next_problem(self) -> Problem:
+        self._position += 1
+        return self._draw(self._position - 1)
+
+    def state(self) -> CursorState:
+        return CursorState(epoch=0, position=self._position)
+
+    def load(self, state: CursorState) -> None:
+        self._position = state.position
 
 
 class Task(Protocol):

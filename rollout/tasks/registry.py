@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
-from marsrl.rollout.tasks import arithmetic_tokenizer, facts_tokenizer
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
 from marsrl.rollout.tasks.listed import ListedTask
 from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
 from marsrl.rollout.tasks.protocol import Task
@@ -25,16 +25,8 @@ TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
 }
 """The tasks that ship, and the kind of their task_options."""
 
-TOKENIZERS = {
-    "arithmetic": arithmetic_tokenizer.write_arithmetic_tokenizer,
-    "facts": facts_tokenizer.write_facts_tokenizer,
-    "calls": facts_tokenizer.write_calls_tokenizer,
-}
-VOCABULARIES = {
-    "arithmetic": arithmetic_tokenizer.VOCABULARY,
-    "facts": facts_tokenizer.VOCABULARY,
-    "calls": facts_tokenizer.CALLS_VOCABULARY,
-}
+TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
+"""What policies that a school makes read and write with, by School.tokenizer."""
 
 
 def build_task(

@@ -12,7 +12,7 @@ from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY, write_arithmetic_tokenizer
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, Segment
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
@@ -31,7 +31,7 @@ CONTENTS = [
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     directory = tmp_path_factory.mktemp("chain")
-    write_arithmetic_tokenizer(directory)
+    ARITHMETIC_TOKENIZER.write(directory)
     return ChatRenderer(directory)
 
 
@@ -87,7 +87,7 @@ EPISODE = Episode("r", "r", PROBLEM, answers={"solver": (SOLUTION,), "verifier1"
 )
 def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRenderer, ask: Ask, words: str) -> None:
     ids, text = chain.render(build_orchestration("verifier_corrector", {}, "chain").messages(EPISODE, ask))
-    assert [VOCABULARY[i] for i in ids] == words.split(" ")
+    assert [ARITHMETIC_TOKENIZER.vocabulary[i] for i in ids] == words.split(" ")
     assert text == words
     assert chain.encode_trusted(words).tolist() == ids.tolist()
     assert ids.dtype == np.int32
@@ -96,7 +96,7 @@ def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRende
 def test_a_chain_completion_is_read_back_without_its_end(chain: ChatRenderer) -> None:
     ids = chain.encode_trusted("a = 3 Answer: 3 <|end|>")
     assert chain.decode(ids) == "a = 3 Answer: 3"
-    assert chain.stop_ids == (VOCABULARY.index("<|end|>"),)
+    assert chain.stop_ids == (ARITHMETIC_TOKENIZER.vocabulary.index("<|end|>"),)
 
 
 def test_many_completions_are_decoded_as_each_alone_some_at_a_time(

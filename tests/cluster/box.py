@@ -165,7 +165,7 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its commands: this process's paths to programs, and nothing of its user or of its tests."""
+        """The environment of its commands: this process's paths to programs, and nothing of its user or of its tests."""
         kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {

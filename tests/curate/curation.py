@@ -18,7 +18,7 @@ from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.curate.rows import Row, Stage, Verdict
+from marsrl.trainer.curate.rows import Decision, Row, Stage
 from marsrl.trainer.report.console import RunConsole
 
 
@@ -40,7 +40,7 @@ def rows_of(questions: Iterable[str]) -> list[Row]:
 
 @dataclass
 class CutShort:
-    """A stage that is killed before its verdict of a row."""
+    """A stage that is killed before its decision of a row."""
 
     stage: Stage
     number: int
@@ -52,14 +52,14 @@ class CutShort:
     def settings(self) -> Mapping[str, Any]:
         return self.stage.settings()
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        self.stage.recall(row, verdict)
+    def recall(self, row: Row, decision: Decision) -> None:
+        self.stage.recall(row, decision)
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
-        for row, verdict in self.stage.verdicts(rows):
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
+        for row, decision in self.stage.decisions(rows):
             if row.number >= self.number:
                 raise Killed
-            yield row, verdict
+            yield row, decision
 
     def close(self) -> None:
         self.stage.close()

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 from marsrl.trainer.curate import near_duplicates
 from marsrl.trainer.curate.near_duplicates import NearDuplicates, as_compared, jaccard, shingled
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 
 
-def verdicts(asked: list[Row], **more: float) -> list[Verdict]:
-    return [verdict for _, verdict in NearDuplicates(NearDuplicatesConfig(**more)).verdicts(iter(asked))]
+def decisions(asked: list[Row], **more: float) -> list[Decision]:
+    return [decision for _, decision in NearDuplicates(NearDuplicatesConfig(**more)).decisions(iter(asked))]
 
 
 def similarity(one: str, other: str) -> float:
@@ -41,17 +41,17 @@ def prompts(drawn: random.Random, num: int) -> list[str]:
 def test_on_random_prompts_it_agrees_with_every_pair_compared() -> None:
     """400 prompts, seed 11: nothing unlike is dropped, and of what is alike to a kept row hardly anything is missed."""
     texts = prompts(random.Random(11), 400)
-    found = verdicts(rows_of(texts))
+    found = decisions(rows_of(texts))
     kept: list[frozenset[str]] = []
     missed = 0
-    for text, verdict in zip(texts, found, strict=True):
+    for text, decision in zip(texts, found, strict=True):
         own = frozenset(shingled(as_compared(text), 5))
         most = max((jaccard(own, other) for other in kept), default=0.0)
-        if verdict.is_kept:
+        if decision.is_kept:
             missed += most >= 0.8
             kept.append(own)
         else:
-            assert most >= 0.8, verdict
+            assert most >= 0.8, decision
     num_dropped = len(texts) - len(kept)
     assert 80 < num_dropped < 200
     assert missed <= 0.02 * num_dropped
@@ -61,9 +61,9 @@ def test_on_random_prompts_it_agrees_with_every_pair_compared() -> None:
 @given(st.lists(st.text("aAbﬁ²  \n\x00\u202e界", max_size=60), max_size=8))
 def test_an_equal_question_is_dropped_whatever_it_is(texts: list[str]) -> None:
     rows = rows_of([*texts, *texts])
-    found = verdicts(rows)
-    assert not any(verdict.is_kept for verdict in found[len(texts) :])
-    kept = [row.problem.question for row, verdict in zip(rows, found, strict=True) if verdict.is_kept]
+    found = decisions(rows)
+    assert not any(decision.is_kept for decision in found[len(texts) :])
+    kept = [row.problem.question for row, decision in zip(rows, found, strict=True) if decision.is_kept]
     assert all(similarity(*pair) < 0.8 for pair in combinations(kept, 2) if pair[0] == pair[1])
 
 
@@ -72,9 +72,9 @@ def test_an_equal_question_is_dropped_whatever_it_is(texts: list[str]) -> None:
     ["what  IS\tthe sum\nof one and two?", "Ｗhat is the sum of one and two?", "What is\x00the sum of one and two?"],
 )
 def test_case_white_space_and_forms_of_a_character_make_no_other_question(other: str) -> None:
-    (_, verdict) = verdicts(rows_of(["What is the sum of one and two?", other]))
-    assert (verdict.is_kept, verdict.kind) == (False, "near duplicate")
-    assert verdict.detail == "similarity 1.00 to raw.jsonl:1, which has another answer"
+    (_, decision) = decisions(rows_of(["What is the sum of one and two?", other]))
+    assert (decision.is_kept, decision.kind) == (False, "near duplicate")
+    assert decision.detail == "similarity 1.00 to raw.jsonl:1, which has another answer"
 
 
 def test_the_first_of_a_kind_stays_and_the_most_alike_is_named() -> None:
@@ -82,8 +82,8 @@ def test_the_first_of_a_kind_stays_and_the_most_alike_is_named() -> None:
     rows = rows_of(
         [base, base.replace("dark", "deep"), "something else entirely, of other words", base + " again", base]
     )
-    found = verdicts(rows)
-    assert [verdict.is_kept for verdict in found] == [True, False, True, False, False]
+    found = decisions(rows)
+    assert [decision.is_kept for decision in found] == [True, False, True, False, False]
     assert found[4].detail.startswith("similarity 1.00 to raw.jsonl:1")
 
 
@@ -95,10 +95,10 @@ def test_of_many_candidates_the_most_alike_are_compared(monkeypatch: pytest.Monk
         for i in range(60)
     ]
     rows = rows_of([*texts, *(text + " Say." for text in reversed(texts))])
-    whole = verdicts(rows, threshold=0.9, bands=126, rows=1)
+    whole = decisions(rows, threshold=0.9, bands=126, rows=1)
     monkeypatch.setattr(near_duplicates, "_COMPARED", 4)
     monkeypatch.setattr(near_duplicates, "_BLOCK", 16)
-    found = verdicts(rows, threshold=0.9, bands=126, rows=1)
+    found = decisions(rows, threshold=0.9, bands=126, rows=1)
     assert [v.is_kept for v in found] == [v.is_kept for v in whole] and 50 < sum(v.is_kept for v in found) <= 60
     assert found == whole
 
@@ -107,8 +107,8 @@ def test_the_threshold_is_of_the_similarity() -> None:
     one, other = "a question about matrices of rank two", "a question about matrices of rank ten"
     between = similarity(one, other)
     rows = rows_of([one, other])
-    assert [v.is_kept for v in verdicts(rows, threshold=between, bands=64, rows=3)] == [True, False]
-    assert [v.is_kept for v in verdicts(rows, threshold=between + 0.01, bands=64, rows=3)] == [True, True]
+    assert [v.is_kept for v in decisions(rows, threshold=between, bands=64, rows=3)] == [True, False]
+    assert [v.is_kept for v in decisions(rows, threshold=between + 0.01, bands=64, rows=3)] == [True, True]
 
 
 def test_bands_that_find_too_little_are_refused() -> None:

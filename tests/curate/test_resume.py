@@ -14,7 +14,7 @@ from curation import CutShort, Killed, rows_of, run
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 from marsrl.trainer.curate.ledger import Ledger
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 from marsrl.trainer.curate.rules import Level, Readable
 
 FILES = ("stages/{}/kept.jsonl", "stages/{}/dropped.jsonl", "stages/{}/stage.json")
@@ -32,14 +32,14 @@ class Thirds:
     def settings(self) -> Mapping[str, Any]:
         return {}
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        assert verdict.is_kept == (row.number % 3 > 0)
+    def recall(self, row: Row, decision: Decision) -> None:
+        assert decision.is_kept == (row.number % 3 > 0)
         self.recalled.append(row.number)
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row in rows:
             self.seen.append(row.number)
-            yield row, Verdict(row.number % 3 > 0, f"rest {row.number % 3}", f"{row.number}")
+            yield row, Decision(row.number % 3 > 0, f"rest {row.number % 3}", f"{row.number}")
 
     def close(self) -> None:
         pass
@@ -122,12 +122,12 @@ def unfinish(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "tally": None}))
 
 
-def test_a_verdict_that_is_not_final_is_judged_again(tmp_path: Path) -> None:
+def test_a_decision_that_is_not_final_is_judged_again(tmp_path: Path) -> None:
     held = rows()[:4]
     with Ledger(tmp_path) as ledger:
         assert list(ledger.undecided(iter(held), lambda *_: None)) == held
         for row, is_final in zip(held, (True, False, True, True), strict=True):
-            ledger.add(row, Verdict(True, "kept", is_final=is_final))
+            ledger.add(row, Decision(True, "kept", is_final=is_final))
         ledger.finish()
     with Ledger(tmp_path) as ledger:
         assert list(ledger.undecided(iter(held), lambda *_: None)) == held[1:]
@@ -151,7 +151,7 @@ def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path
 
 
 def test_rows_without_a_record_count_for_nothing(tmp_path: Path) -> None:
-    """Killed while verdicts of other settings were being removed."""
+    """Killed while decisions of other settings were being removed."""
     run(tmp_path, [Readable(1000, {}), Thirds()], rows())
     (tmp_path / "stages/thirds/stage.json").unlink()
     again = Thirds()

@@ -115,7 +115,7 @@ STEP = bench(
 SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
 PLAYED = bench(NEVER)
 SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
-PROBE = bench("with our own engine: tests/megatron/test_probe_notices.py")
+PROBE = bench("with our own engine: tests/megatron/test_comparison_notices.py")
 OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
 QA = "torchrun trainer/main.py task=qa policies.main.model=/path/to/model"
 MIXED = (

@@ -86,7 +86,7 @@ class Desk:
             )
 
     def console(self) -> str:
-        """Of the command that was started last."""
+        """What the command that was started last has printed."""
         return (self.folder / "console").read_text("utf-8", errors="replace")
 
     def until_version_1(self, words: list[str]) -> Path:

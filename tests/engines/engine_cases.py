@@ -54,7 +54,7 @@ class GivenLearner:
         rounded_as: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
-        """Of the one batch that is asked for: the comparison's."""
+        """Log-probs of the one batch that is asked for: the comparison's."""
         found = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)
         logprobs[batches[0].trained_rows] = torch.from_numpy(

@@ -22,7 +22,7 @@ from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_actors import RayReplicas
-from marsrl.rollout.pool.ray_faults import how_it_died, judged
+from marsrl.rollout.pool.ray_faults import how_it_died, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.trainer.weights.checked_engines import CheckedEngines
 from marsrl.trainer.weights.file_channel import FileChannel
@@ -197,21 +197,25 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
     with pytest.raises(
         RuntimeError, match=r"object store is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
     ):
-        judged(full, "generate")
+        lost_or_raise(full, "generate")
     with pytest.raises(RuntimeError, match=r"object store is full"):  # in the actor, for what it returns
-        judged(ray.exceptions.RayTaskError("generate", "traceback", full), "generate")
-    lost = judged(ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect")
+        lost_or_raise(ray.exceptions.RayTaskError("generate", "traceback", full), "generate")
+    lost = lost_or_raise(
+        ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect"
+    )
     assert lost.reason == "collect raised ZeroDivisionError: a bad kernel"
     torn = judged(
         ray.exceptions.RayTaskError("update_weights", "traceback", EngineLost("no way\nno will")), "update_weights"
     )
     assert torn.reason == "no way"
     with pytest.raises(ZeroDivisionError):  # says nothing of the engine: would be the same in a new one
-        judged(ray.exceptions.RayTaskError("update_weights", "traceback", ZeroDivisionError("x")), "update_weights")
+        lost_or_raise(
+            ray.exceptions.RayTaskError("update_weights", "traceback", ZeroDivisionError("x")), "update_weights"
+        )
     with pytest.raises(ValueError, match="traceback"):
-        judged(ray.exceptions.RayTaskError("generate", "traceback", ValueError("two uids")), "generate")
+        lost_or_raise(ray.exceptions.RayTaskError("generate", "traceback", ValueError("two uids")), "generate")
     with pytest.raises(RuntimeError, match=r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"):
-        judged(ray.exceptions.RaySystemError("cannot connect to the raylet"), "collect")
+        lost_or_raise(ray.exceptions.RaySystemError("cannot connect to the raylet"), "collect")
 
 
 def test_ray_s_memory_monitor_is_named_with_what_to_lower() -> None:

@@ -12,7 +12,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.engines.stops import StopTexts
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
 
 
@@ -134,7 +134,7 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine, monkeyp
 
 
 def test_a_text_that_was_there_before_ends_nothing(tmp_path):
-    write_arithmetic_tokenizer(tmp_path)
+    ARITHMETIC_TOKENIZER.write(tmp_path)
     stops, renderer = StopTexts.of_model(tmp_path), ChatRenderer(tmp_path)
     known, drawn = (renderer.encode_trusted(text) for text in ("grade fix", "fix Answer: 3"))
     assert [stops.is_ended(known, drawn[: i + 1].tolist(), ("Answer:", "fix")) for i in range(3)] == [True, True, False]

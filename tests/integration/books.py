@@ -55,7 +55,7 @@ def check_books(
 def _check_samples(
     run: RunDirectory, checkpoint: Path, last: int, group_size: int, leads: str, has_any_size: Set[str]
 ) -> None:
-    """Of the steps up to the last one: each sample once, each first group of a problem trained or in the checkpoint's books."""
+    """Up to the last step each sample is there once, each first group of a problem trained or in the checkpoint's books."""
     files = sample_files(run)
     uids: Counter[str] = Counter()
     groups: Counter[str] = Counter()
@@ -86,7 +86,7 @@ def _check_samples(
 
 
 def _check_tokens(run: RunDirectory) -> None:
-    """Of the steps that have some: what is kept is whole, and of the very samples that the step has."""
+    """Where a step has kept tokens, they are whole, and of the very samples that the step has."""
     files = sample_files(run)
     for step, file in token_files(run).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)

@@ -37,7 +37,7 @@ class Runner:
         return [*launcher, str(MAIN), *self.words(name, *words)]
 
     def words(self, name: str, *words: str) -> list[str]:
-        """Of trainer/main.py."""
+        """Words for trainer/main.py."""
         has_preset = any(word.startswith("preset=") for word in words)
         task = () if has_preset or "task=math" in words else ARITHMETIC
         team = () if has_preset or "orchestration=solver" in words else (TEAM,)

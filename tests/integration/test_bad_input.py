@@ -18,7 +18,7 @@ from marsrl.trainer import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.placement import with_backend
+from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 

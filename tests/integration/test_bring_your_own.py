@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from small_run import run_here
 
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
 

@@ -22,13 +22,13 @@ from documents import is_on_the_page
 
 from marsrl.trainer import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.placement import with_backend
+from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.warm_start import name_of, recipe_of
+from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
     updates = sum(1 - row["actor/empty_steps"] - row["actor/skipped_steps"] for row in untimed(first_run))  # type: ignore[operator]
     assert summary.verified_syncs == 1 + updates  # the initial weights, and every new version
     assert summary.warm_start is not None and not summary.warm_start.cached
-    assert not summary.warm_start.gate_met  # a hundred steps do not make a mediocre team, and the run says so
+    assert not summary.warm_start.as_wanted  # a hundred steps do not make a mediocre team, and the run says so
     raw = json.loads((first_run / "summary.json").read_text())
     for when in ("before", "after"):
         for agent in ("solver", "verifier1", "corrector1"):

@@ -22,10 +22,10 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary

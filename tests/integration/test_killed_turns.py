@@ -106,7 +106,7 @@ def phases(books: SchedulerState) -> set[str]:
 
 
 def queries(books: SchedulerState, *, has_output: bool) -> set[str]:
-    """Of the calls in the books."""
+    """The queries of the calls in the books."""
     calls = [
         call for each in episodes(books) for name, call in each.calls.items() if (name in each.outputs) == has_output
     ]

@@ -21,10 +21,10 @@ import torch
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.trace import read_trace

@@ -15,10 +15,10 @@ import pytest
 from marsrl.rollout.pool import rebalance
 from marsrl.rollout.pool.rebalance import Move, Share
 from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.runs.directory import RunDirectory
 

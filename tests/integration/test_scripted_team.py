@@ -24,13 +24,13 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
@@ -67,7 +67,7 @@ class ScriptedWithWeights(ScriptedEngine):
 
 
 CALLS: list[str] = []
-"""Of the engine below, in order."""
+"""The calls that the engine below got, in order."""
 
 
 class Recorded(ScriptedWithWeights):
@@ -516,7 +516,7 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play, monkeypatch: p
         port = listening.getsockname()[1]
     pages: list[str] = []
 
-    def looks(run: Run, batch: Batch | None) -> None:
+    def looks(run: Run, batch: StepBatch | None) -> None:
         pages.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode())
 
     monkeypatch.setattr(Run, "stop_if_unusable", looks)  # what the loop calls after a step's record

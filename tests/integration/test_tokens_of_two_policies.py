@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory

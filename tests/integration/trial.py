@@ -121,7 +121,7 @@ class Trial:
     # What there is.
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
+        """The processes of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
         mark, found = str(self.folder), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -144,7 +144,7 @@ class Trial:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def step(self) -> int:
-        """Of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
+        """The step of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
         latest = self.directory.checkpoints / "latest"
         on_disk = self.directory.steps_on_disk()
         if "latest" in self.forgiven and (not latest.exists() or latest.read_text().strip() == NO_STEP):

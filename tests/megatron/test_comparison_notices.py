@@ -22,7 +22,7 @@ from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores, c
 
 
 def shapes(shape: ModelShape) -> dict[str, ModelShape]:
-    """Of a program that computes otherwise."""
+    """Shapes with which a program computes otherwise."""
     wrong = {
         "rope theta x 5": {"rope_theta": 5 * shape.rope_theta},
         "norm eps x 100": {"norm_eps": 100 * shape.norm_eps},

@@ -11,8 +11,8 @@ from megatron_models import micro_batches, num_trained, save_model, sequences
 from test_learner import gradients, largest_difference, learner
 from torch import Tensor
 
+from marsrl.trainer.checks.doctor import examine
 from marsrl.trainer.data.packing import pack
-from marsrl.trainer.doctor import examine
 from marsrl.trainer.learner.megatron import fusions
 from marsrl.trainer.learner.megatron.fusions import APEX, Fusions, choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import LayerChoice

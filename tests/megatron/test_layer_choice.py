@@ -13,8 +13,8 @@ import torch
 from megatron_models import save_model, sequences
 from test_learner import learner
 
+from marsrl.trainer.checks.doctor import examine
 from marsrl.trainer.data.packing import pack
-from marsrl.trainer.doctor import examine
 from marsrl.trainer.learner.megatron import layer_choice
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 

@@ -11,7 +11,7 @@ from test_learner import largest_difference, weights
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.schedule.scheduler import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import MptConfig, RunConfig
 from marsrl.trainer.data.credit import credit
@@ -42,7 +42,7 @@ def config(*policies: str) -> RunConfig:
     )
 
 
-def stage(seed: int) -> Batch:
+def stage(seed: int) -> StepBatch:
     """Four groups of each agent."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -70,7 +70,7 @@ def stage(seed: int) -> Batch:
                     )
                 )
             groups.append(Group(name, f"{seed}{g}", agent, tuple(samples)))
-    return Batch(tuple(groups), {})
+    return StepBatch(tuple(groups), {})
 
 
 def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[str, dict[str, Tensor]]:

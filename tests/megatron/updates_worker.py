@@ -79,7 +79,7 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
 def job(
     model: str, reference: str, cases: dict[str, tuple[dict[str, int], str]]
 ) -> dict[str, tuple[list[list[float]], Tokens]]:
-    """Of each case by its name."""
+    """What each case gives, by its name."""
     report = {}
     for name, (layout, router_replay) in cases.items():
         report[name] = run(model, reference, layout, router_replay)

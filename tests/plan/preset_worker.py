@@ -95,9 +95,9 @@ def planned(words: list[str], folder: Path) -> dict[str, Any]:
 
 def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
     """Dry run and preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+    from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.main import main as train
-    from marsrl.trainer.preflight import preflight
 
     words = says.get("train", [])
     options = dict(itertools.pairwise(words))
@@ -164,7 +164,6 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         dtype=policy.dtype,
         max_model_len=longest,
         seed=0,
-        version=0,
         records=config.records_of("main"),
     )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
@@ -242,8 +241,8 @@ def variants(config: Any, folder: Path) -> dict[str, Any]:
 
 def other_teams(preset: Path, folder: Path, model: str | None) -> dict[str, int]:
     """{orchestration: the longest sequence of an engine} of the preset played by a team that it does not name."""
+    from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
-    from marsrl.trainer.preflight import preflight
 
     own = [] if model is None else [f"policies.main.model={model}", f"data.train={folder}/problems.jsonl"]
     found = {}

@@ -13,12 +13,12 @@ from rich.console import Console
 from marsrl.trainer import cli
 from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
-from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
 from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
 from marsrl.trainer.plan.models import KNOWN
+from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.plan.speed import Work, step_time
 from marsrl.trainer.plan.splits import step_seconds

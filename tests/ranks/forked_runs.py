@@ -22,7 +22,7 @@ MODULES = (
     "preloaded",
     "torch._dynamo",
     "transformers",
-    "marsrl.trainer.preflight",
+    "marsrl.trainer.checks.preflight",
     "marsrl.trainer.build",
     "marsrl.trainer.loop",
 )

@@ -87,7 +87,7 @@ def make_summary(**changes: object) -> Summary:
         "tokens_per_engine": (412_345,),
         "verified_syncs": 6,
         "warm_start": WarmStartRecord(
-            cached=False, seconds=140, gate_met=True, measured={"solver": 0.55, "verifier1": 0.62}
+            cached=False, seconds=140, as_wanted=True, measured={"solver": 0.55, "verifier1": 0.62}
         ),
         "timings": {"warm_start": 140.0, "rl": 101.5},
         "versions": {"torch": "0.0-test", "ray": "0.0-test"},

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from marsrl.trainer.checks.preflight import _check_prometheus
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.config.run_config import RunConfig
-from marsrl.trainer.preflight import _check_prometheus
 from marsrl.trainer.report.prometheus import COUNTED, MetricsPort, sample_of, served
 
 AGENTS, POLICIES = ("solver", "verifier1"), ("small", "large")

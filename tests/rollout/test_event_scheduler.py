@@ -25,7 +25,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import Batch, RolloutState
+from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
@@ -54,7 +54,7 @@ class Play:
             engine._version = self.version
         self.scheduler.resume({"main": self.version})
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepBatch:
         self.scheduler.ask()
         for _ in range(10_000):
             if (batch := self.scheduler.take()) is not None:
@@ -444,7 +444,7 @@ def test_every_token_is_counted_once() -> None:
     assert told + left == sum(engine.num_decoded() for engine in play.engines) > 300
 
 
-def _batches(play: Play, count: int) -> list[Batch]:
+def _batches(play: Play, count: int) -> list[StepBatch]:
     batches = []
     for _ in range(count):
         batches.append(play.batch())

@@ -112,7 +112,7 @@ def step(
     old_policy: str = "sais",
     reference: Path | None = None,
 ) -> StepStats:
-    """Of weights that stay as they are."""
+    """The statistics of an update that leaves the weights as they are."""
     learner = Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
         model,

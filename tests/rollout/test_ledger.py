@@ -18,7 +18,7 @@ from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.schedule.ledger import Batch, Ended, Ledger, SchedulerState
+from marsrl.rollout.schedule.ledger import Ended, Ledger, SchedulerState, StepBatch
 from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import decode as decode_state
@@ -461,7 +461,7 @@ def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     first.partial[0].extend(np.zeros(2, np.int32), np.zeros(2), 0)
     state = books.state
     state.pending, state.closed = [first.ask], [Group("g", "r", "solver", ())]
-    state.ready, state.num_stages, state.num_batches, state.num_taken = [Batch((), {"x": 1.0})], 4, 3, 2
+    state.ready, state.num_stages, state.num_batches, state.num_taken = [StepBatch((), {"x": 1.0})], 4, 3, 2
     assert all(getattr(state, f.name) for f in fields(SchedulerState))  # nothing is at its default
     copied = state.copy()
     taken = encode(copied)

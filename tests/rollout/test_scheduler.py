@@ -24,7 +24,7 @@ SMALL = RolloutConfig(prompts_per_step=3, group_size=4, picks=2, max_response_to
 Make = Callable[..., Scheduler]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scheduler(scripted_team: Any) -> Make:
     def make(folder: Path, config: RolloutConfig = SMALL, **kwargs: object) -> Scheduler:
         team, engine, task = scripted_team(folder, config=config, **kwargs)
@@ -48,43 +48,47 @@ def samples(groups: tuple[Group, ...]) -> list[Sample]:
     return [s for g in groups for s in g.samples]
 
 
-def test_each_stage_trains_every_agent_that_has_inputs(tmp_path: Path, scheduler: Make) -> None:
-    played = stages(scheduler(tmp_path), 6)
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, scheduler: Make) -> list[tuple[Group, ...]]:
+    """The groups of six stages."""
+    return stages(scheduler(tmp_path_factory.mktemp("played")), 6)
+
+
+def test_each_stage_trains_every_agent_that_has_inputs(played: list[tuple[Group, ...]]) -> None:
     assert {g.agent for g in played[0]} == {"solver"}
     assert {g.agent for g in played[1]} == {"solver", "verifier1"}
     assert {g.agent for g in played[5]} == AGENTS
 
 
-def test_a_group_is_one_agent_on_one_input_and_is_never_larger_than_wanted(tmp_path: Path, scheduler: Make) -> None:
-    for group in [g for groups in stages(scheduler(tmp_path), 6) for g in groups]:
+def test_a_group_is_one_agent_on_one_input_and_is_never_larger_than_wanted(played: list[tuple[Group, ...]]) -> None:
+    for group in [g for groups in played for g in groups]:
         assert len(group.samples) == 4
         assert len({s.uid for s in group.samples}) == 4
         assert len({s.prompt_ids.tobytes() for s in group.samples}) == 1
         assert {s.group_id for s in group.samples} == {group.group_id}
 
 
-def test_no_agent_is_asked_about_more_than_its_picks_of_an_instance(tmp_path: Path, scheduler: Make) -> None:
-    played = [g for groups in stages(scheduler(tmp_path), 6) for g in groups]
-    counts = Counter((g.rollout_id, g.agent) for g in played)
+def test_no_agent_is_asked_about_more_than_its_picks_of_an_instance(played: list[tuple[Group, ...]]) -> None:
+    counts = Counter((g.rollout_id, g.agent) for groups in played for g in groups)
     assert all(counts[r, a] == 1 for r, a in counts if a == "solver")
     assert max(counts.values()) == 2
 
 
-def test_a_corrector_sees_only_reports_that_flag_an_error(tmp_path: Path, scheduler: Make) -> None:
-    played = [s for groups in stages(scheduler(tmp_path), 6) for s in samples(groups)]
-    verdicts = {s.uid: s.verdict for s in played if s.agent.startswith("verifier")}
-    corrections = [s for s in played if s.agent.startswith("corrector")]
+def test_a_corrector_sees_only_reports_that_flag_an_error(played: list[tuple[Group, ...]]) -> None:
+    said = [s for groups in played for s in samples(groups)]
+    verdicts = {s.uid: s.verdict for s in said if s.agent.startswith("verifier")}
+    corrections = [s for s in said if s.agent.startswith("corrector")]
     assert corrections
     assert {verdicts[s.parent_uid] for s in corrections if s.parent_uid} == {False}
 
 
-def test_a_verifiers_reward_is_its_agreement_with_the_solution_judged(tmp_path: Path, scheduler: Make) -> None:
-    played = {s.uid: s for groups in stages(scheduler(tmp_path), 6) for s in samples(groups)}
-    reports = [s for s in played.values() if s.agent.startswith("verifier") and s.parent_uid in played]
+def test_a_verifiers_reward_is_its_agreement_with_the_solution_judged(played: list[tuple[Group, ...]]) -> None:
+    said = {s.uid: s for groups in played for s in samples(groups)}
+    reports = [s for s in said.values() if s.agent.startswith("verifier") and s.parent_uid in said]
     assert len(reports) > 20
     for report in reports:
         assert report.parent_uid is not None
-        assert report.reward.value == (report.verdict == (played[report.parent_uid].reward.correct >= 1))
+        assert report.reward.value == (report.verdict == (said[report.parent_uid].reward.correct >= 1))
 
 
 def test_trajectory_mode_ends_every_problem_of_the_step(tmp_path: Path, scheduler: Make) -> None:

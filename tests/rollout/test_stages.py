@@ -12,7 +12,7 @@ from letters import END, letter_config, letter_problems, letter_team, with_two_p
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.schedule.ledger import Batch, RolloutState
+from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
 from marsrl.rollout.schedule.partial_rollouts import tokens_behind
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
@@ -26,7 +26,7 @@ def player(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Sched
     return Scheduler(config, made, letter_problems(40), seed=0), engines[0]
 
 
-def play(scheduler: Scheduler, engine: ScriptedEngine, stages: Sequence[int]) -> list[Batch]:
+def play(scheduler: Scheduler, engine: ScriptedEngine, stages: Sequence[int]) -> list[StepBatch]:
     """One version a stage."""
     batches = []
     for version in stages:
@@ -93,7 +93,7 @@ def test_progress_goes_on_from_what_was_decoded_before() -> None:
 
 def test_a_batch_that_an_overlapping_run_left_is_taken_before_anything_is_played() -> None:
     scheduler, engine = player()
-    left = [Batch((), {"x": 1.0}), Batch((), {"x": 2.0})]
+    left = [StepBatch((), {"x": 1.0}), StepBatch((), {"x": 2.0})]
     scheduler.state.ready, scheduler.state.num_taken = list(left), 3
     closed = Group("000000/solver", "000000", "solver", ())
     scheduler.state.closed = [closed]
@@ -146,7 +146,7 @@ def test_engines_are_at_rest_between_stages_and_nothing_is_left_running() -> Non
 
 
 def test_a_snapshot_goes_on_as_the_run_would_have() -> None:
-    def ids(batches: list[Batch]) -> list[list[str]]:
+    def ids(batches: list[StepBatch]) -> list[list[str]]:
         return [[s.uid + s.problem_id for g in batch.groups for s in g.samples] for batch in batches]
 
     scheduler, engine = player(segments=2)

@@ -9,7 +9,7 @@ from marsrl.trainer.data.packing import TrainSequence
 
 
 def train_sequences(samples: Sequence[Sample], temperature: float) -> list[TrainSequence]:
-    """Of one agent; every second one is right."""
+    """Samples as one agent's; every second one is right."""
     return [
         TrainSequence(
             uid=s.uid,

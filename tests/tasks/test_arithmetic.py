@@ -2,8 +2,14 @@ import random
 
 import pytest
 
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask, apply, draw_chain, is_held_out, parse_chain
-from marsrl.rollout.tasks.arithmetic_tokenizer import VOCABULARY
+from marsrl.rollout.tasks.arithmetic import (
+    ARITHMETIC_TOKENIZER,
+    ArithmeticTask,
+    apply,
+    draw_chain,
+    is_held_out,
+    parse_chain,
+)
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.registry import build_task
@@ -31,10 +37,10 @@ def test_every_problem_is_of_the_documented_form() -> None:
     rng = random.Random(0)
     chains = [draw_chain(rng, OPTIONS, held_out=False) for _ in range(300)]
     assert {len(chain.operations) for chain in chains} == {4, 5, 6, 7}
-    assert {operation for c in chains for operation in c.operations} == set(VOCABULARY) & {
+    assert {operation for c in chains for operation in c.operations} == set(ARITHMETIC_TOKENIZER.vocabulary) & {
         sign + digit for sign in "+-*" for digit in "123456789"
     }
-    assert all(word in VOCABULARY for chain in chains for word in chain.text.split())
+    assert all(word in ARITHMETIC_TOKENIZER.vocabulary for chain in chains for word in chain.text.split())
 
 
 def test_a_source_goes_on_exactly_where_its_state_was_taken() -> None:
@@ -85,7 +91,7 @@ def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
     assert trace.weights(6.0) == [6.0, 1.0]
     for trace in team_traces(rng, draw_chain(rng, OPTIONS, held_out=False), TutorRates(), OPTIONS):
         words = trace.completion.split(" ")
-        assert all(word in VOCABULARY for word in words)
+        assert all(word in ARITHMETIC_TOKENIZER.vocabulary for word in words)
         weights = trace.weights(6.0)
         assert len(weights) == len(words) + 1
         assert sum(weight == 6.0 for weight in weights) == ("Verdict:" in words)

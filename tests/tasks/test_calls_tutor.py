@@ -19,14 +19,14 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.calculations import Calculation
 from marsrl.rollout.tasks.calls_tutor import call_traces, distilling_drill
 from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions
-from marsrl.rollout.tasks.facts_tokenizer import CALLS_VOCABULARY, write_calls_tokenizer
+from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
 from marsrl.rollout.tools.search import IndexSearch
 from marsrl.rollout.types import Finish, Problem, Sample, Segment, ToolCall, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse", calculations=0.3)
-UNKNOWN = len(CALLS_VOCABULARY) - 1
+UNKNOWN = len(CALLS_TOKENIZER.vocabulary) - 1
 NONE = np.zeros(0, np.int32)
 
 
@@ -37,7 +37,7 @@ def slips(share: float) -> DualSystemSlips:
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     folder = tmp_path_factory.mktemp("calls")
-    write_calls_tokenizer(folder)
+    CALLS_TOKENIZER.write(folder)
     return ChatRenderer(folder)
 
 

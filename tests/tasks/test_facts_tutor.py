@@ -17,7 +17,7 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.config import FactsOptions, SearchSlips
-from marsrl.rollout.tasks.facts_tokenizer import VOCABULARY, write_facts_tokenizer
+from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
 from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
@@ -39,7 +39,7 @@ AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWE
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     folder = tmp_path_factory.mktemp("facts")
-    write_facts_tokenizer(folder)
+    FACTS_TOKENIZER.write(folder)
     return ChatRenderer(folder)
 
 
@@ -63,7 +63,7 @@ def said_by(role: Role, traces: list[Trace]) -> list[str]:
 
 
 def test_every_word_that_the_team_reads_or_writes_is_one_token(world: World, renderer: ChatRenderer) -> None:
-    unknown = len(VOCABULARY) - 1
+    unknown = len(FACTS_TOKENIZER.vocabulary) - 1
     rng = random.Random(0)
     drills = [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
     for trace in [*(trace for traces in questions(world, slips(0.3)) for trace in traces), *drills]:

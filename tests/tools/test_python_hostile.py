@@ -91,7 +91,7 @@ def missing() -> set[str]:
 
 @pytest.fixture(scope="module")
 def outputs(host: Host, missing: set[str]) -> Iterator[Mapping[str, Future[ToolOutput]]]:
-    """Of all snippets that this machine's sandbox is to hold, which run side by side; every fourth call is an honest one."""
+    """Outputs of what this machine's sandbox is to hold; all snippets run side by side, every fourth call is an honest one."""
     pool = ToolPool({"python": PythonInterpreter(CONFIG)}, {"python": CONFIG})
     futures: dict[str, Future[ToolOutput]] = {}
     for number, snippet in enumerate(SNIPPETS):

@@ -11,10 +11,10 @@ from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import ToolCall
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.origin import ConfigError
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.preflight import preflight
 
 LIMA = Document("lima", "Lima", "The capital of Peru.")
 

@@ -10,11 +10,18 @@ import torch
 
 from marsrl.rollout.tools.python import launcher as launcher_module
 from marsrl.rollout.tools.python.launcher import Launcher
-from marsrl.trainer import node_findings
+from marsrl.trainer.checks import node_findings
+from marsrl.trainer.checks.doctor import sandbox_findings
+from marsrl.trainer.checks.node_findings import (
+    Finding,
+    Ranks,
+    config_findings,
+    gpu_findings,
+    memory_findings,
+    ray_findings,
+)
 from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import Finding, sandbox_findings
-from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.intervals import estimate_of, mean_of, ratio
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.report.cost import latency
-from marsrl.trainer.report.summarise_run import meets_gate, missed_gates
 from marsrl.trainer.report.summary import Evaluation, estimate
 
 VERSIONS = {"main": 0}
@@ -130,8 +129,8 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, 
     assert solver == with_critics.evaluate(VERSIONS).agents["solver"]
     assert Evaluation.model_validate_json(alone.model_dump_json()) == alone
     low = {"solver": (0.9, 1.0), "verifier1": (0.0, 0.1)}
-    assert missed_gates(alone, low) == [f"solver {solver.mean}, wanted (0.9, 1.0)"]
-    assert meets_gate(alone, {"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)})
+    assert alone.outside(low) == [f"solver {solver.mean}, wanted (0.9, 1.0)"]
+    assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
 def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:

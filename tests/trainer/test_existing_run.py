@@ -12,7 +12,7 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began, resume_lines
-from marsrl.trainer.warm_start import name_of, recipe_of
+from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 
 def settings(*words: str) -> RunConfig:

@@ -59,7 +59,9 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
     learner: Any = SimpleNamespace(
         _old_policy=settings.old_policy,
         _reference=None,
-        _score_and_experts=lambda batches, needs_scores: ([start] if needs_scores else [], [None]),
+        _passes=SimpleNamespace(
+            forward_and_experts=lambda batches, needs_logprobs: ([start] if needs_logprobs else [], [None])
+        ),
     )
     (old,) = Learner._old(learner, [batch], is_first=True)
     objective = PolicyObjective(
@@ -84,7 +86,7 @@ def loss_of(settings: LossConfig, moved: float = 0.0) -> PolicyLoss:
 
 
 def weights(loss: PolicyLoss) -> list[float]:
-    """Of each token, on A d log p / N: 1 = plain policy gradient. A is +1 for the right sample, -1 for the wrong one."""
+    """Each token's weight on A d log p / N: 1 = plain policy gradient. A is +1 for the right sample, -1 for the wrong one."""
     mask = batch_of_versions().mask
     advantage = torch.tensor([1.0] * len(RIGHT) + [-1.0] * len(WRONG))
     return (-loss.coefficient[mask] * N / advantage).tolist()

@@ -15,7 +15,7 @@ from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
-from marsrl.trainer.refusals import refusals_of
+from marsrl.trainer.plan.refusals import refusals_of
 
 AGENTS = {"solver": AgentConfig()}
 

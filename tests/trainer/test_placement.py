@@ -8,7 +8,7 @@ import pytest
 
 from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.placement import placement_lines, with_backend
+from marsrl.trainer.plan.placement import placement_lines, with_backend
 
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 CPUS = TrainerHost(num_gpus=0, num_ranks=2, has_others=False)

@@ -8,9 +8,9 @@ import torch
 from pydantic import BaseModel
 
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.preflight import preflight
 
 
 def refusal(*words: str) -> str:

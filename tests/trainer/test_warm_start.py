@@ -14,19 +14,19 @@ import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.arithmetic_tokenizer import write_arithmetic_tokenizer
-from marsrl.rollout.tasks.facts_tokenizer import write_facts_tokenizer
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
+from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
+from marsrl.trainer.schools.facts_schools import SearchSchool
 from marsrl.trainer.schools.registry import SCHOOLS, school_of
-from marsrl.trainer.schools.search_school import SearchSchool
-from marsrl.trainer.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
+from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))
 SETTINGS = WarmStartConfig(
@@ -58,7 +58,7 @@ class StubLearner:
 
 @pytest.fixture
 def taught(tmp_path: Path) -> Callable[..., tuple[StubLearner, str]]:
-    write_arithmetic_tokenizer(tmp_path)
+    ARITHMETIC_TOKENIZER.write(tmp_path)
 
     def run(loss: Callable[[int, int], float]) -> tuple[StubLearner, str]:
         learner, out = StubLearner(loss), io.StringIO()
@@ -116,7 +116,7 @@ def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
         out.mkdir(parents=True)
         (out / "shape").write_text(shape)
 
-    monkeypatch.setattr("marsrl.trainer.warm_start._make", make)
+    monkeypatch.setattr("marsrl.trainer.schools.warm_start._make", make)
     monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))
     shapes = {"a": "tiny", "b": None, "c": "cpu_default", "d": "tiny"}
     policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"e": {"model": "/models/e"}}
@@ -172,7 +172,7 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
 def test_the_search_team_learns_to_read_first_and_then_in_all_its_roles(tmp_path: Path) -> None:
     settings = ("warm_start.max_solver_steps=4", "warm_start.max_team_steps=3", "warm_start.decay_steps=2")
     config = searching(*settings, "warm_start.short_steps=2", "warm_start.search_team.drills=0")
-    write_facts_tokenizer(tmp_path)
+    FACTS_TOKENIZER.write(tmp_path)
     learner = StubLearner(lambda step, role: 0.5)
     tokens = TraceTokens(ChatRenderer(tmp_path), config.warm_start.verdict_weight)
     place, console = BatchShard(0, 1, 8192, 1), RunConsole(stream=io.StringIO())

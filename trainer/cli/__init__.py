@@ -7,16 +7,32 @@ import sys
 from collections.abc import Sequence
 
 from marsrl.trainer.cli import data, look, machine, models, run
-from marsrl.trainer.cli.command import in_short
+from marsrl.trainer.cli.command import AddParser, command, in_short
+
+
+def _completion(add: AddParser) -> None:
+    parser = command(
+        add, "completion", "Print the completion script of a shell for `marsrl`.", "marsrl completion bash"
+    )
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+
+    def run(words: argparse.Namespace) -> int:
+        import shtab
+
+        print(shtab.complete(build_parser(), words.shell))
+        return 0
+
+    parser.set_defaults(run=run)
+
 
 GROUPS = {
     "run": run.COMMANDS,
     "look": look.COMMANDS,
     "data": data.COMMANDS,
     "models": models.COMMANDS,
-    "this machine": machine.COMMANDS,
+    "this machine": {**machine.COMMANDS, "completion": _completion},
 }
-"""Of `marsrl --help`: each command by name, with what makes its parser."""
+"""What `marsrl --help` lists: each command by name, with what makes its parser."""
 
 
 def build_parser() -> argparse.ArgumentParser:

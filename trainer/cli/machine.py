@@ -23,8 +23,8 @@ def _doctor(add: AddParser) -> None:
     )
 
     def run(words: argparse.Namespace) -> int:
+        from marsrl.trainer.checks.doctor import examine, report
         from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.doctor import examine, report
 
         if words.nnodes < 1 or (words.nproc_per_node or 1) < 1:
             raise ValueError(
@@ -104,28 +104,7 @@ def _join(add: AddParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _completion(add: AddParser) -> None:
-    parser = command(
-        add,
-        "completion",
-        "Print the completion script of a shell for `marsrl`.",
-        "marsrl completion bash",
-    )
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
-
-    def run(words: argparse.Namespace) -> int:
-        import shtab
-
-        from marsrl.trainer.cli import build_parser
-
-        print(shtab.complete(build_parser(), words.shell))
-        return 0
-
-    parser.set_defaults(run=run)
-
-
 COMMANDS = {
     "doctor": _doctor,
     "join": _join,
-    "completion": _completion,
 }

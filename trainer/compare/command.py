@@ -13,7 +13,7 @@ from rich.text import Text
 
 from marsrl.trainer.compare.runs import AXES, Compared, Difference, difference, read_compared, rows_of
 from marsrl.trainer.report.charts import NUM_COLORS, curves, visible
-from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.report.summary import Estimate
 from marsrl.trainer.runs.directory import refuse_file_of_a_run, write_atomically
@@ -154,5 +154,5 @@ def _estimate(value: Estimate | None) -> str:
 
 
 def _sparkline(values: Sequence[float | None]) -> str:
-    """Of shares in [0, 1]."""
+    """A curve of shares in [0, 1], a character each."""
     return "".join(" " if value is None else _BARS[min(len(_BARS) - 1, int(value * len(_BARS)))] for value in values)

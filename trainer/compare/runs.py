@@ -102,8 +102,8 @@ def read_compared(path: Path) -> Compared:
 
 
 def difference(one: Compared, other: Compared, row: str) -> Difference | None:
-    """Of `other` from `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a paired
-    bootstrap over the problems that both have judged answers to. None where they share none.
+    """What `other` has more than `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a
+    paired bootstrap over the problems that both have judged answers to. None where they share none.
 
     A problem is the same where question and answer are, whatever file it came from.
     """

@@ -26,7 +26,7 @@ NO_INPUTS_TO_OFFLOAD_ON_CPU = (
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
-    """Of a config whose sections are each right.
+    """Refuse a config whose sections are each right and contradict each other.
 
     Args:
         trains: False where nothing is trained, and every policy may be frozen.
@@ -78,7 +78,7 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
 
 
 def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
-    """Of a trained agent with top_p or top_k."""
+    """Refuse what a trained agent with top_p or top_k cannot be trained with."""
     if config.loss.truncation == "refuse":
         raise ValueError(
             f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "

@@ -36,7 +36,8 @@ class NearDuplicatesConfig(Settings):
 
     @property
     def share_found(self) -> float:
-        """Of the pairs that are just as similar as the threshold (Leskovec et al., Mining of Massive Datasets, 3.4.2)."""
+        """Share of the pairs just as similar as the threshold that are found (Leskovec et al., Mining of Massive
+        Datasets, 3.4.2)."""
         return float(1 - (1 - self.threshold**self.rows) ** self.bands)
 
     @model_validator(mode="after")
@@ -103,6 +104,6 @@ class CurateConfig(Settings):
 
     @property
     def judges(self) -> dict[str, CriterionConfig]:
-        """Of the stages that have one, by name."""
+        """The judges of the stages that have one, by the stage's name."""
         stages = {"academic": self.academic, "clarity": self.clarity, "graduate": self.graduate}
         return {name: judge for name, judge in stages.items() if judge is not None}

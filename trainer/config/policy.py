@@ -100,7 +100,7 @@ class OptimizerConfig(Settings):
 
 
 class PriceConfig(Settings):
-    """Of a million tokens, in any one currency."""
+    """The price of a million tokens, in any one currency."""
 
     input: float = Field(ge=0, description="prompt tokens")
     cached_input: float | None = Field(

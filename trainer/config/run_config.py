@@ -101,7 +101,7 @@ class RunConfig(Settings):
 
     @property
     def max_kept(self) -> dict[str, int]:
-        """Of each trained agent that leaves tokens out (top_p, top_k): how many its sampler keeps at a place, at most."""
+        """How many tokens the sampler keeps at a place, at most, by trained agent that leaves some out (top_p, top_k)."""
         return {
             name: self.loss.max_support
             for name, agent in self.agents.items()
@@ -117,7 +117,7 @@ class RunConfig(Settings):
 
     @property
     def served_rollouts(self) -> tuple[RolloutConfig, ...]:
-        """Of each policy that has engines of ours."""
+        """The rollout settings of each policy that has engines of ours."""
         return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 from marsrl.rollout.config import MOST, Settings
 from marsrl.rollout.tasks.config import DualSystemSlips, SearchSlips
 
-_GATE = (
+_ACCURACY = (
     "accuracy of {} before RL, from and to, outside of which the run warns: good enough to learn from, with room above"
 )
 
@@ -16,14 +16,14 @@ class SearchTeamLessons(SearchSlips):
     """What the search team is taught about linked facts."""
 
     drills: int = Field(4, ge=0, le=MOST, description="documents and questions about them, a step in phase 2")
-    gate: tuple[float, float] = Field((0.35, 0.65), description=_GATE.format("the whole team"))
+    accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
 class DualSystemLessons(DualSystemSlips):
     """What System 2 and System 1 are taught about linked facts and calculations."""
 
     drills: int = Field(4, ge=0, le=MOST, description="documents and questions about them, a step in phase 2")
-    gate: tuple[float, float] = Field((0.35, 0.65), description=_GATE.format("the whole team"))
+    accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
 class WarmStartConfig(Settings):
@@ -72,7 +72,7 @@ class WarmStartConfig(Settings):
     restate: float = Field(0.4, ge=0, le=1, description="share of corrections that rebut whatever the report says")
     hard_claims: float = Field(0.5, ge=0, le=1, description="share of the Verifier's inputs that are full of slips")
     slip_hard: float = Field(0.4, ge=0, le=1, description="slips a line in those")
-    gate_solver: tuple[float, float] = Field((0.40, 0.65), description=_GATE.format("the Solver"))
-    gate_verifier: tuple[float, float] = Field((0.57, 0.70), description=_GATE.format("the Verifier"))
+    accuracy_solver: tuple[float, float] = Field((0.40, 0.65), description=_ACCURACY.format("the Solver"))
+    accuracy_verifier: tuple[float, float] = Field((0.57, 0.70), description=_ACCURACY.format("the Verifier"))
     search_team: SearchTeamLessons = SearchTeamLessons()
     dual_system: DualSystemLessons = DualSystemLessons()

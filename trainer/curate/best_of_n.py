@@ -16,7 +16,7 @@ from typing import Any
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.curate.missing import MissingShare
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.runs.answers import Answers, key_of
 
@@ -46,20 +46,20 @@ class BestOfN:
     def settings(self) -> Mapping[str, Any]:
         return {**self._config.model_dump(mode="json", exclude={"batch"}), "team": self._team}
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        self._share.count(verdict.kind == _UNDECIDED)
+    def recall(self, row: Row, decision: Decision) -> None:
+        self._share.count(decision.kind == _UNDECIDED)
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         while batch := list(itertools.islice(rows, self._config.batch)):
             keyed = [(row, self._key(row.problem)) for row in batch]
             played = self._play({key: row.problem for row, key in keyed if key not in self._answers})
             for row, key in keyed:
                 correct = played[key] if key in played else self._answers[key]
-                verdict = self._verdict(correct)
-                self._share.count(verdict.kind == _UNDECIDED)
-                if verdict.kind == _UNDECIDED:
-                    self._share.check_early(f"{row.problem.id}: {verdict.detail}")
-                yield row, verdict
+                decision = self._decision(correct)
+                self._share.count(decision.kind == _UNDECIDED)
+                if decision.kind == _UNDECIDED:
+                    self._share.check_early(f"{row.problem.id}: {decision.detail}")
+                yield row, decision
         self._share.check("the stage is at its end")
 
     def close(self) -> None:
@@ -81,19 +81,19 @@ class BestOfN:
                 self._answers.add(key, {"correct": correct})
         return found
 
-    def _verdict(self, correct: Sequence[float]) -> Verdict:
+    def _decision(self, correct: Sequence[float]) -> Decision:
         """A value below 1 is not right, as for a Verifier (docs/own_task.md)."""
         low, high = self._config.keep
         num_right = sum(value >= 1 for value in correct)
         num_unknown = sum(math.isnan(value) for value in correct)
         said = f"{num_right} of {len(correct)} right" + (f", {num_unknown} not known" if num_unknown else "")
         if num_right > high:
-            return Verdict(False, "too easy", said)
+            return Decision(False, "too easy", said)
         if num_right + num_unknown < low:
-            return Verdict(False, "too hard", said)
+            return Decision(False, "too hard", said)
         if low <= num_right and num_right + num_unknown <= high:
-            return Verdict(True, "right now and then", said)
-        return Verdict(self._config.missing == "keep", _UNDECIDED, said, is_final=False)
+            return Decision(True, "right now and then", said)
+        return Decision(self._config.missing == "keep", _UNDECIDED, said, is_final=False)
 
 
 def _read(answer: Any) -> list[float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,13 @@ from marsrl.trainer.config.read import ConfigError, models_given, read_config
 from marsrl.trainer.curate.best_of_n import BestOfN
 from marsrl.trainer.curate.judged import Judged
 from marsrl.trainer.curate.near_duplicates import NearDuplicates
-from marsrl.trainer.curate.pipeline import Pipeline
-from marsrl.trainer.curate.report import write_report
+from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.curate.rows import Stage, read_inputs
 from marsrl.trainer.curate.rules import Level, Readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock
 
@@ -41,14 +42,14 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return [Path(word) for word in words if word not in settings], settings
 
 
-def curate(words: Sequence[str], out: Path, config_file: str | None, console: RunConsole | None = None) -> Path:
+def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     """Run the stages that are not on disk yet; the path of the report.
 
     Raises:
         ValueError: the settings, the inputs or a model cannot be used, or another process works in `out`.
         CurationStopped: too many questions have no readable answer.
     """
-    console = console or RunConsole()
+    console = RunConsole()
     inputs, settings = split_words(words)
     if not inputs:
         raise ConfigError("no input is given: name jsonl or parquet files, or Hugging Face dataset directories")
@@ -72,9 +73,28 @@ def curate(words: Sequence[str], out: Path, config_file: str | None, console: Ru
                 config.task,
                 console,
             )
-            return write_report(out, pipeline.run(), resolved)
+            return _write_report(out, pipeline.run(), resolved)
         finally:
             lock.release()
+
+
+def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Path:
+    """report.html: what each finished stage kept and dropped, and why. Hostile text stays text, as in a run's report.
+
+    config: the settings as text.
+    """
+    environment = page_environment(Path(__file__).parent)
+    environment.filters["pretty"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False)
+    first = records[0].tally
+    page = environment.get_template("curate.html.j2").render(
+        name=out.resolve().name,
+        records=records,
+        num_rows=first.num_kept + first.num_dropped if first is not None else 0,
+        config=config,
+    )
+    path = out / "report.html"
+    write_atomically(path, page.encode("utf-8"))
+    return path
 
 
 def check(config: RunConfig) -> None:
@@ -150,7 +170,7 @@ def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[Cha
 @contextmanager
 def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[Evaluator]:
     from marsrl.trainer.build import make_evaluator, open_team
-    from marsrl.trainer.preflight import preflight
+    from marsrl.trainer.checks.preflight import preflight
 
     checked = preflight(config, world_size=1, trains=False, given=problems)
     with open_team(checked, models_given(checked.config)) as team:

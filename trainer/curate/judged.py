@@ -18,7 +18,7 @@ from marsrl.rollout.types import Finish
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import MissingShare
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows that are read ahead, so that every engine has enough to do
@@ -74,10 +74,10 @@ class Judged:
     def settings(self) -> Mapping[str, Any]:
         return {**self._config.model_dump(mode="json"), **self._asked}
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        self._share.count(verdict.kind == _UNREADABLE)
+    def recall(self, row: Row, decision: Decision) -> None:
+        self._share.count(decision.kind == _UNREADABLE)
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         ahead: deque[tuple[Row, str]] = deque()
         is_more = True
         while True:
@@ -94,7 +94,7 @@ class Judged:
                 self._share.count(said.verdict is None)
                 if said.verdict is None:
                     self._share.check_early(f"{row.problem.id}: {said.reason[-200:]!r}")
-                yield row, self._verdict(said, is_final=key not in self._failed)
+                yield row, self._decision(said, is_final=key not in self._failed)
             if self._under_way:
                 self._collect()
 
@@ -104,10 +104,10 @@ class Judged:
     def _said(self, key: str) -> _Said | None:
         return self._answers[key] if key in self._answers else self._failed.get(key)
 
-    def _verdict(self, said: _Said, is_final: bool) -> Verdict:
+    def _decision(self, said: _Said, is_final: bool) -> Decision:
         if said.verdict is None:
-            return Verdict(self._config.missing == "keep", _UNREADABLE, said.reason, is_final)
-        return Verdict(said.verdict, self._criterion.yes if said.verdict else self._criterion.no, said.reason)
+            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason, is_final)
+        return Decision(said.verdict, self._criterion.yes if said.verdict else self._criterion.no, said.reason)
 
     def _ask(self, row: Row) -> str:
         """The key of its answer, which is asked for where it is not there or under way."""

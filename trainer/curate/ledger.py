@@ -22,7 +22,7 @@ from pydantic import Field
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.jsonl import BadLine
-from marsrl.trainer.curate.rows import Row, Verdict, to_line
+from marsrl.trainer.curate.rows import Decision, Row, to_line
 from marsrl.trainer.runs.directory import names_file
 
 FLUSH_S, SYNC_S = 1.0, 10.0  # between handing lines to the system, and to the disk
@@ -64,12 +64,12 @@ class _File:
         path.touch()
         self._file: BinaryIO = open(path, "r+b")  # noqa: SIM115 - the ledger closes it
         self._end = 0
-        self._next: tuple[int, Verdict, int] | None = None
+        self._next: tuple[int, Decision, int] | None = None
         self.counts: Counter[str] = Counter()
         self._examples: dict[str, list[tuple[int, int, Example]]] = {}  # heaps by kind: the highest order first
 
-    def peek(self, number: int, is_kept: bool) -> Verdict | None:
-        """The verdict of the next line, if it is of this row."""
+    def peek(self, number: int, is_kept: bool) -> Decision | None:
+        """The decision of the next line, if it is of this row."""
         if self._next is None:
             line = self._file.readline()
             self._next = _decided(line, is_kept) if line.endswith(b"\n") else None
@@ -78,9 +78,9 @@ class _File:
     def take(self, row: Row) -> None:
         """The line that was peeked at stays."""
         assert self._next is not None and self._next[0] == row.number, (self._next, row.number)
-        (_, verdict, size), self._next = self._next, None
+        (_, decision, size), self._next = self._next, None
         self._end += size
-        self.note(row, verdict)
+        self.note(row, decision)
 
     def cut(self) -> None:
         """Nothing is behind what was taken."""
@@ -92,14 +92,14 @@ class _File:
         with names_file(self._path):
             self._file.write(line)
 
-    def note(self, row: Row, verdict: Verdict) -> None:
-        self.counts[verdict.kind] += 1
+    def note(self, row: Row, decision: Decision) -> None:
+        self.counts[decision.kind] += 1
         order = zlib.crc32(str(row.number).encode())
-        best = self._examples.setdefault(verdict.kind, [])
+        best = self._examples.setdefault(decision.kind, [])
         if len(best) == NUM_EXAMPLES and -order <= best[0][0]:
             return
         question = row.problem.question[:MAX_EXAMPLE_CHARS]
-        example = Example(id=row.problem.id, question=question, detail=verdict.detail[:MAX_EXAMPLE_CHARS], order=order)
+        example = Example(id=row.problem.id, question=question, detail=decision.detail[:MAX_EXAMPLE_CHARS], order=order)
         change = heapq.heappushpop if len(best) == NUM_EXAMPLES else heapq.heappush
         change(best, (-order, row.number, example))
 
@@ -120,11 +120,11 @@ class _File:
 
 
 class Ledger:
-    """The verdicts of one stage.
+    """The decisions of one stage.
 
     with Ledger(folder) as ledger:
-        for row, verdict in stage.verdicts(ledger.undecided(rows, stage.recall)):
-            ledger.add(row, verdict)
+        for row, decision in stage.decisions(ledger.undecided(rows, stage.recall)):
+            ledger.add(row, decision)
         tally = ledger.finish()
     """
 
@@ -144,30 +144,30 @@ class Ledger:
         self._kept.close()
         self._dropped.close()
 
-    def undecided(self, rows: Iterator[Row], recall: Callable[[Row, Verdict], None]) -> Iterator[Row]:
+    def undecided(self, rows: Iterator[Row], recall: Callable[[Row, Decision], None]) -> Iterator[Row]:
         """The rows behind those that are decided; recall is told of those."""
         for row in rows:
-            verdict = self._kept.peek(row.number, True) or self._dropped.peek(row.number, False)
-            if verdict is None or not verdict.is_final:
+            decision = self._kept.peek(row.number, True) or self._dropped.peek(row.number, False)
+            if decision is None or not decision.is_final:
                 rows = itertools.chain([row], rows)
                 break
             self.num_found += 1
-            (self._kept if verdict.is_kept else self._dropped).take(row)
-            recall(row, verdict)
+            (self._kept if decision.is_kept else self._dropped).take(row)
+            recall(row, decision)
         self._kept.cut()
         self._dropped.cut()
         return rows
 
-    def add(self, row: Row, verdict: Verdict) -> None:
-        """A row that has no JSON is dropped, whatever the verdict."""
+    def add(self, row: Row, decision: Decision) -> None:
+        """A row that has no JSON is dropped, whatever the decision."""
         try:
-            line = to_line(row, verdict)
+            line = to_line(row, decision)
         except BadLine as reason:
-            row, verdict = Row(row.number, row.problem, {}, row.keys), Verdict(False, "unreadable row", str(reason))
-            line = to_line(row, verdict)
-        file = self._kept if verdict.is_kept else self._dropped
+            row, decision = Row(row.number, row.problem, {}, row.keys), Decision(False, "unreadable row", str(reason))
+            line = to_line(row, decision)
+        file = self._kept if decision.is_kept else self._dropped
         file.write(line)
-        file.note(row, verdict)
+        file.note(row, decision)
         now = self._clock()
         if now - self._flushed >= FLUSH_S:
             self.flush(to_disk=now - self._synced >= SYNC_S)
@@ -189,10 +189,10 @@ class Ledger:
         self._synced = self._flushed if to_disk else self._synced
 
 
-def _decided(line: bytes, is_kept: bool) -> tuple[int, Verdict, int] | None:
+def _decided(line: bytes, is_kept: bool) -> tuple[int, Decision, int] | None:
     try:
         held = json.loads(line)
-        verdict = Verdict(is_kept, str(held["kind"]), str(held["detail"]), bool(held["is_final"]))
-        return int(held["row"]), verdict, len(line)
+        decision = Decision(is_kept, str(held["kind"]), str(held["detail"]), bool(held["is_final"]))
+        return int(held["row"]), decision, len(line)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

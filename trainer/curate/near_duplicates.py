@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 
 _BATCH = 1024  # rows whose hashes are computed by one call
 _COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
@@ -47,20 +47,20 @@ class NearDuplicates:
     def settings(self) -> Mapping[str, Any]:
         return self._config.model_dump(mode="json")
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        if verdict.is_kept:
+    def recall(self, row: Row, decision: Decision) -> None:
+        if decision.is_kept:
             self._recalled.append(row)
         if len(self._recalled) == _BATCH:
             self._remember_recalled()
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         self._remember_recalled()
         while batch := list(itertools.islice(rows, _BATCH)):
             for row, text, sketch in self._sketched(batch):
-                verdict = self._verdict(row, text, sketch)
-                if verdict.is_kept:
+                decision = self._decision(row, text, sketch)
+                if decision.is_kept:
                     self._keep(row, text, sketch)
-                yield row, verdict
+                yield row, decision
 
     def _remember_recalled(self) -> None:
         recalled, self._recalled = self._recalled, []
@@ -80,21 +80,21 @@ class NearDuplicates:
             self._hashes.append(np.empty((_BLOCK, self._num_hashes), np.uint16))
         self._hashes[-1][place % _BLOCK] = _low_halves(sketch)
 
-    def _verdict(self, row: Row, text: str, sketch: Any) -> Verdict:
+    def _decision(self, row: Row, text: str, sketch: Any) -> Decision:
         candidates = self._index.query(sketch)
         if len(candidates) > _COMPARED:
             candidates = self._most_alike(candidates, sketch)
         if not candidates:
-            return Verdict(True, "new")
+            return Decision(True, "new")
         size = self._config.shingle
         own = frozenset(shingled(text, size))
         found = [(jaccard(own, frozenset(shingled(self._kept[i][0], size))), -i) for i in candidates]
         similarity, place = max(found)
         if similarity < self._config.threshold:
-            return Verdict(True, "new")
+            return Decision(True, "new")
         _, uid, answer = self._kept[-place]
         other = "" if answer == row.problem.answer else ", which has another answer"
-        return Verdict(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
+        return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
         """Those that share the most hashes, which estimates the similarity; of equals the earliest."""

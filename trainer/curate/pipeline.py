@@ -92,8 +92,8 @@ class Pipeline:
                 if ledger.num_found:
                     self._console.message(f"{stage.name}: goes on behind {ledger.num_found:,} rows")
                     bar.advance(ledger.num_found)
-                for row, verdict in stage.verdicts(left):
-                    ledger.add(row, verdict)
+                for row, decision in stage.decisions(left):
+                    ledger.add(row, decision)
                     bar.advance()
             finally:
                 ledger.flush()
@@ -127,7 +127,7 @@ class Pipeline:
             temporary.unlink(missing_ok=True)
 
     def _forget_from(self, num_kept: int, found: StageRecord | None, settings: Mapping[str, Any]) -> None:
-        """Verdicts of all stages but the first ones, also of stages that are left out now. Answers of models stay."""
+        """Decisions of all stages but the first ones, also of stages that are left out now. Answers of models stay."""
         first, valid = self._stages[num_kept].name, {stage.name for stage in self._stages[:num_kept]}
         old = [folder for folder in sorted(self._folder.glob("*")) if folder.name not in valid]
         files = [folder / name for name in _VERDICT_FILES for folder in old if (folder / name).exists()]

@@ -37,7 +37,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What a stage says of a row.
 
     kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
@@ -56,13 +56,13 @@ class Stage(Protocol):
     name: str
 
     def settings(self) -> Mapping[str, Any]:
-        """All that its verdicts depend on beside the rows, as JSON."""
+        """All that its decisions depend on beside the rows, as JSON."""
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
-        """What it decided before it was stopped, row by row, before `verdicts` is called."""
+    def recall(self, row: Row, decision: Decision) -> None:
+        """What it decided before it was stopped, row by row, before `decisions` is called."""
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
-        """Of each row, in their order; as many rows ahead as it likes."""
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
+        """Each row with what is decided about it, in their order; it may read as many rows ahead as it likes."""
 
     def close(self) -> None:
         """Give back what it holds; may be called twice."""
@@ -82,18 +82,18 @@ def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answ
             number += 1
 
 
-def to_line(row: Row, verdict: Verdict) -> bytes:
+def to_line(row: Row, decision: Decision) -> bytes:
     """A line of a stage's file; BadLine where the row has no JSON."""
-    head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": verdict.kind, "detail": verdict.detail}
-    return encoded({**head, "is_final": verdict.is_final, "fields": row.fields})
+    head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": decision.kind, "detail": decision.detail}
+    return encoded({**head, "is_final": decision.is_final, "fields": row.fields})
 
 
-def from_line(line: bytes, task: str) -> tuple[Row, Verdict]:
+def from_line(line: bytes, task: str) -> tuple[Row, Decision]:
     """What to_line wrote, of a row that was kept. ValueError, KeyError or TypeError where the line is no such thing."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
     problem = problem_of(held["id"], held["fields"], task, keys)
-    return Row(held["row"], problem, held["fields"], keys), Verdict(
+    return Row(held["row"], problem, held["fields"], keys), Decision(
         True, held["kind"], held["detail"], held["is_final"]
     )
 

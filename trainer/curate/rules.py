@@ -7,7 +7,7 @@ from typing import Any
 
 from marsrl.rollout.tasks.data import lookup
 from marsrl.trainer.config.curate import LevelConfig
-from marsrl.trainer.curate.rows import Row, Verdict
+from marsrl.trainer.curate.rows import Decision, Row
 
 
 class Readable:
@@ -22,18 +22,18 @@ class Readable:
     def settings(self) -> Mapping[str, Any]:
         return {"max_question_chars": self._max_chars, **self._origin}
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
+    def recall(self, row: Row, decision: Decision) -> None:
         """Each row stands alone."""
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row in rows:
             num_chars = len(row.problem.question)
             if row.fault:
-                yield row, Verdict(False, "unreadable row", row.fault)
+                yield row, Decision(False, "unreadable row", row.fault)
             elif num_chars > self._max_chars:
-                yield row, Verdict(False, "long question", f"{num_chars:,} characters, at most {self._max_chars:,}")
+                yield row, Decision(False, "long question", f"{num_chars:,} characters, at most {self._max_chars:,}")
             else:
-                yield row, Verdict(True, "read")
+                yield row, Decision(True, "read")
 
     def close(self) -> None:
         """It holds nothing."""
@@ -51,20 +51,20 @@ class Level:
     def settings(self) -> Mapping[str, Any]:
         return self._config.model_dump(mode="json")
 
-    def recall(self, row: Row, verdict: Verdict) -> None:
+    def recall(self, row: Row, decision: Decision) -> None:
         """Each row stands alone."""
 
-    def verdicts(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Verdict]]:
+    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row in rows:
-            yield row, self._verdict(lookup(row.fields, self._config.field))
+            yield row, self._decision(lookup(row.fields, self._config.field))
 
-    def _verdict(self, found: object) -> Verdict:
+    def _decision(self, found: object) -> Decision:
         values = found if isinstance(found, Sequence) and not isinstance(found, str) else [found]
         if found is None or not values:
-            return Verdict(self._config.missing == "keep", "no level", f"{self._config.field} is not there")
+            return Decision(self._config.missing == "keep", "no level", f"{self._config.field} is not there")
         said = ", ".join(str(value)[:80] for value in values[:5])
         is_kept = any(_comparable(value) in self._wanted for value in values)
-        return Verdict(is_kept, "wanted level" if is_kept else "other level", f"{self._config.field}: {said}")
+        return Decision(is_kept, "wanted level" if is_kept else "other level", f"{self._config.field}: {said}")
 
     def close(self) -> None:
         """It holds nothing."""

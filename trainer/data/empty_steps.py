@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.types import Finish
 from marsrl.trainer.config import RunConfig
 
 
-def too_many_errors(batch: Batch, most: float) -> str:
+def too_many_errors(batch: StepBatch, most: float) -> str:
     """A sentence, where more than this share of the batch's samples and episodes ended in an error; "" elsewhere."""
     samples = [sample for group in batch.groups for sample in group.samples]
     failed = [sample for sample in samples if sample.finish is Finish.ERROR]
@@ -22,7 +22,7 @@ def too_many_errors(batch: Batch, most: float) -> str:
     )
 
 
-def why_nothing_trains(batch: Batch, config: RunConfig, num_steps: int) -> str:
+def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> str:
     """A sentence for whoever has to change a setting.
 
     num_steps: steps in a row without a gradient; the last of them played `batch`.

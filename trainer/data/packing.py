@@ -66,6 +66,12 @@ class TrainSequence:
 class PackedBatch:
     """One micro-batch: S sequences end to end, T tokens (padding of the last alignment included).
 
+    The prompt 11 12 with its completion 13 14, and the prompt 21 with the completion 22 23 24, whose 23 a tool wrote:
+
+        token_ids    11 12 13 14   21 22 23 24      position_ids  0 1 2 3   0 1 2 3
+        targets      12 13 14  0   22 23 24  0      mask          . x x .   x . x .
+        cu_seqlens    0  4  8                       trained_rows  1 2 4 6
+
     All [T] arrays are in the frame of the *predicting* position. cu_seqlens covers T, so padding belongs to the last
     sequence, whose mask is False there.
     """

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from marsrl.trainer.build import make_evaluator, open_team
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import models_given, read_config
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
-from marsrl.trainer.preflight import preflight
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, write_json

@@ -180,11 +180,7 @@ class Evaluator:
         return self.fixed.episodes[fixed[0]], fixed[1]
 
     def correctness(
-        self,
-        problems: Mapping[str, Problem],
-        repeat: int,
-        versions: Mapping[str, int],
-        progress: OnProgress | None = None,
+        self, problems: Mapping[str, Problem], repeat: int, versions: Mapping[str, int]
     ) -> dict[str, list[float]]:
         """How right each of `repeat` answers of the whole team is, by the problem's name; NaN where that is not known:
         the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
@@ -192,7 +188,7 @@ class Evaluator:
         A problem's draws follow from its name, whatever is asked beside it.
         """
         episodes = self._draws(problems, repeat)
-        self._play(episodes, "call", versions, progress)
+        self._play(episodes, "call", versions, None)
         found: dict[str, list[float]] = {name: [] for name in problems}
         for episode in episodes:
             found[episode.id.rpartition(".")[0]].append(self._correct(episode))

@@ -32,15 +32,15 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import CursorState, documents_of, papers_of
+from marsrl.rollout.tasks.protocol import NumberedProblems, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.types import Problem, Sample
+from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-from marsrl.trainer.problems import read_data
 
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
@@ -120,7 +120,8 @@ def rehearse(
             max_turns=rollout.max_turns,
             tools=tools,
         )
-        scheduler = Scheduler(rollout, team, _One(problem), seed=config.run.seed, trains_whole=config.trains_whole)
+        again = NumberedProblems(lambda number: problem)
+        scheduler = Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole)
         groups = scheduler.next_batch({"main": 0}).groups
     size, seed = config.rollout.group_size, config.run.seed
     return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
@@ -198,19 +199,3 @@ def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
         ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
         text = text[min(ends) :] if ends else text
     return text
-
-
-class _One:
-    """The problem, again and again."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
-    def next_problem(self) -> Problem:
-        return self._problem
-
-    def state(self) -> CursorState:
-        return CursorState(0, 0)
-
-    def load(self, state: CursorState) -> None:
-        """There is nothing to go back to."""

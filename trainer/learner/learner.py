@@ -32,6 +32,7 @@ from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.learner.other_roundings import other_roundings
+from marsrl.trainer.learner.passes import Passes
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
 from marsrl.trainer.learner.trained_tokens import TrainedTokens, marks_of, tokens_of
 from marsrl.trainer.machine import training_device
@@ -100,19 +101,21 @@ class Learner:
             raise ValueError(NO_INPUTS_TO_OFFLOAD_ON_CPU)
         parallel.start(layout, seed)
         from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from marsrl.trainer.learner.megatron.convert import Converter
         from marsrl.trainer.learner.megatron.model import build_model
         from marsrl.trainer.learner.megatron.optimizer import Optimizer
 
-        self._vocab_size, self._num_experts = shape.vocab_size, shape.num_experts
+        self._vocab_size = shape.vocab_size
         self._router_replay = router_replay
         self._policy, self._layout, self._model_dir = policy, layout, Path(model_dir)
         probability = None if mpt.scope == "off" else mpt.probability
         self._objective = dataclasses.replace(objective, mpt_probability=probability)
         self._mpt, self._num_agents, self._total_steps, self._old_policy = mpt, num_agents, total_steps, old_policy
         self._model, self._ddp, self._config = build_model(shape, layout, policy)
+        self._passes = Passes(
+            self._model, self._ddp, layout, num_experts=shape.num_experts, router_replay=router_replay
+        )
         self._converter = Converter(self._model, shape)
         self._converter.load(model_dir)
         self._optimizer = Optimizer(self._ddp, policy.optimizer, self._config.params_dtype)
@@ -123,13 +126,9 @@ class Learner:
 
             assert reference_dir is not None
             self._reference = frozen_model(reference_dir, layout, policy)
-        self._run_schedule = get_forward_backward_func()
-        self._is_last_stage = parallel_state.is_pipeline_last_stage()
-        self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-        self._last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         self._context_group = parallel_state.get_context_parallel_group()
         # Every tensor-parallel rank sees the same micro-batches: one of them counts.
-        self._counts = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
         self._device = training_device()
         self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
 
@@ -245,7 +244,7 @@ class Learner:
         self._agree(batches, trains=False)
         cuts = self._cut(batches)
         with nullcontext() if rounded_as is None else other_roundings(self._model, rounded_as, cache_dtype=cache_dtype):
-            return self._whole(cuts, self._forward([each.batch for each in cuts], "score"))
+            return self._whole(cuts, self._passes.forward([each.batch for each in cuts]))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor) on rank 0; every rank exhausts the iterator."""
@@ -388,7 +387,7 @@ class Learner:
     @torch.no_grad()
     def _old(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
         needs_old = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
-        scores, experts = self._score_and_experts(batches, needs_old)
+        scores, experts = self._passes.forward_and_experts(batches, needs_logprobs=needs_old)
         old: Sequence[Tensor | None] = scores
         if self._old_policy == "sais":
             if any(batch.rollout_logprobs is None for batch in batches):
@@ -398,52 +397,15 @@ class Learner:
             old = [None] * len(batches)
         reference: Sequence[Tensor | None] = [None] * len(batches)
         if self._reference is not None:
-            reference = self._forward(batches, "score", self._reference)
+            reference = self._passes.forward(batches, self._reference)
         return [OldPolicy(*each) for each in zip(old, reference, experts, strict=True)]
-
-    def _score_and_experts(
-        self, batches: Sequence[PackedBatch], needs_scores: bool
-    ) -> tuple[list[Tensor], Sequence[Choices | None]]:
-        """Log-probs where they are needed, and the experts to force: R2 records them in the same forward pass."""
-        none: Sequence[Choices | None] = [None] * len(batches)
-        from marsrl.trainer.learner.megatron.router_replay import record_experts, replay_experts
-
-        if self._router_replay == "none":
-            return self._forward(batches, "score") if needs_scores else [], none
-        if self._router_replay == "rollout":
-            experts = self._rollout_experts(batches)
-            if not needs_scores:
-                return [], experts
-            with replay_experts(self._model, experts, self._num_experts):  # old and new log-probs of the same experts
-                return self._forward(batches, "score"), experts
-        with record_experts(self._model, self._num_experts) as recorded:
-            scores = self._forward(batches, "score")
-        return scores, recorded.of_batches(len(batches))
-
-    def _rollout_experts(self, batches: Sequence[PackedBatch]) -> Sequence[Choices | None]:
-        from marsrl.trainer.learner.megatron.router_replay import experts_of_rank
-
-        cut = self._layout.uses_sequence_parallel
-        experts = [batch.routed_experts for batch in batches]
-        return [None if each is None else experts_of_rank(self._model, each, sequence_parallel=cut) for each in experts]
 
     def _forward_backward(
         self, batches: Sequence[PackedBatch], old: Sequence[OldPolicy], normaliser: float
     ) -> tuple[list[HeadResult], ReplayCounts | None]:
-        """The results of this rank's micro-batches, empty before the last stage; what replaying experts changed."""
-        from marsrl.trainer.learner.megatron.router_replay import replay_experts
-
-        def forward_step(data: Iterator[tuple[PackedBatch, OldPolicy]], model: Any) -> tuple[Any, Any]:
-            batch, of_batch = next(data)
-            return model(batch, self._loss_inputs(batch, of_batch, normaliser), self._mpt), _loss_of
-
-        data = list(zip(batches, old, strict=True))
-        if self._router_replay == "none":
-            return self._schedule(forward_step, data, forward_only=False), None
-        choices = [each.experts for each in old]
-        with replay_experts(self._model, choices, self._num_experts) as replayed:
-            results = self._schedule(forward_step, data, forward_only=False)
-        return results, replayed.counts()
+        """See Passes.forward_backward."""
+        inputs = [self._loss_inputs(*each, normaliser) for each in zip(batches, old, strict=True)]
+        return self._passes.forward_backward(batches, inputs, [each.experts for each in old], self._mpt)
 
     def _agent_grad_norms(
         self, batches: Sequence[PackedBatch], old: Sequence[OldPolicy], normaliser: float
@@ -485,34 +447,6 @@ class Learner:
             weights=batch.weights,
         )
 
-    def _forward(
-        self, batches: Sequence[PackedBatch], what: Literal["score", "logits"], model: Any = None
-    ) -> list[Tensor]:
-        """Forward passes of `model` (None: the policy); the last stage's [T] log-probs on every stage."""
-
-        def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
-            return model(next(data), what=what), _as_it_is
-
-        outputs = self._schedule(forward_step, list(batches), forward_only=True, model=model)
-        if self._layout.pipeline > 1:
-            if not self._is_last_stage:
-                outputs = [torch.empty(batch.num_tokens, device=self._device) for batch in batches]
-            for output in outputs:
-                dist.broadcast(output, self._last_rank, group=self._pipeline_group)
-        return outputs
-
-    def _schedule(self, forward_step: Any, data: list[Any], *, forward_only: bool, model: Any = None) -> list[Any]:
-        first = data[0][0] if isinstance(data[0], tuple) else data[0]
-        return self._run_schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(data),
-            model=[self._ddp if model is None else model],
-            num_microbatches=len(data),
-            seq_length=first.num_tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
 
 def _only_of(agent: int, batch: PackedBatch) -> PackedBatch:
     """The batch with every term of other agents' tokens 0."""
@@ -534,12 +468,3 @@ def _clipped(objective: PolicyObjective, clip: Clip) -> PolicyObjective:
 
 def _lacks_experts(batch: PackedBatch) -> bool:
     return batch.routed_experts is None and batch.trained_rows.numel() > 0
-
-
-def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
-    """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
-    return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
-
-
-def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output

@@ -137,7 +137,7 @@ class ReducedSums:
 
 
 def empty_step(num_agents: int, lr: float) -> StepStats:
-    """Of a step without a trained token on any rank."""
+    """The statistics of a step without a trained token on any rank."""
     return ReducedSums(num_agents, (0.0,) * _size(num_agents), 0.0).stats(0.0, lr, (), is_empty=True)
 
 

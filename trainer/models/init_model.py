@@ -81,7 +81,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer in TOKENIZERS:
-        TOKENIZERS[str(tokenizer)](out)
+        TOKENIZERS[str(tokenizer)].write(out)
     elif Path(tokenizer).is_dir():
         load_tokenizer(Path(tokenizer)).save_pretrained(str(out))
     else:

@@ -83,7 +83,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Of the completions of one step. concurrency: requests that one engine decodes at once, on average.
+    """Seconds that the completions of one step take. concurrency: requests that one engine decodes at once, on average.
 
     prefill: of the seconds, those of prompts and of prefixes that are read again; prefilled: tokens of both.
     """
@@ -160,14 +160,14 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
-    """Of one GPU: the weights that are cut over an engine's GPUs, of the experts the share that is read."""
+    """Bytes on one GPU of the weights that are cut over an engine's GPUs; of the experts, the share that is read."""
     counts, size = elements(setup.shape), SIZE[setup.dtype]
     of_layers = counts.layer_cut + counts.layer_experts * touched * _expert_share(setup) * setup.tensor_parallel
     return (setup.shape.num_layers * of_layers + (counts.head or counts.embedding)) * size / setup.tensor_parallel
 
 
 def _expert_share(setup: EngineSetup) -> float:
-    """Of all experts' weights, those on the fullest GPU."""
+    """The share of all experts' weights that is on the fullest GPU."""
     return setup.experts_of_gpu / setup.shape.num_experts if setup.experts_of_gpu else 1 / setup.tensor_parallel
 
 
@@ -177,7 +177,7 @@ def _imbalance(setup: EngineSetup) -> float:
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
-    """Of one GPU: what each of an engine's GPUs holds, norms and router."""
+    """Bytes of what each of an engine's GPUs holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
 

@@ -96,7 +96,7 @@ def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Pha
 
 
 def head_seconds(shape: HeadShape, design: HeadDesign, gpu: hw.Gpu) -> float:
-    """Of forward and backward, the phases one after the other; collectives of a sharded vocabulary are not counted."""
+    """Seconds of forward and backward, the phases one after the other; collectives of a sharded vocabulary are not counted."""
     return sum(phase.seconds(gpu) for phase in head_phases(shape, design))
 
 

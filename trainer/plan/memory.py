@@ -234,8 +234,8 @@ def head_bytes(setup: Training) -> int:
 
 
 def attention_copies_bytes(setup: Training) -> int:
-    """Of flash-attn 2's deterministic backward, also PyTorch's: 4 T D N/t for each of ceil(blocks / (N/t)) copies, were the
-    micro-batch one sequence."""
+    """Bytes that flash-attn 2's deterministic backward takes, also PyTorch's: 4 T D N/t for each of ceil(blocks / (N/t)) copies,
+    were the micro-batch one sequence."""
     if not setup.deterministic:
         return 0
     heads = setup.shape.num_heads // setup.layout.tensor

@@ -83,10 +83,10 @@ KNOWN = {
 
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """Of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
-    from marsrl.rollout.tasks.registry import VOCABULARIES
+    """The shape of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
+    from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
-    from marsrl.trainer.warm_start import SHAPE
+    from marsrl.trainer.schools.warm_start import SHAPE
 
     made = SHAPES[shape or SHAPE]
     return replace(
@@ -97,7 +97,7 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
         num_kv_heads=made.num_kv_heads,
         head_size=made.head_dim,
         ffn_size=made.expert_width,
-        vocab_size=made.vocab_size or len(VOCABULARIES[tokenizer]),
+        vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary),
         max_positions=made.max_positions,
         num_experts=made.num_experts,
         experts_per_token=made.experts_per_token,
@@ -105,13 +105,13 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
 
 
 def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
-    """Of this policy, which has no model; None: nobody teaches the team of these settings."""
+    """The shape of this policy, which has no model; None: nobody teaches the team of these settings."""
     school = school_of(config)
     return None if school is None else warm_start_shape(policy.shape, school.tokenizer)
 
 
 def find_shape(model: str) -> ModelShape:
-    """Of a directory with a config.json (weights need not be there), else of a published model by its name.
+    """The shape of a directory's model (config.json is enough), else of a published one by its name.
 
     Raises:
         ValueError: neither a directory nor a name that is known; with the names.

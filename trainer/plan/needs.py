@@ -24,7 +24,7 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one policy. configured: the config's layout, None where it is not valid (then why_not_configured).
+    """What one policy takes. configured: the config's layout, None where it is not valid (then why_not_configured).
 
     weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
     """
@@ -48,7 +48,7 @@ class Needs:
 
     @property
     def host_bytes(self) -> float:
-        """Of the fullest node: what its ranks offload, and files of weights."""
+        """Bytes of host memory on the fullest node: what its ranks offload, and files of weights."""
         ranks = min(self.job.world_size, int(hw.GPUS_PER_NODE.value))
         return (self.configured.memory.host * ranks if self.configured else 0) + self.weight_files
 
@@ -56,7 +56,7 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """Of a trained policy on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
+    """What a trained policy takes on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
@@ -198,7 +198,7 @@ def _job(
 
 
 def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
-    """Of the frozen model that a KL term is measured against, where there is one."""
+    """The shape of the frozen model that a KL term is measured against, where there is one."""
     if config.loss.kl == "none":
         return None
     return shape if policy.reference == "start" else find_shape(policy.reference)

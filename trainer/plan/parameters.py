@@ -44,7 +44,7 @@ class RankElements:
 
 @lru_cache(maxsize=64)
 def elements(shape: ModelShape) -> Elements:
-    """Of the whole model, counted tensor by tensor from the mapping between Hugging Face and Megatron."""
+    """Numbers of the whole model, counted tensor by tensor from the mapping between Hugging Face and Megatron."""
     found = units(shape, 1)
     layer = [unit for unit in found if unit.name.startswith("decoder.layers.0.")]
 
@@ -64,7 +64,7 @@ def elements(shape: ModelShape) -> Elements:
 
 @lru_cache(maxsize=64)
 def num_tensors(shape: ModelShape) -> int:
-    """Of the model as Hugging Face has it, each expert's by itself."""
+    """Tensors of the model as Hugging Face has it, each expert's by itself."""
     return sum(len(hf_shapes(shape, unit)) for unit in units(shape, 1))
 
 
@@ -76,7 +76,7 @@ def active_elements(shape: ModelShape) -> int:
 
 
 def active_expert_elements(shape: ModelShape) -> int:
-    """Of these, the experts'."""
+    """Numbers of experts that take part in one token's forward pass."""
     e = elements(shape)
     return e.num_layers * (e.layer_experts * shape.experts_per_token // shape.num_experts) if shape.num_experts else 0
 

@@ -16,7 +16,6 @@ from marsrl.rollout.engines.refusals import (
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.placement import rebalance_outlook, with_backend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
 from marsrl.trainer.plan.engines import (
@@ -31,11 +30,12 @@ from marsrl.trainer.plan.engines import (
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
+from marsrl.trainer.plan.placement import rebalance_outlook, with_backend
 from marsrl.trainer.plan.ranking import Option, options
+from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
 from marsrl.trainer.plan.speed import Work
 from marsrl.trainer.plan.splits import Split, splits, step_seconds
 from marsrl.trainer.plan.sync import SyncTime, sync_time
-from marsrl.trainer.refusals import refusals_of, why_not_backend
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
+    """The plan of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
 
     gpu: str
     num_gpus: int
@@ -177,7 +177,7 @@ def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
 
 
 def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """Of a policy that a school makes."""
+    """The shape of a policy that a school makes."""
     shape = taught_shape(config, policy)
     if shape is None:
         raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")

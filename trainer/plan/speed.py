@@ -29,7 +29,7 @@ class Work:
 
     @property
     def mean_length(self) -> float:
-        """Of the sequence that a token is in: longer ones hold more tokens."""
+        """Mean length of the sequence that a token is in: longer ones hold more tokens."""
         return self.tokens / self.sequences * hw.LENGTH_SPREAD.value
 
 
@@ -60,7 +60,7 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Of one update of one policy. scored: the models that run forward once before it.
+    """Seconds of one update of one policy. scored: the models that run forward once before it.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
                 selective: r = 1 for a dense layer's MLP only

@@ -32,7 +32,7 @@ class Split:
 
 
 def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
-    """Of one step of all policies, from the seconds of each.
+    """Seconds of one step of all policies, from the seconds of each.
 
     Policies decode side by side, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
     rollout.overlap the engines decode while the trainer trains, and only a publish stops both:

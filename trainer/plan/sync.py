@@ -36,7 +36,7 @@ class SyncTime:
 def sync_time(
     backend: SyncBackend, setup: EngineSetup, memory: EngineMemory, num_trainers: int, num_gpus: int, gpu: hw.Gpu
 ) -> SyncTime:
-    """Of one policy's engines; backend: as it is after placement.with_backend.
+    """Seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
 
     M = bytes of the model, S = of an engine GPU's shard, n = ranks, N = tensors, link = NVLink where all GPUs are on one node,
     else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.report.episode_costs import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared
 from marsrl.trainer.report.warnings_log import append_warning
 
@@ -87,13 +87,13 @@ class _RichBar(Bar):
 
 
 class _PlainBar(Bar):
-    def __init__(self, description: str, total: int | None, unit: str, out: Console, interval_s: float) -> None:
+    def __init__(self, description: str, total: int | None, unit: str, out: Console) -> None:
         super().__init__(description, total, unit)
-        self._out, self._interval_s, self._last = out, interval_s, time.monotonic()
+        self._out, self._last = out, time.monotonic()
 
     def _show(self) -> None:
         now = time.monotonic()
-        if now - self._last >= self._interval_s:
+        if now - self._last >= PLAIN_INTERVAL_S:
             self._last = now
             self.print_line()
 
@@ -123,10 +123,9 @@ class RunConsole:
     Text is printed as it is: a `[red]` that a model or a path holds is no markup here.
     """
 
-    def __init__(self, rank: int = 0, stream: TextIO | None = None, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
+    def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
         self.is_quiet = rank != 0
         self._console = Console(file=stream or sys.stderr, quiet=self.is_quiet, highlight=False)
-        self._plain_interval_s = plain_interval_s
         self._kept: Path | None = None
         self.step = 0  # of the run, as its warnings say it
 
@@ -162,7 +161,7 @@ class RunConsole:
                 yield bar
                 bar.finish()
         else:
-            bar = _PlainBar(description, total, unit, self._console, self._plain_interval_s)
+            bar = _PlainBar(description, total, unit, self._console)
             yield bar
             bar.finish()
 

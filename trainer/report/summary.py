@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,7 +14,7 @@ from marsrl.trainer.runs.directory import write_json
 Z_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 
 
-def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
@@ -24,7 +25,7 @@ def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, f
         raise ValueError(f"wilson_interval: {successes} successes of {n}; expected 0 <= successes <= n")
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    p, z = successes / n, Z_95
     center = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
@@ -183,6 +184,15 @@ class Evaluation(Schema):
             sets[f"{name}/system"] = found.system
         return {**sets, **self.agents, "system": self.system}
 
+    def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
+        """For each row whose mean is not within its bounds, for people: what was found and what was wanted."""
+        found = {name: self.rows[name].mean for name in bounds if name in self.rows}
+        return [
+            f"{name} {mean}, wanted {bounds[name]}"
+            for name, mean in found.items()
+            if mean is None or not bounds[name][0] <= mean <= bounds[name][1]
+        ]
+
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
     """(name, before, after) of the table's lines; None where nothing was evaluated."""
@@ -204,11 +214,12 @@ class EngineRecord(Schema):
 
 
 class WarmStartRecord(Schema):
-    """How the untrained policy became a mediocre team. measured: the means that its gates were asked of, by row."""
+    """How the untrained policy became a mediocre team. as_wanted: that team's accuracy is within
+    the bounds of `warm_start`; measured: the means that have such bounds, by row."""
 
     cached: bool
     seconds: float = Field(ge=0)
-    gate_met: bool
+    as_wanted: bool
     measured: dict[str, float | None] = Field(default_factory=dict)
 
 

@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 def key_of(**parts: Any) -> str:
-    """Of everything that an answer depends on: 32 hexadecimal digits."""
+    """A key of everything that an answer depends on: 32 hexadecimal digits."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 

@@ -23,7 +23,8 @@ COLLECTIVE_S = 1800.0
 model from one slow disk end apart."""
 
 PIECE_BYTES = 1 << 20
-"""Of each rank, in one all_gather: a few MB of one rank would else be as many on the device for every rank that there is."""
+"""Bytes that each rank brings to one all_gather: a few MB of one rank would else be as many on the device for every rank
+that there is."""
 
 _LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 

@@ -147,7 +147,7 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """Of a silence: a beat comes late by one, and is looked at late by one."""
+        """How long a silence is borne: a beat comes late by one, and is looked at late by one."""
         return self._silence_s - 2 * self._beat_s
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
@@ -169,7 +169,7 @@ class Heartbeat:
 
 
 def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
-    """Of this rank, on a connection of its own to the store of the process group."""
+    """This rank's heartbeat, on a connection of its own to the store of the process group."""
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=silence_s))
     store = dist.PrefixStore("marsrl/heartbeat", store)

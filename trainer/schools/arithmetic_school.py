@@ -20,7 +20,7 @@ from marsrl.trainer.schools.school import School
 
 
 class ArithmeticSchool(School):
-    """Of every team on the arithmetic task."""
+    """Teaches every team on the arithmetic task."""
 
     tokenizer = "arithmetic"
     alone, judged = Role.SOLVER, Role.VERIFIER
@@ -49,8 +49,8 @@ class ArithmeticSchool(School):
         return ArithmeticOptions.model_validate(dict(config.task_options))
 
     @classmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        return {"solver": settings.gate_solver, "verifier1": settings.gate_verifier}
+    def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
+        return {"solver": settings.accuracy_solver, "verifier1": settings.accuracy_verifier}
 
     def first_lesson(self, step: int) -> list[Trace]:
         """The Solver's traces, and single operations. The first steps have problems of 1-3, then 1-7 operations."""

@@ -42,13 +42,13 @@ class School(ABC):
 
     @classmethod
     @abstractmethod
-    def gates(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
+    def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
         """By row of the evaluation before RL ("system", or an agent's name): the bounds of a mediocre team."""
 
     @abstractmethod
     def first_lesson(self, step: int) -> list[Trace]:
-        """Of phase 1, what everything else stands on; `alone` writes most of it."""
+        """Traces of phase 1, what everything else stands on; `alone` writes most of them."""
 
     @abstractmethod
     def team_lesson(self) -> list[Trace]:
-        """Of phase 2: all roles, on the same problems."""
+        """Traces of phase 2: all roles, on the same problems."""

@@ -30,7 +30,8 @@ def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
 
 
 def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """Of the step itself or the nearest one that can be read. Damage of the step's own file is raised, others' are passed by."""
+    """The log of the step itself or of the nearest one that can be read. Damage of the step's own
+    file is raised, others' are passed by."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])

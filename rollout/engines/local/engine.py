@@ -62,7 +62,6 @@ class LocalEngine:
         dtype: str,
         max_model_len: int,
         device: str = "cpu",
-        version: int = 0,
         max_num_seqs: int = 512,
         threads: int | None = None,
     ) -> None:
@@ -75,7 +74,7 @@ class LocalEngine:
         self._stops = StopTexts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._version = version
+        self._version = 0
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
         self._is_aborting = False

@@ -93,12 +93,11 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         seed: int = 0,
-        version: int = 0,
         threads: int | None = None,
         sleeps: bool = False,
         records: Records = NOTHING_RECORDED,
     ) -> None:
-        """Load vLLM with the weights of model_dir, which count as `version`.
+        """Load vLLM with the weights of model_dir, which are version 0.
 
         Args:
             dtype: "float32", "bfloat16" or "float16"; options.dtype goes before it.
@@ -126,7 +125,7 @@ class VllmEngine:
             raise ValueError("; ".join(found))
         self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
-        self._version = version
+        self._version = 0
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there

@@ -30,7 +30,7 @@ class Segments(PackedSeqParams):
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
-        """Of a micro-batch, or of this rank's part of it."""
+        """The segments of a micro-batch, or of this rank's part of it."""
         keys = Keys.of(cu_seqlens, num_tokens, context_group) if context_group.size() > 1 else None
         return cls(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, keys=keys)
 

@@ -100,7 +100,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
-    """Of a token that is none: a temperature to divide by, no expert, else 0."""
+    """The value for a place without a token: a temperature to divide by, no expert, else 0."""
     if name == "routed_experts":
         return int(torch.iinfo(dtype).max)
     return 1 if name == "temperature" else 0

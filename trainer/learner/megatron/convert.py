@@ -97,7 +97,7 @@ class Converter:
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every Hugging Face tensor of the model, in the order of its file."""
+        """The shape of every Hugging Face tensor of the model, in the order of its file."""
         return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
 
     @property
@@ -205,7 +205,7 @@ class Converter:
         return None
 
     def _whole_shape(self, unit: Unit) -> tuple[int, ...]:
-        """Of the uncut Megatron tensor; the vocabulary is padded for the tensor-parallel ranks there are."""
+        """The shape of the uncut Megatron tensor; the vocabulary is padded for the tensor-parallel ranks there are."""
         if unit.cut is None:
             return part_shape(self._shape, unit)
         parts = self._group(unit).size()

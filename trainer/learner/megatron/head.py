@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -62,7 +62,7 @@ class PolicyModel(GPTModel):
     """GPTModel whose forward takes a PackedBatch.
 
     Returns, on the last pipeline stage: HeadResult where a loss is given (with the mpt that gates it), else log-probs [T]
-    float32, or the logits [T, V / TP] with what="logits"; on other stages the hidden states [T / TP, 1, H].
+    float32; on other stages the hidden states [T / TP, 1, H].
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
@@ -71,14 +71,7 @@ class PolicyModel(GPTModel):
         if self.post_process:
             self.output_layer.__class__ = FusedHead
 
-    def forward(
-        self,
-        batch: PackedBatch,
-        loss: LossInputs | None = None,
-        mpt: MptConfig | None = None,
-        *,
-        what: Literal["score", "logits"] = "score",
-    ) -> Any:
+    def forward(self, batch: PackedBatch, loss: LossInputs | None = None, mpt: MptConfig | None = None) -> Any:
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
@@ -93,8 +86,6 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if what == "logits":
-            return self.output_layer(hidden, weight=weight)[0].squeeze(1)
 
         def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:
             if loss is None or mpt is None:

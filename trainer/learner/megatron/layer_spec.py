@@ -6,7 +6,7 @@
     attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
                       kernels where it is installed)
     activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
-    experts           GroupedExperts on kernels.grouped_linear (TransformerEngine's GEMMs where it can serve)
+    experts           GroupedExperts on kernels.grouped_linear, with both
 
 TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
 export do not know which was chosen. Not run on a GPU.

@@ -15,7 +15,10 @@ from marsrl.trainer.config import LayoutConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes with their defaults filled in; the product of tensor, pipeline and context divides the world."""
+    """The sizes with their defaults filled in; the product of tensor, pipeline and context divides the world.
+
+    Layout(tensor=2, expert=4, expert_tensor=1, pipeline=1, context=1)      # on 8 GPUs: 4 data-parallel places
+    """
 
     tensor: int
     expert: int
@@ -119,7 +122,7 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
 
 
 def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:
-    """Of the layouts that fit (data parallel only always does), the one that changes the fewest sizes the least."""
+    """The layout that fits and changes the fewest sizes the least; data parallel alone always fits."""
     return min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
 
 

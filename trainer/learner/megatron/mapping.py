@@ -100,7 +100,7 @@ def padded_rows(vocab_size: int, parts: int) -> int:
 
 
 def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
-    """Of the unit's Hugging Face tensors."""
+    """The shapes of the unit's Hugging Face tensors."""
     s = shape
     if unit.kind == "vocab":
         return [(s.vocab_size, s.hidden_size)]
@@ -120,7 +120,7 @@ def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
 
 
 def part_shape(shape: ModelShape, unit: Unit, parts: int = 1) -> tuple[int, ...]:
-    """Of one of `parts` equal shards of the Megatron tensor, vocabulary padding included, in the view that is cut."""
+    """The shape of one of `parts` equal shards of the Megatron tensor, vocabulary padding included, in the view that is cut."""
     shapes = hf_shapes(shape, unit)
     if unit.kind == "vocab":
         whole = [padded_rows(shape.vocab_size, parts), shape.hidden_size]

@@ -143,8 +143,8 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
 
 
 def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:
-    """Of a layer that is made again in the backward, its dispatcher would hold the graph, and by it the layer's input and the
-    gradient of that, until the layer's next forward."""
+    """Drop what the dispatcher of a layer that is made again in the backward would hold until the layer's next forward: the
+    graph, and by it the layer's input and the gradient of that."""
     dispatcher = layer.token_dispatcher
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 

@@ -21,16 +21,23 @@ from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Problem
+from marsrl.trainer.checks.first_prompts import check_first_prompts
+from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.first_prompts import check_first_prompts
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.placement import placement_lines, with_backend
 from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence, shorten_prompts
 from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
-from marsrl.trainer.problems import RunProblems, problems_of, sources
-from marsrl.trainer.refusals import check_extra, check_machine, engines_device, slow_records, vllm_of, why_not_backend
+from marsrl.trainer.plan.placement import placement_lines, with_backend
+from marsrl.trainer.plan.refusals import (
+    check_extra,
+    check_machine,
+    engines_device,
+    slow_records,
+    vllm_of,
+    why_not_backend,
+)
 from marsrl.trainer.schools.registry import who_is_taught
 
 

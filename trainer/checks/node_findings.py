@@ -13,15 +13,24 @@ import torch
 from marsrl.rollout.config import is_started_here
 from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.environment import environment
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.doctor import Finding
-from marsrl.trainer.placement import with_backend
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
-from marsrl.trainer.preflight import preflight
+from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.weights.files import parent_of
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. detail says the version, or the reason why not."""
+
+    topic: str
+    name: str
+    is_used: bool
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestrat
             model = stack.enter_context(tempfile.TemporaryDirectory())
             school = school_of(config)
             assert school is not None
-            TOKENIZERS[school.tokenizer](model)
+            TOKENIZERS[school.tokenizer].write(model)
         renderer = ChatRenderer(model)
     lengths: list[int] = []
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"

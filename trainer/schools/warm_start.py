@@ -61,7 +61,7 @@ def cache_directory() -> Path:
 
 
 def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
-    """Of every policy without a model, by its name; policies of one shape start from the same weights. Collective."""
+    """A warm start for every policy without a model, by its name; those of one shape share one. Collective."""
     shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.model is None}
     made = {shape: warm_start(config, console, shape) for shape in dict.fromkeys(shapes.values())}
     return {name: made[shape] for name, shape in shapes.items()}
@@ -111,7 +111,7 @@ def _school(config: RunConfig) -> type[School]:
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """Of its folder in the cache."""
+    """The name of the recipe's folder in the cache."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 

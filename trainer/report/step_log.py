@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from marsrl.rollout.schedule.ledger import Batch
+from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, drmas_metrics
@@ -75,7 +75,7 @@ class StepLog:
         return chosen
 
     def write(
-        self, step: int, batch: Batch, seconds: Mapping[str, float], *, version: int, num_unfinished: int
+        self, step: int, batch: StepBatch, seconds: Mapping[str, float], *, version: int, num_unfinished: int
     ) -> None:
         """All but the tokens.
 
@@ -105,7 +105,7 @@ class StepLog:
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)
         self._console.message(f"step {step}/{config.run.steps}  reward: {rewards}  {sum(seconds.values()):.1f} s")
 
-    def _costs(self, batch: Batch) -> dict[str, float]:
+    def _costs(self, batch: StepBatch) -> dict[str, float]:
         """What the step's samples cost: tokens and money, tools, latencies, the judge."""
         config = self._config
         found = cost_metrics(batch.metrics, config.agents, config.policies) | tool_shares(batch.metrics)
@@ -114,7 +114,7 @@ class StepLog:
             found |= judge_metrics(batch.metrics, config.policies[config.judge.policy].price)
         return found
 
-    def _times(self, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+    def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Seconds of the step's parts, and tokens a second."""
         total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
         overlaps = self._config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
@@ -125,7 +125,7 @@ class StepLog:
             "perf/tokens_per_s": decoded / total,
         }
 
-    def write_tokens(self, step: int, batch: Batch) -> None:
+    def write_tokens(self, step: int, batch: StepBatch) -> None:
         """The tokens of the samples in `kept`, with what the updates said of them."""
         policies = {name: agent.policy for name, agent in self._config.agents.items()}
         samples = [sample for group in batch.groups for sample in group.samples]

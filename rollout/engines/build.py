@@ -1,0 +1,65 @@
+"""One engine, in this process or in an actor's: what it is made of, and how."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All that is needed to make one engine, in this process or another."""
+
+    kind: str  # "vllm" or "local"
+    model_dir: str
+    dtype: str
+    max_model_len: int
+    seed: int
+    threads: int
+    device: str  # "cpu" or "cuda"
+    vllm: VllmOptions
+    sleeps: bool = False  # shares its GPU with the trainer
+    records: Records = NOTHING_RECORDED
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the serving process needs from its start."""
+        if self.kind == "vllm":
+            from marsrl.rollout.engines.vllm.engine import vllm_environment
+
+            return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
+        return {"OMP_NUM_THREADS": str(self.threads)}
+
+
+def import_library(kind: str) -> None:
+    """What an engine of this kind decodes with; the first thing in a process of its own, whose environment is set."""
+    importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """Make the engine in this process, whose environment is spec.environment() already."""
+    if spec.kind == "vllm":
+        from marsrl.rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            spec.model_dir,
+            spec.vllm,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            seed=spec.seed,
+            threads=spec.threads,
+            sleeps=spec.sleeps,
+            records=spec.records,
+        )
+    from marsrl.rollout.engines.local.engine import LocalEngine
+
+    return LocalEngine(
+        spec.model_dir,
+        dtype=spec.vllm.dtype or spec.dtype,
+        max_model_len=spec.max_model_len,
+        device=spec.device,
+        max_num_seqs=spec.vllm.max_num_seqs,
+        threads=spec.threads,
+    )
