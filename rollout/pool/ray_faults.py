@@ -43,7 +43,7 @@ def lost_or_raise(error: RayError, method: str) -> Lost:
         ) from error
     if isinstance(error, RayTaskError):
         if isinstance(cause, EngineLost):
-            return Lost(_first_line(cause))
+            return Lost(first_line(cause))
         if isinstance(cause, WrongVersion | ValueError) or method not in _DECODING:
             raise error.as_instanceof_cause() from None  # WrongVersion stays WrongVersion
         return Lost(f"{method} raised {type(cause).__name__}: {first_line(cause)}")

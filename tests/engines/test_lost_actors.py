@@ -204,7 +204,7 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect"
     )
     assert lost.reason == "collect raised ZeroDivisionError: a bad kernel"
-    torn = judged(
+    torn = lost_or_raise(
         ray.exceptions.RayTaskError("update_weights", "traceback", EngineLost("no way\nno will")), "update_weights"
     )
     assert torn.reason == "no way"
