@@ -42,9 +42,10 @@ class OffloadingBlock(TransformerBlock):
 
     def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
         """Every layer's input has the shape of the first one's; what else it keeps (the angles) all layers share."""
+        shape = hidden_states.shape  # the hook outlives this call: it must not hold the tensor
 
         def keep(tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
-            return (to_host(tensor), tensor.device) if tensor.shape == hidden_states.shape else tensor
+            return (to_host(tensor), tensor.device) if tensor.shape == shape else tensor
 
         def give(kept: Tensor | tuple[Tensor, torch.device]) -> Tensor:
             return kept if isinstance(kept, Tensor) else to_device(*kept)
