@@ -217,7 +217,7 @@ def with_sgd(learner: Any) -> None:
     """Plain SGD in AdamW's place, over the same shards (views of megatron's buffer, which a constructor refuses)."""
     for part in learner._optimizer._parts():
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-        sgd.param_groups = [{**sgd.defaults, **group} for group in part.optimizer.param_groups]
+        sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]
         part.optimizer = sgd
 
 
@@ -340,7 +340,7 @@ def main() -> int:
         given, loss, gradient, masked = reference(model, samples())
         one = train(str(model), Case("one rank"), given)
         titles = "".join(f"{title:>10s}" for title in (*LIMITS, "adam"))
-        print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.0e}" for limit in LIMITS.values()))
+        print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
         seconds, off = time.perf_counter() - begin, differences(one, {"loss": loss, "gradient": gradient})
         is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
         first = {"layout": "one rank against transformers", "seconds": seconds, **off, "is_ok": is_ok}

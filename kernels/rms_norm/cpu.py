@@ -52,5 +52,7 @@ class CpuRmsNorm:
 
 
 def _as_read(weight: Tensor, offset: float) -> Tensor:
-    factors = weight.detach().float().contiguous()
-    return factors + offset if offset else factors
+    """[N] float32, contiguous; the weight itself where it is that."""
+    if not offset and weight.dtype == torch.float32 and weight.is_contiguous():
+        return weight
+    return weight.detach().float().contiguous() + offset

@@ -239,26 +239,29 @@ def layer_working_bytes(setup: Training) -> int:
     """What one layer makes and drops again on its way, forward or backward, beside what it keeps.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
-    experts  forward: R H (e (2 + r/ETP) [results, these unsorted, permuted of this rank; r = 2 with those received where EP > 1]
-             + where ETP > 1, whose sums are made in float32: 4 [for e = 2: a copy] + 4/ETP [the sums])
+    experts  forward: R H e [results] + where others send rows
+               EP > 1 or ETP > 1: R H e (1 + r/ETP) [unsorted, permuted of this rank; r = 2 with those received where EP > 1]
+               ETP > 1, whose sums are made in float32: R H (4 [for e = 2: a copy] + 4/ETP [the sums])
              + T/t H e [where layers are made again: the gradient that waits], or
              backward: T/t H e 2 + the most of
                R (H e + F/ETP e) + E/EP H F/ETP e [gradients of results, of the product and of the second weights]
                R F/ETP 2 e [of the product, gate and up; the product is gone]
-               R (2 H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
+               R (H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
+                 + R H e [of unsorted rows] where others send rows
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     local = setup.tokens_of_rank / layout.tensor
     if not s.num_experts:
         return round(2 * local * s.hidden_size * e + 2 * setup.tokens_of_rank * s.ffn_size / layout.tensor * e)
     width = s.ffn_size / layout.expert_tensor
-    shards, received = layout.expert_tensor, 1 if layout.expert == 1 else 2
+    shards, is_alone = layout.expert_tensor, layout.expert * layout.expert_tensor == 1
+    moved = 0 if is_alone else 1 + (1 if layout.expert == 1 else 2) / shards
     wide = 0 if shards == 1 else 4 / shards + (4 if e == 2 else 0)
-    forward = setup.rows * s.hidden_size * (e * (2 + received / shards) + wide)
+    forward = setup.rows * s.hidden_size * (e * (1 + moved) + wide)
     forward += setup.remakes_layers * local * s.hidden_size * e
     weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
     of_product = setup.rows * (s.hidden_size + width) * e + weights / 2
     of_gate_and_up = setup.rows * 2 * width * e
-    of_weights = setup.rows * (2 * s.hidden_size - width) * e + weights
+    of_weights = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights
     backward = 2 * local * s.hidden_size * e + max(of_product, of_gate_and_up, of_weights)
     return round(max(forward, backward))
