@@ -288,6 +288,19 @@ def test_recomputed_activations_give_the_same_gradient(recompute: str, tmp_path:
     assert largest_difference(*found) < 1e-7
 
 
+def test_adamw_updates_in_one_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, fused = [], torch._fused_adamw_
+
+    def counted(*tensors: Any, **options: Any) -> Any:
+        walks.append(len(tensors[0]))
+        return fused(*tensors, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    policy, samples = learner(save_model("qwen3", tmp_path / "m")), sequences(2)
+    policy.step(micro_batches(samples, 1), normaliser=num_trained(samples))
+    assert sum(walks) == len(list(policy._model.parameters()))
+
+
 def test_one_rank_copies_no_rows_that_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By expert, that is; and not a bit differs when megatron does."""
     folder, samples, sorts = save_model("qwen3_moe", tmp_path / "m"), sequences(4), 0
