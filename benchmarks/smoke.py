@@ -32,7 +32,7 @@ from marsrl.kernels.dispatch import ENVIRONMENT, explain
 DTYPES = ("bfloat16", "float32", "float16")
 DTYPES_OF = {
     "linear_policy_loss": DTYPES, "linear_logprob": DTYPES, "head_gemms": DTYPES, "attention_varlen": DTYPES,
-    "attention_decode": DTYPES, "grouped_linear": DTYPES[:2], "swiglu": DTYPES,
+    "attention_decode": DTYPES, "grouped_linear": DTYPES[:2], "swiglu": DTYPES, "rms_norm": DTYPES,
 }  # fmt: skip
 HEADS = ("linear_policy_loss", "linear_logprob")
 OPS = {"mpt_gate": ("sequence_sums",), "packing": ("pack", "kept_rows"), "policy_rows": (), "head_gemms": ()}

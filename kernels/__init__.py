@@ -14,6 +14,7 @@ from marsrl.kernels.mpt_gate import mpt_gate
 from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
 from marsrl.kernels.policy_loss.marks import TokenMarks, token_marks
+from marsrl.kernels.rms_norm import rms_norm
 from marsrl.kernels.swiglu import swiglu
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "pack",
     "policy_loss",
     "raise_bad_targets",
+    "rms_norm",
     "swiglu",
     "token_marks",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-ABI_VERSION = 13  # csrc/include/abi.h
+ABI_VERSION = 14  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -61,6 +61,14 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_swiglu_gradients": (
         None,
         [_pointer, _int, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _int],
+    ),
+    "marsrl_rms_norm": (
+        None,
+        [_pointer, _int, _int64, _pointer, _int64, _int64, ctypes.c_double, _pointer, _pointer, _int],
+    ),
+    "marsrl_rms_norm_gradients": (
+        None,
+        [_pointer, _int, _int64, *[_pointer] * 3, _int64, _int64, _pointer, _pointer, _int],
     ),
     "marsrl_word_sum": (ctypes.c_uint64, [_pointer, _int64, ctypes.c_uint64]),
     "marsrl_sequence_of": (None, [_pointer, _int, _int64, _pointer]),

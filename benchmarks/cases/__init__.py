@@ -19,6 +19,7 @@ ORDER = (
     "attention_decode",
     "grouped_linear",
     "swiglu",
+    "rms_norm",
 )
 
 

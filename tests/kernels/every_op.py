@@ -19,6 +19,7 @@ from marsrl.kernels import (
     mpt_gate,
     pack,
     policy_loss,
+    rms_norm,
     swiglu,
 )
 
@@ -119,6 +120,14 @@ def _of_activation() -> list[Tensor]:
     return [out.detach(), products.grad, weights.grad]
 
 
+def _of_norm() -> list[Tensor]:
+    x, weight = _leaf(NUM_TOKENS, SIZE), _leaf(SIZE)
+    out = rms_norm(x, weight, eps=1e-6)
+    out.sum().backward()
+    assert x.grad is not None and weight.grad is not None
+    return [out.detach(), x.grad, weight.grad]
+
+
 def _of_packing() -> list[Tensor]:
     packed = pack(TARGETS, MASK, BOUNDS, NUM_TOKENS, logprobs=_numbers(NUM_TOKENS))
     return [each for each in vars(packed).values() if each is not None] + [kept_rows(packed.mask)]
@@ -152,6 +161,7 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
     "attention_decode": _of_decoding,
     "grouped_linear": _of_experts,
     "swiglu": _of_activation,
+    "rms_norm": _of_norm,
 }
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of packing, group_advantage, sequence_sums and swiglu compile for GPUs that are not here."""
+"""The Triton kernels of packing, group_advantage, sequence_sums, swiglu and rms_norm compile for GPUs that are not here."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.group_advantage.triton_impl import group_advantage_triton
 from marsrl.kernels.packing import triton_impl as packing
+from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm
 from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
 from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
 
@@ -54,6 +55,20 @@ def test_swiglu_reads_and_writes_128_bits_at_once_without_spills(width, target):
     with compiled_launches(target) as reports:
         out = TritonSwiglu().forward(products, weights)
         TritonSwiglu().gradients(products, weights, out)
+    assert [report.kernel for report in reports] == ["forward_rows", "gradient_rows"]
+    for report in reports:
+        assert_compiled_well(report, dots=False)
+        assert report.num_wide_loads and report.num_wide_stores, report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [128, 2048, 5120])
+def test_rms_norm_reads_and_writes_128_bits_at_once_without_spills(width, target):
+    rows = torch.empty(T, 3 * width, dtype=torch.bfloat16, device=META)[:, :width]  # keys of a fused projection
+    weight = torch.empty(width, dtype=torch.bfloat16, device=META)
+    with compiled_launches(target) as reports:
+        out, scales = TritonRmsNorm().forward(rows, weight, 1e-6, 0.0)
+        TritonRmsNorm().gradients(rows, weight, 0.0, scales, out)
     assert [report.kernel for report in reports] == ["forward_rows", "gradient_rows"]
     for report in reports:
         assert_compiled_well(report, dots=False)

@@ -12,12 +12,22 @@ import fused_head
 import grouped_linear_cases
 import packing_cases
 import pytest
+import rms_norm_cases
 import swiglu_cases
 import torch
 from spoils import OF_FLAGS, SPOILS, TILE, Call, refuse_every_spoil, spoiled, two_rows_swapped, without_last_tile
 from torch import Tensor
 
-from marsrl.kernels import attention_decode, attention_varlen, group_advantage, grouped_linear, mpt_gate, pack, swiglu
+from marsrl.kernels import (
+    attention_decode,
+    attention_varlen,
+    group_advantage,
+    grouped_linear,
+    mpt_gate,
+    pack,
+    rms_norm,
+    swiglu,
+)
 from marsrl.kernels.head import gemms
 from marsrl.kernels.head.rows import cpu
 from marsrl.kernels.head.vocabulary import Head
@@ -61,6 +71,10 @@ def compare_swiglu(dtype: torch.dtype, function: Any = swiglu) -> None:
     swiglu_cases.compare((100,), 64, dtype, function=function)
 
 
+def compare_rms_norm(dtype: torch.dtype, function: Any = rms_norm) -> None:
+    rms_norm_cases.compare((100,), 64, dtype, function=function)
+
+
 OPS = {
     "linear_policy_loss": (fused_head, compare_policy_loss),
     "linear_logprob": (fused_head, compare_logprob),
@@ -69,6 +83,7 @@ OPS = {
     "attention_decode": (decode_cases, compare_decode),
     "grouped_linear": (grouped_linear_cases, compare_grouped),
     "swiglu": (swiglu_cases, compare_swiglu),
+    "rms_norm": (rms_norm_cases, compare_rms_norm),
 }
 
 

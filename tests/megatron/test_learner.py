@@ -288,6 +288,44 @@ def test_recomputed_activations_give_the_same_gradient(recompute: str, tmp_path:
     assert largest_difference(*found) < 1e-7
 
 
+def test_adamw_updates_in_one_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, fused = [], torch._fused_adamw_
+
+    def counted(*tensors: Any, **options: Any) -> Any:
+        walks.append(len(tensors[0]))
+        return fused(*tensors, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    policy, samples = learner(save_model("qwen3", tmp_path / "m")), sequences(2)
+    policy.step(micro_batches(samples, 1), normaliser=num_trained(samples))
+    assert sum(walks) == len(list(policy._model.parameters()))
+
+
+def test_one_rank_copies_no_rows_that_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By expert, that is; and not a bit differs when megatron does."""
+    folder, samples, sorts = save_model("qwen3_moe", tmp_path / "m"), sequences(4), 0
+    found = []
+    for does_sort in (False, True):
+        policy = learner(folder)
+        from megatron.core.transformer.moe import token_dispatcher  # once its shim is installed
+
+        sort = token_dispatcher.sort_chunks_by_idxs
+
+        def counted(*tensors: Any, sort: Any = sort, **options: Any) -> Any:
+            nonlocal sorts
+            sorts += 1
+            return sort(*tensors, **options)
+
+        monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", counted)
+        for layer in policy._model.decoder.layers if does_sort else ():
+            layer.mlp.token_dispatcher.num_local_experts = layer.mlp.num_local_experts
+        policy.step(micro_batches(samples, 1), normaliser=num_trained(samples))
+        found.append(gradients(policy))
+        assert (sorts > 0) == does_sort
+        policy.close()
+    assert largest_difference(*found) == 0
+
+
 def test_old_policies(tmp_path: Path) -> None:
     """pois and recompute have ratio 1 at a single update; sais clips against the rollout's log-probs."""
     folder = save_model("qwen3", tmp_path / "m")

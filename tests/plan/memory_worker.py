@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,6 +65,23 @@ def inputs_on_host() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rows_of_experts() -> Iterator[list[int]]:
+    """How many rows the experts of this rank see in each call: a router that was never trained is not even."""
+    shim.install()
+    from marsrl.trainer.learner.megatron.experts import GroupedExperts
+
+    seen: list[int] = []
+    forward = GroupedExperts.forward
+
+    def counted(experts: Any, rows: torch.Tensor, *others: Any) -> Any:
+        seen.append(len(rows))
+        return forward(experts, rows, *others)
+
+    with patch.object(GroupedExperts, "forward", counted):
+        yield seen
+
+
 def model(kind: str, folder: Path, **changes: object) -> Path:
     """A model whose every size is another number, so that no term of a formula stands in for another."""
     sizes: dict[str, object] = {
@@ -117,7 +135,7 @@ def compare(
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     on_gpu = torch.cuda.is_available()
     elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()
-    with device_head(), elsewhere, CudaBytes() if on_gpu else LiveBytes() as memory:
+    with device_head(), elsewhere, rows_of_experts() as rows, CudaBytes() if on_gpu else LiveBytes() as memory:
         learner = Learner(
             config,
             folder,
@@ -143,10 +161,11 @@ def compare(
         tokens=batches[0].num_tokens,
         num_micro_batches=len(batches),
         head_rows=batches[0].num_tokens,
-        has_fused_norm=on_gpu,
         distributes_optimizer=is_distributed,
         reference=read_shape(reference) if reference else None,
     )
+    if rows:
+        setup = replace(setup, expert_imbalance=max(rows) / setup.rows)
     stage = dist.get_rank() * resolved.pipeline // world
     planned = rank_memory(setup, stage)
     parallel.stop(keep_world=True)

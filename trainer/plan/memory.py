@@ -25,7 +25,6 @@ class Training:
     """What decides the memory of the ranks that train.
 
     tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
-    has_fused_norm: an RMSNorm keeps its input and a number a row (torch on CUDA); else two float32 copies (on a CPU).
     expert_imbalance: rows of the busiest rank's experts over the mean.
     reference: the frozen model of a KL term, on the same layout and in the same dtype; None: no such term.
     deterministic: attention keeps copies of the queries' gradient apart.
@@ -41,7 +40,6 @@ class Training:
     head_rows: int
     offloads_optimizer: bool = False
     distributes_optimizer: bool = True
-    has_fused_norm: bool = True
     expert_imbalance: float = 1.0
     reference: ModelShape | None = None
     deterministic: bool = False
@@ -84,7 +82,7 @@ class RankMemory:
     activations: int
     head: int
     working: int
-    moment: Literal["head", "layer", "optimizer"]
+    moment: Literal["head", "layer"]
     host: int
 
     @property
@@ -105,9 +103,10 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     """Bytes of a rank of one pipeline stage.
 
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches batch
-             + max(head, remade and working of a layer, update)
+             + max(head, remade and working of a layer)
 
-    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The reference scores before the first
+    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The optimizer's update makes no copies, as
+    one fused operation of torch or of TransformerEngine. The reference scores before the first
     forward of the update, keeps nothing for a backward, and so needs less beside its weights than the update does.
     """
     layout = setup.layout
@@ -121,9 +120,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     head = head_bytes(setup) if is_last else 0
     offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
     layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
-    # AdamW of torch makes one float32 copy (the root of the second moment) of what it updates.
-    update = 0 if setup.offloads_optimizer else optimizer // (3 if setup.dtype == "bfloat16" else 2)
-    working, moment = max((head, "head"), (layer, "layer"), (update - saved, "optimizer"))
+    working, moment = max((head, "head"), (layer, "layer"))
     return RankMemory(
         stage=stage,
         weights=counts.total * setup.size,
@@ -133,7 +130,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         activations=saved,
         head=head,
         working=working,
-        moment=moment,  # type: ignore[arg-type]  # one of the three above
+        moment=moment,  # type: ignore[arg-type]  # one of the two above
         host=round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
     )
 
@@ -154,13 +151,12 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
     full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
 
-        norms      2 T/t (H norm + 4); QK-norm: T/t (N D q + K D k + 4 (N + K))
-                   fused: norm = q = e, k = 0 (it is a view); else norm = q = 8, k = 8 in bfloat16, 4 in float32
+        norms      2 T/t (H e + 4) [input and a number a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
         attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T D e [angles] + 4 T N/t [statistics]
                    with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
         dense MLP  T/t F e 3 [gate, up, product]
-        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (20 k + 5 E) [routing]
+        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (20 k + 10 E) [routing]
 
     selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
     """
@@ -171,36 +167,33 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
         return round(local * s.hidden_size * e) if recompute == "full" else 0
     heads, kv = s.num_heads / t, s.num_kv_heads / t
     is_selective = recompute == "selective"
-    norm = e if setup.has_fused_norm else 8
     if is_selective:
         total = 2 * local * s.hidden_size * e
     else:
-        total = 2 * local * (s.hidden_size * norm + 4) + 2 * local * s.hidden_size * e
+        total = 2 * local * (s.hidden_size * e + 4) + 2 * local * s.hidden_size * e
     if s.has_qk_norm:
-        of_key = 0 if setup.has_fused_norm else 8 if setup.dtype == "bfloat16" else 4
-        total += tokens * (s.head_size * (heads * norm + kv * of_key) + 4 * (heads + kv))
+        total += tokens * (s.head_size * heads * e + 4 * (heads + kv))
     keys = kv if layout.context == 1 else (2 * layout.context + 1) * kv
     total += tokens * s.head_size * e * (3 * heads + 2 * kv + keys + 4)
     total += tokens * heads * 4
     if s.num_experts:
         width = s.ffn_size / layout.expert_tensor
         total += setup.rows * (s.hidden_size * e + (2 if is_selective else 3) * width * e + 4)
-        total += local * (20 * s.experts_per_token + 5 * s.num_experts)
+        total += local * (20 * s.experts_per_token + 10 * s.num_experts)
     elif not is_selective:
         total += tokens * s.ffn_size / t * e * 3
     return round(total)
 
 
 def remade_bytes(setup: Training) -> int:
-    """What recomputation makes again at once: a layer (full_offload: and its input, which comes back); selective: one norm's
-    output and copies, and the MLP or the experts' activation: R F/ETP e."""
+    """What recomputation makes again at once: a layer, without its input where that is kept; selective: one norm's output and
+    copies, and the MLP or the experts' activation: R F/ETP e."""
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
     if setup.remakes_layers:
-        back = layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
-        return layer_bytes(setup, "none") + back
-    of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * (e + (e if setup.has_fused_norm else 8))
+        return layer_bytes(setup, "none") - layer_bytes(setup, setup.recompute)
+    of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * 2 * e
     if s.num_experts:
         return round(of_norm + setup.rows * s.ffn_size / layout.expert_tensor * e)
     return round(of_norm + setup.tokens_of_rank * 3 * s.ffn_size / layout.tensor * e)
@@ -220,15 +213,14 @@ def batch_bytes(setup: Training) -> int:
 def head_bytes(setup: Training) -> int:
     """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
 
-    T/t (H norm + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H)
+    T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H)
 
     The gradient of its weight goes to megatron's buffer as it is formed.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
     rows = min(tokens, setup.head_rows)
-    norm = setup.size if setup.has_fused_norm else 8
-    total = tokens / setup.layout.tensor * (s.hidden_size * norm + 4)
+    total = tokens / setup.layout.tensor * (s.hidden_size * setup.size + 4)
     total += tokens * (2 * s.hidden_size * setup.size + 40)
     return round(total + rows * (4 * width + 8 * s.hidden_size))
 
@@ -247,22 +239,29 @@ def layer_working_bytes(setup: Training) -> int:
     """What one layer makes and drops again on its way, forward or backward, beside what it keeps.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
-    experts  forward: T/t H (2 e + 8 [float32 copy for the router, where e is 2]) + R H e 3 [permuted, sorted, results]
-             (+ R H e (1 + 1/ETP) [gathered, and before that] where ETP > 1), or
+    experts  forward: R H e [results] + where others send rows
+               EP > 1 or ETP > 1: R H e (1 + r/ETP) [unsorted, permuted of this rank; r = 2 with those received where EP > 1]
+               ETP > 1, whose sums are made in float32: R H (4 [for e = 2: a copy] + 4/ETP [the sums])
+             + T/t H e [where layers are made again: the gradient that waits], or
              backward: T/t H e 2 + the most of
-               R (H e + F/ETP 2 e) [gradients of gate and up]
-               R (2 H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
+               R (H e + F/ETP e) + E/EP H F/ETP e [gradients of results, of the product and of the second weights]
+               R F/ETP 2 e [of the product, gate and up; the product is gone]
+               R (H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
+                 + R H e [of unsorted rows] where others send rows
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     local = setup.tokens_of_rank / layout.tensor
     if not s.num_experts:
         return round(2 * local * s.hidden_size * e + 2 * setup.tokens_of_rank * s.ffn_size / layout.tensor * e)
     width = s.ffn_size / layout.expert_tensor
-    copies = 8 if setup.dtype == "bfloat16" else 0
-    buffers = 3 if layout.expert_tensor == 1 else 4 + 1 / layout.expert_tensor
-    forward = local * s.hidden_size * (2 * e + copies) + setup.rows * s.hidden_size * e * buffers
+    shards, is_alone = layout.expert_tensor, layout.expert * layout.expert_tensor == 1
+    moved = 0 if is_alone else 1 + (1 if layout.expert == 1 else 2) / shards
+    wide = 0 if shards == 1 else 4 / shards + (4 if e == 2 else 0)
+    forward = setup.rows * s.hidden_size * (e * (1 + moved) + wide)
+    forward += setup.remakes_layers * local * s.hidden_size * e
     weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
-    of_products = setup.rows * (s.hidden_size * e + width * 2 * e)
-    of_weights = setup.rows * (2 * s.hidden_size - width) * e + weights
-    backward = 2 * local * s.hidden_size * e + max(of_products, of_weights)
+    of_product = setup.rows * (s.hidden_size + width) * e + weights / 2
+    of_gate_and_up = setup.rows * 2 * width * e
+    of_weights = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights
+    backward = 2 * local * s.hidden_size * e + max(of_product, of_gate_and_up, of_weights)
     return round(max(forward, backward))

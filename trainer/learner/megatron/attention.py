@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from marsrl.kernels import attention_varlen
+from marsrl.kernels import attention_varlen, rms_norm
 from marsrl.trainer.learner.megatron.context import Keys
 
 
@@ -84,8 +84,14 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """megatron's torch norm refuses sequence parallelism; this one marks its weight for the reduction over TP ranks."""
+    """kernels.rms_norm as megatron's layers want a norm. megatron's own refuses sequence parallelism; this one marks its weight
+    for the reduction over TP ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self._eps, self.is_zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., N], of this rank's tokens; rows may lie apart, as the heads of the keys do."""
+        return rms_norm(x, self.weight, eps=self._eps, is_zero_centred=self.is_zero_centred)

@@ -1,12 +1,15 @@
 """The one layer spec of every policy: which module serves which part of a transformer layer.
 
                       TransformerEngine             ours
-    norms             TENorm                        RMSNorm (attention.py)
+    norms             TENorm                        RMSNorm (attention.py) on kernels.rms_norm
     linear layers     TE{Column,Row}ParallelLinear  megatron's
     attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
                       kernels where it is installed)
     activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
     experts           GroupedExperts on kernels.grouped_linear, with both
+
+Both norms are one kernel each way, or two, that keep their input and a number a row; neither was timed beside the other, and
+where linear layers are TransformerEngine's its norm is taken with them.
 
 TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
 export do not know which was chosen. Not run on a GPU.

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -42,9 +43,10 @@ class OffloadingBlock(TransformerBlock):
 
     def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
         """Every layer's input has the shape of the first one's; what else it keeps (the angles) all layers share."""
+        shape = hidden_states.shape  # the hook outlives this call: it must not hold the tensor
 
         def keep(tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
-            return (to_host(tensor), tensor.device) if tensor.shape == hidden_states.shape else tensor
+            return (to_host(tensor), tensor.device) if tensor.shape == shape else tensor
 
         def give(kept: Tensor | tuple[Tensor, torch.device]) -> Tensor:
             return kept if isinstance(kept, Tensor) else to_device(*kept)
@@ -127,7 +129,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
 
 def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> PolicyModel:
     """This rank's part of the model, parameters uninitialised, on the current device."""
-    return PolicyModel(
+    model = PolicyModel(
         config=config,
         transformer_layer_spec=layer_spec(config),
         vocab_size=padded_rows(shape.vocab_size, layout.tensor),
@@ -140,6 +142,17 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
         rotary_base=shape.rope_theta,
         real_vocab_size=shape.vocab_size,
     )
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            _leave_sorted_rows(layer.mlp.token_dispatcher)
+    return model
+
+
+def _leave_sorted_rows(dispatcher: MoEAlltoAllTokenDispatcher) -> None:
+    """Where no other rank sends rows, megatron sorted them by expert as it permuted them. It would still copy them, twice each
+    way, into the order that they have, of every rank with more than one expert; its dispatcher counts them for nothing else."""
+    if dispatcher.ep_size * dispatcher.tp_size == 1:
+        dispatcher.num_local_experts = 1
 
 
 def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:

@@ -88,11 +88,13 @@ class Optimizer:
 
     def apply(self, grad_norm: float, lr: float) -> None:
         """Clip to the config's norm and update the weights; after grad_norm()."""
-        for group in self._groups():
-            group["lr"] = lr
-            # megatron leaves it to its scheduler to apply wd_mult; without one, norms and biases would be decayed.
-            group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
         for part in self._parts():
+            for group in part.optimizer.param_groups:
+                group["lr"] = lr
+                # megatron leaves it to its scheduler to apply wd_mult; without one, norms and biases would be decayed.
+                group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
+                if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
+                    group["fused"] = True  # one walk and no copies; set here, since a load replaces the groups
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, self._clip, grad_norm, self._has_decoupled_grads)
@@ -117,15 +119,11 @@ class Optimizer:
         for state_of in self._states():
             # The load gives every parameter one and the same `step`, which AdamW would advance once a parameter.
             if "step" in state_of:
-                state_of["step"] = state_of["step"].clone()
+                state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
     def _parts(self) -> list[Any]:
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for part in self._parts():
-            yield from part.optimizer.param_groups
 
     def _states(self) -> Iterator[dict[str, Any]]:
         for part in self._parts():
@@ -144,7 +142,7 @@ class Optimizer:
                 for group in adam.param_groups:
                     for parameter in group["params"]:
                         adam.state[parameter] = {
-                            "step": torch.tensor(0.0),
+                            "step": torch.tensor(0.0, device=parameter.device),  # where a fused update looks for it
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }

@@ -1,0 +1,81 @@
+"""rms_norm: of hidden states, and of the heads of keys where they lie in a fused projection; forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant, results_of
+from marsrl.benchmarks.peers.plain import compiled
+from marsrl.kernels import rms_norm
+
+EPS = 1e-6
+
+
+def _shapes(device: str, quick: bool) -> list[Shape]:
+    """hidden: N of a row. heads: of queries and keys together that a token has in the projection, one of which is the key's;
+    0: rows that follow each other."""
+    if quick:
+        return [Shape(device, tokens=64, hidden=32, heads=5), Shape(device, tokens=64, hidden=33)]
+    if device == "cpu":
+        return [
+            Shape(device, tokens=2048, hidden=256),
+            Shape(device, tokens=4096, hidden=32, heads=6),
+            Shape(device, tokens=2048, hidden=2048),
+            Shape(device, "bfloat16", tokens=2048, hidden=2048),
+        ]
+    return [
+        Shape(device, "bfloat16", tokens=16384, hidden=2048),
+        Shape(device, "bfloat16", tokens=65536, hidden=128, heads=10),  # 16,384 tokens, 4 key heads
+    ]
+
+
+def _eager(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _build(shape: Shape) -> Bench:
+    generator = torch.Generator(shape.device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=shape.device).to(dtype)
+
+    whole = randn(shape.tokens, (shape.heads or 1) * shape.hidden)
+    x = whole[:, -shape.hidden :].requires_grad_()
+    weight = randn(shape.hidden).requires_grad_()
+    gradient = randn(shape.tokens, shape.hidden)
+
+    def clear() -> None:
+        x.grad = weight.grad = None
+
+    def run(norm: Callable[[Tensor, Tensor], Tensor]) -> Results:
+        out = norm(x, weight)
+        out.backward(gradient)
+        return results_of(out, {"dx": x, "dw": weight})
+
+    def judge() -> Judgement:
+        def judged(dtype: torch.dtype) -> Results:
+            rows, factors = (each.detach().to(dtype).requires_grad_() for each in (x, weight))
+            out = _eager(rows, factors)
+            out.backward(gradient.to(dtype))
+            return results_of(out, {"dx": rows, "dw": factors})
+
+        return Judgement(judged(torch.float64), judged(dtype))
+
+    variants = [
+        Variant("ours", partial(run, partial(rms_norm, eps=EPS))),
+        Variant("torch eager", partial(run, _eager)),
+        Variant("torch.compile", partial(run, compiled(_eager))),
+    ]
+    variants = [replace(variant, prepare=clear) for variant in variants]
+    # read and written once each: forward 2 numbers of a column, backward 3
+    num_bytes = 5.0 * gradient.nbytes
+    return Bench(variants, [], judge, 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
+
+
+CASE = Case("rms_norm", _shapes, _build)

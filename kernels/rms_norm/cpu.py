@@ -1,0 +1,58 @@
+"""RMSNorm through csrc/cpu/rms_norm.cpp, threads over rows."""
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.library import cpu_library
+
+
+class CpuRmsNorm:
+    """RowsOfRmsNorm on the CPU; rows float32 or bfloat16."""
+
+    def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        num_rows, width = rows.shape
+        out = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
+        scales = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+        factors = _as_read(weight, offset)
+        cpu_library().marsrl_rms_norm(
+            rows.data_ptr(),
+            rows.dtype == torch.bfloat16,
+            rows.stride(0),
+            factors.data_ptr(),
+            num_rows,
+            width,
+            eps,
+            out.data_ptr(),
+            scales.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out, scales
+
+    def gradients(
+        self, rows: Tensor, weight: Tensor, offset: float, scales: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, width = rows.shape
+        of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
+        of_weight = torch.empty(width, dtype=torch.float32, device="cpu")
+        factors = _as_read(weight, offset)
+        cpu_library().marsrl_rms_norm_gradients(
+            rows.data_ptr(),
+            rows.dtype == torch.bfloat16,
+            rows.stride(0),
+            factors.data_ptr(),
+            scales.data_ptr(),
+            grad.data_ptr(),
+            num_rows,
+            width,
+            of_rows.data_ptr(),
+            of_weight.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return of_rows, of_weight
+
+
+def _as_read(weight: Tensor, offset: float) -> Tensor:
+    """[N] float32, contiguous; the weight itself where it is that."""
+    if not offset and weight.dtype == torch.float32 and weight.is_contiguous():
+        return weight
+    return weight.detach().float().contiguous() + offset

@@ -1,0 +1,98 @@
+"""RMSNorm in Triton: a program holds whole rows; the weight's gradient is summed by programs in a fixed order."""
+# mypy: disallow-untyped-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from marsrl.kernels.triton_machine import on_device_of
+
+ELEMENTS = 2048  # of a program at once, where a row has no more: 16 a thread
+PROGRAMS = 512  # of the backward, each with a sum of the weight's gradient: 8 warps a multiprocessor and more
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def forward_rows(x, stride, weight, out, scales, num_rows, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (blocks of rows)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    is_in = is_row[:, None] & (column < width)[None, :]
+    own = row[:, None].to(tl.int64)
+    values = tl.load(x + own * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / width + eps)
+    tl.store(scales + row, scale, mask=is_row)
+    found = values * scale[:, None] * factor[None, :]
+    tl.store(out + own * width + column[None, :], found.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_of_program"])
+def gradient_rows(
+    x, stride, weight, scales, grad, of_rows, sums, num_rows, rows_of_program, width, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs), each of which takes rows_of_program rows that follow each other. sums [programs, width] float32."""
+    begin = tl.program_id(0) * rows_of_program
+    column = tl.arange(0, BLOCK)
+    is_column = column < width
+    factor = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + offset
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, rows_of_program, ROWS):
+        row = begin + first + tl.arange(0, ROWS)
+        is_row = row < num_rows
+        is_in = is_row[:, None] & is_column[None, :]
+        own = row[:, None].to(tl.int64)
+        scale = tl.load(scales + row, mask=is_row, other=0.0)[:, None]
+        normed = tl.load(x + own * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32) * scale
+        d = tl.load(grad + own * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+        total += d * normed
+        d *= factor[None, :]
+        mean = tl.sum(d * normed, axis=1) / width
+        found = scale * (d - normed * mean[:, None])
+        tl.store(of_rows + own * width + column[None, :], found.to(of_rows.dtype.element_ty), mask=is_in)
+    at = sums + tl.program_id(0).to(tl.int64) * width + column
+    tl.store(at, tl.sum(total, axis=0), mask=is_column)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program; by the width alone, so that a row knows nothing of others."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS // block)
+    return rows, block, max(4, rows * block // 512)
+
+
+class TritonRmsNorm:
+    """RowsOfRmsNorm on the current stream."""
+
+    def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        num_rows, width = rows.shape
+        out = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+        if out.numel():
+            tile, block, warps = _tile(width)
+            with on_device_of(rows):
+                forward_rows[(triton.cdiv(num_rows, tile),)](
+                    rows, rows.stride(0), weight.contiguous(), out, scales, num_rows, width, eps, offset,
+                    ROWS=tile, BLOCK=block, num_warps=warps,
+                )  # fmt: skip
+        return out, scales
+
+    def gradients(
+        self, rows: Tensor, weight: Tensor, offset: float, scales: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, width = rows.shape
+        of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
+        if not of_rows.numel():
+            return of_rows, torch.zeros(width, dtype=torch.float32, device=rows.device)
+        tile, block, warps = _tile(width)
+        rows_of_program = triton.cdiv(triton.cdiv(num_rows, tile), PROGRAMS) * tile
+        programs = triton.cdiv(num_rows, rows_of_program)
+        sums = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
+        with on_device_of(rows):
+            gradient_rows[(programs,)](
+                rows, rows.stride(0), weight.contiguous(), scales, grad, of_rows, sums,
+                num_rows, rows_of_program, width, offset, ROWS=tile, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+        return of_rows, sums.sum(0)
