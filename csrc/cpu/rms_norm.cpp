@@ -15,11 +15,6 @@ constexpr int64_t kBlock = 512;  // summed in float32, the blocks in double: the
 // PyTorch's, and by the number of rows alone: threads change nothing.
 constexpr int64_t kRowsOfSum = 32;
 
-MARSRL_INLINE float load(const float* x) { return *x; }
-MARSRL_INLINE float load(const uint16_t* x) { return from_bfloat16(*x); }
-MARSRL_INLINE void store(float* out, float x) { *out = x; }
-MARSRL_INLINE void store(uint16_t* out, float x) { *out = to_bfloat16(x); }
-
 template <class T>
 MARSRL_INLINE void forward_rows(const T* x, int64_t stride, const float* weight, int64_t rows, int64_t width, double eps,
                                 T* out, float* scales) {

@@ -8,11 +8,6 @@
 
 namespace {
 
-MARSRL_INLINE float load(const float* x) { return *x; }
-MARSRL_INLINE float load(const uint16_t* x) { return from_bfloat16(*x); }
-MARSRL_INLINE void store(float* out, float x) { *out = x; }
-MARSRL_INLINE void store(uint16_t* out, float x) { *out = to_bfloat16(x); }
-
 // 1 / (1 + e^-x); NaN at NaN. Below -88 it is 6e-39, where e^-x would pass the largest float32.
 MARSRL_INLINE float sigmoid(float x) { return 1.0f / (1.0f + vector_exp(x < -kLargestExponent ? kLargestExponent : -x)); }
 

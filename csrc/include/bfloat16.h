@@ -19,3 +19,9 @@ MARSRL_INLINE float from_bfloat16(uint16_t x) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+// A number of either dtype, as a float32.
+MARSRL_INLINE float load(const float* x) { return *x; }
+MARSRL_INLINE float load(const uint16_t* x) { return from_bfloat16(*x); }
+MARSRL_INLINE void store(float* out, float x) { *out = x; }
+MARSRL_INLINE void store(uint16_t* out, float x) { *out = to_bfloat16(x); }

@@ -15,7 +15,6 @@ the store (TransferStore.give_up), every wait for that engine ends within GIVE_U
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +32,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from marsrl.rollout.environment import environment
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -330,22 +331,8 @@ def _process_group(store: PrefixStore, rendezvous: Rendezvous, member: int, devi
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _environment(_NCCL_ENVIRONMENT):  # read when a group is made; the trainer's own groups keep torch's ways
+    with environment(**_NCCL_ENVIRONMENT):  # read when a group is made; the trainer's own groups keep torch's ways
         return ProcessGroupNCCL(store, member, size, options)
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class SharedBuffer:

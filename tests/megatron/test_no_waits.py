@@ -12,8 +12,12 @@ from megatron_models import micro_batches, num_trained, save_model, sequences
 from test_learner import learner
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import marsrl.kernels
+import marsrl.rollout
+import marsrl.trainer
 from marsrl.trainer.config import MptConfig
 
+OURS = tuple(Path(room.__file__).parent for room in (marsrl.kernels, marsrl.rollout, marsrl.trainer))
 WAITS = {torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.masked_select}
 
 
@@ -34,12 +38,16 @@ class Waits(TorchDispatchMode):
 
 
 def caller() -> str:
-    """The innermost place in our code or in megatron's: folder/file:line."""
+    """The innermost place in our code or in megatron's: file:line, ours from its room on."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if ("/marsrl/" in file or "/megatron/core/" in file) and not file.endswith("/shim.py"):  # all goes through that
-            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
+        file = Path(frame.f_code.co_filename)
+        if file.name != "shim.py":  # all goes through that
+            for room in OURS:
+                if file.is_relative_to(room):
+                    return f"{file.relative_to(room.parent)}:{frame.f_lineno}"
+            if "/megatron/core/" in str(file):
+                return f"{'/'.join(file.parts[-4:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
