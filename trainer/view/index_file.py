@@ -11,7 +11,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-VERSION = 1  # of the tables; a file of another version is made anew
+VERSION = 2  # of the tables; a file of another version is made anew
 TRUNCATED, WRONG_VERDICT, MISSING_REWARD, FAILED, VERDICT = 1, 2, 4, 8, 16
 FLAGS = {
     "truncated": TRUNCATED,
@@ -38,6 +38,7 @@ CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0, detail=non
 CREATE TABLE zones(  -- how many samples of a step are alike, and between which rewards: what a filter need not look at
     step INTEGER, agent INTEGER, flags INTEGER, bucket INTEGER, num INTEGER, low REAL, high REAL,
     PRIMARY KEY(step, agent, flags, bucket)) WITHOUT ROWID;
+CREATE INDEX zones_of_agent ON zones(agent, step);
 CREATE TABLE ages(step INTEGER, agent INTEGER, age INTEGER, num INTEGER, PRIMARY KEY(step, agent, age)) WITHOUT ROWID;
 CREATE TABLE metrics(name INTEGER, step INTEGER, value REAL, PRIMARY KEY(name, step)) WITHOUT ROWID;
 CREATE TABLE spans(lane INTEGER, name INTEGER, start REAL, end REAL, arguments TEXT);

@@ -242,7 +242,12 @@ def _name(index: sqlite3.Connection, number: int) -> str:
 
 def agents(index: sqlite3.Connection) -> list[str]:
     """Every agent, in order of its first step."""
-    found = index.execute("SELECT agent, min(step) FROM zones GROUP BY agent ORDER BY 2, 1").fetchall()
+    found = index.execute(  # from one agent to the next: SQLite would look at the zones of every step
+        "WITH RECURSIVE each(agent) AS (SELECT min(agent) FROM zones UNION ALL "
+        "SELECT (SELECT min(agent) FROM zones WHERE agent > each.agent) FROM each WHERE each.agent IS NOT NULL) "
+        "SELECT agent, (SELECT min(step) FROM zones WHERE zones.agent = each.agent) FROM each WHERE agent IS NOT NULL "
+        "ORDER BY 2, 1"
+    )
     return [_name(index, number) for number, _ in found]
 
 
