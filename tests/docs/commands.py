@@ -260,7 +260,7 @@ WAYS = {
     "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_solver_verifier policies.solver.shape=cpu_default --seeds 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
-    "python benchmarks/learning.py preset=cpu_dual_system --seeds 0 1": PLAYED,
+    "python benchmarks/learning.py preset=cpu_dual_system": PLAYED,
     "python benchmarks/ablations.py marsrl --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
     "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
