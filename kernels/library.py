@@ -155,6 +155,18 @@ def why_no_cpu_library() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
+    """None where the CPU library can read the tensor, else the reason; name: of the argument."""
+    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
+
+
+def why_not_float_or_bfloat16(name: str, tensor: torch.Tensor) -> str | None:
+    """The same of a function that reads host memory of these two dtypes."""
+    if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
+        return reason
+    return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
+
+
 def address(tensor: "torch.Tensor | None") -> int | None:
     """Where a tensor's data lies; None stays the null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -36,17 +36,14 @@ def is_started_here(ray_address: str) -> bool:
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
     """What is wrong with options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
 
-    def said(name: str, kind: str, message: str) -> str:
-        if kind != "extra_forbidden" or not keys:
-            return message
-        near = difflib.get_close_matches(name, keys, n=1)
-        return f"unknown key; did you mean {prefix}{near[0]}?" if near else f"unknown key; there are {', '.join(keys)}"
-
-    names = [".".join(map(str, each["loc"])) for each in error.errors()]
-    return "; ".join(
-        f"{prefix}{name}: {said(name, each['type'], each['msg'])}"
-        for name, each in zip(names, error.errors(), strict=True)
-    )
+    problems = []
+    for each in error.errors():
+        name, message = ".".join(map(str, each["loc"])), each["msg"]
+        if keys and each["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, keys, n=1)
+            message = "unknown key; " + (f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(keys)}")
+        problems.append(f"{prefix}{name}: {message}")
+    return "; ".join(problems)
 
 
 def http_url(key: str, value: str, expected: str, why: str) -> str:

@@ -78,7 +78,7 @@ def _pair(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _why_not_cpu(rewards: Tensor, *_: object) -> str | None:
-    return None if rewards.device.type == "cpu" else f"rewards is on {rewards.device}, csrc/cpu reads host memory"
+    return library.why_not_host("rewards", rewards)
 
 
 def _in_triton(

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.library import why_no_cpu_library
+from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.rms_norm.cpu import CpuRmsNorm
 from marsrl.kernels.rms_norm.reference import rms_norm_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -90,11 +90,7 @@ def _triton() -> RowsOfRmsNorm:
 
 
 def _why_not_cpu(rows: Tensor, weight: Tensor, *_: float) -> str | None:
-    if rows.device.type != "cpu":
-        return f"x is on {rows.device}, csrc/cpu reads host memory"
-    if rows.dtype not in (torch.float32, torch.bfloat16):
-        return f"x is {str(rows.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
-    return _why_not_wide(weight)
+    return why_not_float_or_bfloat16("x", rows) or _why_not_wide(weight)
 
 
 def _why_not_triton(rows: Tensor, weight: Tensor, *_: float) -> str | None:

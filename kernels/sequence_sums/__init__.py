@@ -18,7 +18,7 @@ def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Te
 
 
 def _why_not_cpu(values: Tensor, *_: object) -> str | None:
-    return None if values.device.type == "cpu" else f"values is on {values.device}, csrc/cpu reads host memory"
+    return library.why_not_host("values", values)
 
 
 def _in_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:

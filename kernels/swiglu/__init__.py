@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.library import why_no_cpu_library
+from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -85,11 +85,7 @@ def _triton() -> RowsOfSwiglu:
 
 
 def _why_not_cpu(products: Tensor, weights: Tensor | None) -> str | None:
-    if products.device.type != "cpu":
-        return f"products is on {products.device}, csrc/cpu reads host memory"
-    if products.dtype not in (torch.float32, torch.bfloat16):
-        return f"products is {str(products.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
-    return _why_not_wide(weights)
+    return why_not_float_or_bfloat16("products", products) or _why_not_wide(weights)
 
 
 def _why_not_triton(products: Tensor, weights: Tensor | None) -> str | None:

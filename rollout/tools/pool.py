@@ -83,12 +83,12 @@ class _Lane:
     tool: Tool
     limits: ToolLimits
     cache: _Cache
+    has_work: threading.Condition  # of the pool's lock; told once a run
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     queue: deque[_Run] = field(default_factory=deque)
     running: list[_Run] = field(default_factory=list)
     shared: dict[_Key, _Run] = field(default_factory=dict)  # runs that a further call of the same may join
     threads: list[threading.Thread] = field(default_factory=list)  # none that was given up
-    has_work: threading.Condition = field(default_factory=threading.Condition)  # of the pool's lock; told once a run
     num_idle: int = 0
     num_hung: int = 0
     last_error: str = ""
@@ -112,7 +112,7 @@ class ToolPool:
         self._lanes: dict[str, _Lane] = {}
         for name, tool in tools.items():
             bounds = limits.get(name, ToolLimits())
-            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds), has_work=threading.Condition(self._lock))
+            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds), threading.Condition(self._lock))
         self._unknown = dict.fromkeys(_COUNTS, 0.0)
         self._watch: threading.Thread | None = None
         self._watched_until = math.inf  # monotonic seconds: when the watch wakes by itself

@@ -73,10 +73,6 @@ def _load_triton_no_dz() -> RowKernels:
     return TritonNoDzRowKernels()
 
 
-def _why_not_cpu(name: str, tensor: Tensor) -> str | None:
-    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
-
-
 def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -97,7 +93,7 @@ def _why_not_no_dz(tensors: dict[str, Tensor]) -> str | None:
 
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
-    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, _why_not_cpu),
+    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, library.why_not_host),
 )
 
 # Those of the heads. The last two have a first GEMM of their own, and the last one backward GEMMs too. They are taken by name
