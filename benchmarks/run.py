@@ -88,6 +88,7 @@ def measure(
     case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
 ) -> Table:
     """Judge ours, then everybody; then time; then memory. only, without: variants by name, as on the command line."""
+    torch.compiler.reset()  # a function is compiled for eight shapes, and for those beyond it runs as it stands
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
     skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
