@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
-export folder OMP_NUM_THREADS=1
+export folder OMP_NUM_THREADS=1 MARSRL_FORKS=$folder/forks
 unset PYTHONDONTWRITEBYTECODE  # some hundred processes import the same files
 trap 'rm -rf "$folder"' EXIT
 trap 'kill 0' INT TERM
@@ -49,6 +49,17 @@ run_part() {  # the part, then pytest's arguments
   return $status
 }
 export -f run_part
+
+# what runs and engines import is imported once: most of them are forked from these two (tests/forks/server.py)
+mkdir "$MARSRL_FORKS"
+for kind in trainer engine; do
+  python -W ignore tests/forks/server.py "$MARSRL_FORKS" $kind >"$folder/forks.$kind" 2>&1 &
+  until [ -S "$MARSRL_FORKS/$kind" ] && [ -x "$MARSRL_FORKS/python" ]; do
+    kill -0 $! || { cat "$folder/forks.$kind"; exit 1; }
+    sleep 0.1
+  done
+done
+
 parts="${parts[*]}" bash -c '
   printf "%s\0" $parts | xargs -0 -P 5 -I{} bash -c "run_part {} \"\$@\"" bash "$@"
 ' bash "$@"

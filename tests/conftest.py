@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+sys.path[:0] = [str(Path(__file__).parent / room) for room in ("ranks", "forks")]
 
 if settings.get_current_profile_name() == "default":
     settings.load_profile("ci")  # the same examples on every machine, and as long for each as it takes
@@ -40,6 +40,10 @@ def pytest_collection_finish() -> None:
     """What the imports have made is never looked through for garbage: a tenth of a test's CPU time."""
     gc.freeze()
     gc.enable()
+    if "ray" in sys.modules:
+        from forked import let_ray_fork
+
+        let_ray_fork()
 
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from documents import ROOT, config_blocks, python_blocks
+from forked import PYTHON
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -74,7 +75,7 @@ class Desk:
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PATH"] = f"{Path(PYTHON).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
             return subprocess.Popen(
                 words,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
@@ -95,12 +94,6 @@ def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0)
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)
-
-
-def actors() -> list[psutil.Process]:
-    """Processes of engines, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
-    return sorted(found, key=lambda process: process.create_time())
 
 
 def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:

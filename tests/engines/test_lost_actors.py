@@ -13,7 +13,8 @@ import psutil
 import pytest
 import ray
 import torch
-from engine_cases import ROUNDING, actors, after, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, perturbed, prompt, request, tensors_of
+from forked import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions

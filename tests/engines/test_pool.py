@@ -5,9 +5,11 @@ import socket
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, actors, after, decoded, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, decoded, perturbed, prompt, request, tensors_of
+from forked import actors, descendants
 
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
@@ -91,16 +93,14 @@ def local_config(**options):
 
 
 def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):
-    import psutil
-
     directory, tensors = checkpoint("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
     here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
     alone = here.generate(asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
-    before = {p.pid for p in psutil.Process().children(recursive=True)}  # of other tests
+    before = {process.pid for process in descendants()}  # of other tests
     pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
-    children = {p.pid for p in psutil.Process().children(recursive=True)} - before
+    children = {process.pid for process in descendants()} - before
     try:
         progress = []
         results = pool.generate(asks, version=0, on_progress=progress.append)

@@ -1,9 +1,6 @@
 """Runs of trainer/main.py whose model says by a script what the dual system is to say, and stands still in one phase of a turn.
 
-    echo '["LOG", ["PHASE", "INSTANCE", "FOLDER", "word of trainer/main.py", ...]]' | \\
-        python tests/integration/killed_turns_worker.py
-
-Each line of stdin is a run: see forked_runs.
+    python tests/integration/killed_turns_worker.py PHASE INSTANCE FOLDER word-of-trainer/main.py ...
 
 Everything is a run's own, the log-probs of the tokens too; only which token is drawn is told. From the rollout instance of that
 number on, the engine stops in the phase, or with `tools` the server holds its answers, and FOLDER/held says that it is so; the
@@ -22,13 +19,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-from forked_runs import serve, train
-
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local import engine as local
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.trainer.main import main
 
 NUM_CALLS = 2
 READS = "it says so"
@@ -107,12 +102,7 @@ def follow(script: Script) -> None:
     BackgroundScheduler.resting = late_resting  # type: ignore[method-assign]
 
 
-def life(log: str, told: list[str]) -> None:
-    """One run, in the process that was forked for it."""
-    phase, instance, folder, *words = told
-    follow(Script(phase, int(instance), Path(folder)))
-    train(log, words)
-
-
 if __name__ == "__main__":
-    serve(life)
+    phase, instance, folder, *words = sys.argv[1:]
+    follow(Script(phase, int(instance), Path(folder)))
+    sys.exit(main(words))

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
+from runner import Runner
 
 from marsrl.trainer import cli
 from marsrl.trainer.config.read import read_config
@@ -135,12 +136,12 @@ def warm_started(cache: Path, config_file: Path | None) -> Path:
 
 
 def test_commands_on_a_run_are_as_they_are_written(
-    first_run: Path, runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first_run: Path, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = Desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
-    before = load_file(warm_started(runner.cache, first_run / "config.yaml") / "model.safetensors")  # type: ignore[attr-defined]
+    before = load_file(warm_started(runner.cache, first_run / "config.yaml") / "model.safetensors")
     written = 0
     for number, command in enumerate(run_by("test_commands_on_a_run_are_as_they_are_written")):
         name, run, *out = desk.words(command, (tmp_path / str(number)).joinpath)[1:]
@@ -159,13 +160,13 @@ def test_commands_on_a_run_are_as_they_are_written(
 
 
 @pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))
-def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: object, tmp_path: Path) -> None:
+def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: Runner, tmp_path: Path) -> None:
     """What `make train` starts, and with a team of one's own. It finds its policy in the cache: the one that the first run has
     taught, less well."""
     desk = Desk(tmp_path)
     words = desk.words(command, Path)
     file = tmp_path / words[-1] if "--config" in words else None
-    taught = warm_started(runner.cache, first_run / "config.yaml")  # type: ignore[attr-defined]
+    taught = warm_started(runner.cache, first_run / "config.yaml")
     shutil.copytree(taught, warm_started(desk.cache, file))
     run = desk.until_version_1(words)
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
@@ -182,9 +183,9 @@ def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, 
         assert "at most 192 samples a step, if each agent is asked once in an episode" in ours
 
 
-def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: object) -> None:
+def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runner) -> None:
     """From the same cached warm start; the ranks add in another order, so numbers agree to rounding, not to the bit."""
-    both = untimed(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2))  # type: ignore[attr-defined]
+    both = untimed(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2))
     alone = untimed(first_run)[:2]
     for two, one in zip(both, alone, strict=True):
         for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "reward/solver/mean"):
@@ -197,13 +198,13 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: obje
 
 
 def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
-    first_run: Path, runner: object, left_behind: Callable[[], list[str]]
+    first_run: Path, runner: Runner, left_behind: Callable[[], list[str]]
 ) -> None:
     """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
     settings = ("stopped", "run.steps=4", "run.checkpoint_every=1")
     began = time.monotonic()
-    process = runner.start(*settings, ranks=1)  # type: ignore[attr-defined]
-    directory = runner.folder / "stopped"  # type: ignore[attr-defined]
+    process = runner.start(*settings, ranks=1)
+    directory = runner.folder / "stopped"
     latest = directory / "checkpoints" / "latest"
     deadline = time.monotonic() + 900
     while not latest.exists() and time.monotonic() < deadline:
@@ -226,7 +227,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     step = int(latest.read_text().strip().removeprefix("step_"))
     assert step < 4 and not (directory / "summary.json").exists()
     assert json.loads((directory / "checkpoints" / f"step_{step}" / "meta.json").read_text())["step"] == step
-    resumed = runner.run(*settings, "run.resume=auto")  # type: ignore[attr-defined]
+    resumed = runner.run(*settings, "run.resume=auto")
     assert untimed(resumed) == untimed(first_run)  # also of the steps before it was stopped
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
     assert [without_seconds(ours.before), without_seconds(ours.after)] == [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from random_model import write_model
+from runner import Runner
 
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.metrics import read_metrics
@@ -33,7 +35,7 @@ WORDS = (
 
 
 def test_two_steps_train_with_an_engine_in_halves(
-    tmp_path: Path, runner: object, left_behind: Callable[[], list[str]]
+    tmp_path: Path, runner: Runner, left_behind: Callable[[], list[str]]
 ) -> None:
     """Experts spread over two processes of the trainer's own; engines in halves that Ray starts, and dense ones: where each
     of their syncs is proven by parameter, test_trainer_engine_sync.py.
@@ -44,7 +46,7 @@ def test_two_steps_train_with_an_engine_in_halves(
     model = write_model("qwen3moe", tmp_path / "model", vocab_size=330, max_position_embeddings=4096)
     write_byte_tokenizer(model)
     words = (f"policies.main.model={model}", f"data.train={data}", *WORDS)
-    directory: Path = runner.run("halves", *words)  # type: ignore[attr-defined]
+    directory = runner.run("halves", *words, python=sys.executable)  # vLLM is in its process, and early in it
     rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
     assert len(rows) == 2 and all(row["actor/updates"] for row in rows)
     assert all(row["sync/probe_tokens"] == 640 for row in rows)

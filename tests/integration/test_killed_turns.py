@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from books import check_books
+from forked import PYTHON
 from killed_turns_worker import NUM_CALLS, READS, says
 
 from marsrl.rollout.episode import Episode
@@ -119,7 +117,7 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
     problems = [{"question": f"what {n} ?", "answer": "7"} for n in range(12)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
     run = RunDirectory(tmp_path / "runs" / "killed")
-    with served(tmp_path / "held") as server, worker() as lives:
+    with served(tmp_path / "held") as server:
         words = [
             "task=qa", f"data.train={tmp_path / 'problems.jsonl'}", f"policies.main.model={tmp_path / 'model'}",
             "policies.main.dtype=float32",
@@ -139,7 +137,7 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
             server.held.unlink(missing_ok=True)
             server.holds_from = life + 1 if phase == "tools" else 0
             told = [phase, str(life + 1), str(tmp_path), *words, *(["run.resume=auto"] if step else [])]
-            output = end_of(run, lives, told, life, phase, tmp_path / f"{life}.log")
+            output = end_of(run, told, life, phase)
             asked = Counter(server.asked)
             assert not kept & asked.keys(), f"{phase}: asked again for what the checkpoint has: {kept & asked.keys()}"
             assert was_open <= asked.keys() and set(asked.values()) == {1}, (phase, asked, output)
@@ -148,41 +146,24 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
     check_tokens(run)
 
 
-@contextmanager
-def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """What forks the lives; unbuffered, so that select() knows of every answer."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def end_of(
-    run: RunDirectory, lives: subprocess.Popen[bytes], words: list[str], life: int, phase: str, log: Path
-) -> str:
+def end_of(run: RunDirectory, words: list[str], life: int, phase: str) -> str:
     """A life up to its SIGKILL in the phase, which the checkpoint of step `life` then has; the last one to its end."""
-    assert lives.stdin is not None and lives.stdout is not None
-    lives.stdin.write(json.dumps([str(log), words]).encode() + b"\n")
-    pid = int(lives.stdout.readline())
-    end, has_ended = time.monotonic() + LIMIT_S, False
-    try:
-        while not has_ended and time.monotonic() < end and (not phase or books_of(run)[0] < life):
-            has_ended = bool(select.select([lives.stdout], [], [], 0.1)[0])
-    finally:
-        if not has_ended:
-            os.kill(pid, signal.SIGKILL)
-    status = int(lives.stdout.readline())
-    output = log.read_text(errors="replace")[-4000:]
+    process = subprocess.Popen(
+        [PYTHON, "-W", "ignore", str(WORKER), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,
+    )  # fmt: skip
+    end, status = time.monotonic() + LIMIT_S, None
+    while status is None and time.monotonic() < end and (not phase or books_of(run)[0] < life):
+        time.sleep(0.1)
+        status = process.poll()
+    process.kill()
+    output = process.communicate()[0][-4000:]  # all who could write to it have ended
     if phase:
-        assert not has_ended and status == -signal.SIGKILL, output
+        assert status is None, output  # it has not ended by itself
         assert phase in phases(books_of(run)[1]), (phase, phases(books_of(run)[1]), output)
     else:
-        assert has_ended and status == 0, output
+        assert status == 0, output
     return output
 
 

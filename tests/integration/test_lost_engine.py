@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from forked import descendants
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.trainer import build
@@ -38,7 +38,7 @@ from marsrl.trainer.weights.files import parent_of
 
 def kill(name: str) -> None:
     """SIGKILL for our children of this name."""
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         if child.name().startswith(name):
             child.kill()
 
@@ -115,7 +115,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
         train(run)
     for strike in strikes:
         strike.join()
-    assert [child.name() for child in psutil.Process().children(recursive=True) if "ray" in child.name()] == []
+    assert [child.name() for child in descendants() if "ray" in child.name()] == []
     rows = {row.step: row.values for row in read_metrics(directory.metrics)}
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4

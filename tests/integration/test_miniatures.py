@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runner import Runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
@@ -34,9 +34,9 @@ SIZES = {"tiny": 64, "cpu_default": 96}  # hidden
 
 
 @pytest.mark.parametrize("command", run_by("test_a_miniature_trains_every_policy_that_it_has"))
-def test_a_miniature_trains_every_policy_that_it_has(command: str, forked_run: Callable[..., Path]) -> None:
+def test_a_miniature_trains_every_policy_that_it_has(command: str, runner: Runner) -> None:
     words = shlex.split(command)[2:]
-    directory = forked_run("-".join(words).replace("=", "-"), *words, *SMALLER)
+    directory = runner.run("-".join(words).replace("=", "-"), *words, *SMALLER)
     agents = ["solver"] if "orchestration=solver" in words else ["solver", "verifier"]
     policies = ["solver"] if "orchestration=solver" in words or "agents.verifier.policy=solver" in words else agents
     sizes = {"solver": "cpu_default" if "policies.solver.shape=cpu_default" in words else "tiny", "verifier": "tiny"}
@@ -59,12 +59,12 @@ def test_a_miniature_trains_every_policy_that_it_has(command: str, forked_run: C
 
 
 @pytest.mark.parametrize("command", run_by("test_the_search_team_in_miniature_trains_by_its_outcome"))
-def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, forked_run: Callable[..., Path]) -> None:
+def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, runner: Runner) -> None:
     """From a warm start that is long enough for an answer in four to be right."""
     words = shlex.split(command)[2:]
     steps = ("warm_start.max_solver_steps=110", "warm_start.short_steps=60", "warm_start.max_team_steps=80")
     rest = ("warm_start.decay_steps=20", "run.steps=3")
-    directory = forked_run("search-team", *words, *steps, *rest)
+    directory = runner.run("search-team", *words, *steps, *rest)
     rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
     assert len(rows) == 3 and sum(row["actor/updates"] or 0 for row in rows) > 0
     for agent in ("verifier", "search", "answer"):
@@ -77,13 +77,13 @@ def test_the_search_team_in_miniature_trains_by_its_outcome(command: str, forked
 
 
 @pytest.mark.parametrize("command", run_by("test_the_dual_system_in_miniature_trains_by_its_outcome"))
-def test_the_dual_system_in_miniature_trains_by_its_outcome(command: str, forked_run: Callable[..., Path]) -> None:
+def test_the_dual_system_in_miniature_trains_by_its_outcome(command: str, runner: Runner) -> None:
     """From a warm start that is long enough to call tools, and not to be right."""
     words = shlex.split(command)[2:]
     steps = ("warm_start.max_solver_steps=60", "warm_start.short_steps=20", "warm_start.max_team_steps=150")
     more = ("rollout.prompts_per_step=6", "rollout.group_size=6")  # a poor team is seldom right
     rest = ("warm_start.decay_steps=20", "run.steps=3")
-    directory = forked_run("dual-system", *words, *steps, *more, *rest)
+    directory = runner.run("dual-system", *words, *steps, *more, *rest)
     rows = [row.values for row in read_metrics(directory / "metrics.jsonl")]
     assert len(rows) == 3 and sum(row["actor/updates"] or 0 for row in rows) > 0
     for system in ("system2", "system1"):
