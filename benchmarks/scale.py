@@ -41,8 +41,6 @@ if __name__ == "__main__":
 import numpy as np
 
 from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
-from marsrl.benchmarks.simulation.lengths import Lengths
-from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
@@ -50,6 +48,8 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.simulation.lengths import Lengths
+from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Group, Problem, Reward
