@@ -105,13 +105,8 @@ def test_nothing_that_a_run_imports_knows_the_simulation() -> None:
     assert users and all(path.parent == room for path in users)
 
 
-# Files that name each other's types and nothing else, which costs no import at run time: a model and what its sections
-# demand of each other; what rows kernels are, and the implementations that a caller can ask them for.
-NAME_EACH_OTHER = [
-    {"kernels.head.first_gemm.triton_impl", "kernels.head.no_dz.triton_impl"}
-    | {f"kernels.head.rows.{name}" for name in ("cpu_calls", "cpu_tiles", "protocol", "triton_impl")},
-    {"trainer.config.agreement", "trainer.config.run_config"},
-]
+# A model and what its sections demand of each other: one names the other's type, which costs no import at run time.
+NAME_EACH_OTHER = {"trainer.config.agreement", "trainer.config.run_config"}
 
 
 def test_no_two_files_import_each_other_even_by_a_detour() -> None:
@@ -133,7 +128,7 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
         return file in reached
 
     found = {file.removeprefix("marsrl.") for file in files if reaches_itself(file)}
-    assert found == set().union(*NAME_EACH_OTHER)
+    assert found == NAME_EACH_OTHER
 
 
 def test_a_room_has_at_most_twenty_files() -> None:
