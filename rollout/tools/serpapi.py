@@ -110,7 +110,6 @@ def _text(value: object, key: str) -> str:
     found = _below(value, key)
     if not isinstance(found, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    plain = html.unescape(
-        _MARKUP.sub("", found or "")
-    )  # first the tags: those that are written out are the page's own words
+    # first the tags: those that are written out are the page's own words
+    plain = html.unescape(_MARKUP.sub("", found or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

@@ -91,9 +91,8 @@ def test_the_tutors_read_what_both_systems_do(
             episode.wait(said)
             _, calls = episode.enter(team.follow(episode))
             episode.outputs |= {call.id: ToolOutput.of(answered(call, problem, tool)) for call in calls}
-            assert len(calls) == (tagged("tool_call", trace.completion) or "").endswith(
-                "}"
-            )  # what cannot be read does not run
+            # what cannot be read does not run
+            assert len(calls) == (tagged("tool_call", trace.completion) or "").endswith("}")
             for read in episode.enter(team.follow(episode))[0]:
                 trace = left.pop(0)
                 assert renderer.render(team.messages(episode, read))[0].tolist() == words_of(trace, renderer)[0]

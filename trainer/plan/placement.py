@@ -33,7 +33,7 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a host somebody has: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
+    """The part of a host that somebody has: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
 
     gpu: the first GPU; None: on the host's CPUs.
     """
