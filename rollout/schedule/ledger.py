@@ -42,7 +42,10 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step trains on, and what the stage (or stages) that made it did."""
+    """What one step trains on, and what the stage (or stages) that made it did.
+
+    StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
+    """
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
