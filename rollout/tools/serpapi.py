@@ -16,8 +16,7 @@ import random
 import re
 from collections.abc import Mapping
 
-from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key
-from marsrl.rollout.http_line import shown as excerpt
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
 from marsrl.rollout.tools.documents import Document, shown
 from marsrl.rollout.tools.papers import said_of
