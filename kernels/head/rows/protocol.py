@@ -75,8 +75,7 @@ class RowKernels(Protocol):
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
 
         Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
-        target outside the vocabulary gives NaN where
-        not is_host; check_targets reports it.
+        target outside the vocabulary gives NaN where not is_host; check_targets reports it.
         """
 
     def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:
