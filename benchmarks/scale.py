@@ -180,7 +180,7 @@ def played(
         config.agents,
         build_orchestration(config.orchestration, config.agents, "math", None, rollout),
         {"main": renderer},
-        {"main": EnginePool(engines, slots=rollout.vllm.max_num_seqs)},
+        {"main": EnginePool(engines, slots=rollout.slots)},
         WatchedJudge(judge),
     )
     source = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
