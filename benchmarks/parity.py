@@ -107,9 +107,8 @@ def samples() -> list[Any]:
         n = total - prompt
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
-        tokens = rng.integers(0, 256, total).astype(
-            np.int32
-        )  # 256 is the padding token, which transformers does not train
+        # 256 is the padding token, which transformers does not train
+        tokens = rng.integers(0, 256, total).astype(np.int32)
         out.append(
             TrainSequence(
                 uid=f"s{i}",

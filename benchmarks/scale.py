@@ -41,8 +41,6 @@ if __name__ == "__main__":
 import numpy as np
 
 from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
-from marsrl.benchmarks.simulation.lengths import Lengths
-from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
@@ -50,6 +48,8 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.simulation.lengths import Lengths
+from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Group, Problem, Reward
@@ -180,7 +180,7 @@ def played(
         config.agents,
         build_orchestration(config.orchestration, config.agents, "math", None, rollout),
         {"main": renderer},
-        {"main": EnginePool(engines, slots=rollout.vllm.max_num_seqs)},
+        {"main": EnginePool(engines, slots=rollout.slots)},
         WatchedJudge(judge),
     )
     source = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)

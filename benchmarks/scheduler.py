@@ -41,7 +41,6 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from marsrl.benchmarks.simulation.simulated_team import problem_stream
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
@@ -51,6 +50,7 @@ from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_lo
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Reward
 

@@ -31,6 +31,11 @@ class Implementation:
     machine_lacks: Callable[[], str | None] = lambda: None
 
 
+def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
+    """None where an implementation for the CPU can read the tensor, else the reason; name: of the argument."""
+    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this one reads host memory"
+
+
 @dataclass(frozen=True)
 class Op:
     """A kernel of the public API with its implementations, the preferred one first."""

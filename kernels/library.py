@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from marsrl.kernels.dispatch import why_not_host
+
 ABI_VERSION = 14  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
@@ -155,13 +157,8 @@ def why_no_cpu_library() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """None where the CPU library can read the tensor, else the reason; name: of the argument."""
-    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, csrc/cpu reads host memory"
-
-
 def why_not_float_or_bfloat16(name: str, tensor: torch.Tensor) -> str | None:
-    """The same of a function that reads host memory of these two dtypes."""
+    """None where a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"

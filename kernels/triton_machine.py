@@ -48,7 +48,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
-    """Of the tensor's device; of an H100 where it is on no device."""
+    """Multiprocessors of the tensor's device; those of an H100 where it is on the CPU."""
     if not tensor.is_cuda:
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count

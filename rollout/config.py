@@ -186,6 +186,12 @@ class VllmOptions(Settings):
         return self
 
 
+class LocalOptions(Settings):
+    """Our own engine's (rollout.engine=local), which computes in the policy's dtype."""
+
+    max_num_seqs: int = Field(256, gt=0, le=MOST, description="requests decoded at once by one engine")
+
+
 class OpenAIOptions(Settings):
     """A server that speaks OpenAI's completions protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
 
@@ -312,6 +318,12 @@ class RolloutConfig(Settings):
         3, gt=0, le=MOST, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
+    local: LocalOptions = LocalOptions()
+
+    @property
+    def slots(self) -> int:
+        """Requests that one engine decodes at once."""
+        return self.vllm.max_num_seqs if self.engine == "vllm" else self.local.max_num_seqs
 
     @field_validator("ray_address")
     @classmethod

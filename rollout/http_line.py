@@ -175,7 +175,7 @@ def read_json(answer: bytes) -> object:
     return value
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """The beginning of a value, for a message."""
     return repr(value)[:_MOST_SHOWN]
 

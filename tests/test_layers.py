@@ -45,6 +45,15 @@ ROOMS = {
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
     "rollout/schedule": {"rollout/engines", "rollout/pool", "rollout/tasks"},
+    "rollout/simulation": {
+        "rollout/agents",
+        "rollout/engines",
+        "rollout/orchestrations",
+        "rollout/pool",
+        "rollout/rewards",
+        "rollout/schedule",
+        "rollout/tasks",
+    },
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
@@ -90,13 +99,14 @@ def test_a_room_imports_the_rooms_that_it_may(room: str) -> None:
     assert found - {None, room, SETTINGS} == ROOMS[room]
 
 
-# Files that name each other's types and nothing else, which costs no import at run time: a model and what its sections
-# demand of each other; what rows kernels are, and the implementations that a caller can ask them for.
-NAME_EACH_OTHER = [
-    {"kernels.head.first_gemm.triton_impl", "kernels.head.no_dz.triton_impl"}
-    | {f"kernels.head.rows.{name}" for name in ("cpu_calls", "cpu_tiles", "protocol", "triton_impl")},
-    {"trainer.config.agreement", "trainer.config.run_config"},
-]
+def test_nothing_that_a_run_imports_knows_the_simulation() -> None:
+    room = ROOT / "rollout" / "simulation"
+    users = [path for path in FILES if any(name.startswith("marsrl.rollout.simulation") for name in imported(path))]
+    assert users and all(path.parent == room for path in users)
+
+
+# A model and what its sections demand of each other: one names the other's type, which costs no import at run time.
+NAME_EACH_OTHER = {"trainer.config.agreement", "trainer.config.run_config"}
 
 
 def test_no_two_files_import_each_other_even_by_a_detour() -> None:
@@ -118,7 +128,7 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
         return file in reached
 
     found = {file.removeprefix("marsrl.") for file in files if reaches_itself(file)}
-    assert found == set().union(*NAME_EACH_OTHER)
+    assert found == NAME_EACH_OTHER
 
 
 def test_a_room_has_at_most_twenty_files() -> None:

@@ -68,6 +68,12 @@ def start(installed: Path, cwd: Path, *command: str) -> str:
     return done.stdout
 
 
+def test_a_wheel_has_nothing_that_only_benchmarks_use(installed: Path) -> None:
+    assert (ROOT / "rollout" / "simulation").is_dir()
+    assert (installed / "marsrl" / "rollout" / "schedule").is_dir()
+    assert not (installed / "marsrl" / "rollout" / "simulation").exists()
+
+
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:
     shown = start(installed, tmp_path, "-c", COMMANDS, str(installed))
     assert "linear_policy_loss" in shown  # doctor

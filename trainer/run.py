@@ -65,9 +65,7 @@ class Run:
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.standby = Standby(channels, learners, self.versions, driver.team.pools if driver is not None else None)
         self.step = 0
-        self.consumed_version = (
-            0  # of the policy that this step's batch was consumed by: staleness is measured against it
-        )
+        self.consumed_version = 0  # of the policy that consumes this step's batch: staleness is measured against it
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
 

@@ -48,9 +48,8 @@ def _build(shape: Shape) -> Bench:
         return {"logprobs": packed}
 
     def judge() -> Judgement:
-        plain = (
-            loop()
-        )  # nothing is rounded, so one result stands for all; tests/kernels/packing_cases.py has the others
+        # nothing is rounded, so one result stands for all; tests/kernels/packing_cases.py has the others
+        plain = loop()
         return Judgement({name: values.double() for name, values in plain.items()}, plain)
 
     read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsrl.kernels.attention_decode.cpu import attention_decode_cpu, why_not_cpu
+from marsrl.kernels.attention_decode.cpu import attention_decode_cpu
 from marsrl.kernels.attention_decode.reference import attention_decode_reference
 from marsrl.kernels.attention_decode.torch_impl import attention_decode_torch
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.library import why_no_cpu_library
+from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -52,6 +52,10 @@ def attention_decode(
     return _OP(q, k_cache, v_cache, lengths, head_size**-0.5 if scale is None else scale)
 
 
+def _why_not_cpu(q: Tensor, *_: object) -> str | None:
+    return why_not_float_or_bfloat16("q", q)
+
+
 def _why_not_triton(q: Tensor, *_: object) -> str | None:
     head_size = q.shape[2]
     if q.dtype == torch.float64:
@@ -71,7 +75,7 @@ _OP = Op(
     "attention_decode",
     (
         Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", attention_decode_cpu, why_not_cpu, why_no_cpu_library),
+        Implementation("cpu", attention_decode_cpu, _why_not_cpu, why_no_cpu_library),
         Implementation("torch", attention_decode_torch),
         Implementation("reference", attention_decode_reference),
     ),

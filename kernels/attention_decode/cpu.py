@@ -15,15 +15,6 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # enum Element of decode.cpp
 _PARALLEL_NUMBERS = 1 << 16
 
 
-def why_not_cpu(q: Tensor, *_: object) -> str | None:
-    """None where csrc/cpu can serve these tensors, else the reason."""
-    if q.device.type != "cpu":
-        return f"q is on {q.device}, this one is for the CPU"
-    if q.dtype not in _ELEMENTS:
-        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, csrc/cpu takes float32 and bfloat16"
-    return None
-
-
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """[S, N, D] as the reference defines it; what lies behind a length is never read."""
     q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))

@@ -11,7 +11,7 @@ from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
-from marsrl.kernels.dispatch import Explanation, Implementation, Op
+from marsrl.kernels.dispatch import Explanation, Implementation, Op, why_not_host
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -99,7 +99,7 @@ def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
 
 
 def _why_not_cpu(q: Tensor, *_: object, **__: object) -> str | None:
-    return None if q.device.type == "cpu" else f"q is on {q.device}, this one is for the CPU"
+    return why_not_host("q", q)
 
 
 def _why_not_triton(q: Tensor, *_: object, **__: object) -> str | None:

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PaddedSegments:
     """Segments that are padded to one length.
 
     source [B * L] int64: the token at each place; a place behind a segment's end repeats its last token.
@@ -26,12 +26,12 @@ class Bucket:
 
 @lru_cache(maxsize=64)  # every layer of a model asks for the same packing
 @torch.inference_mode(False)  # whoever asks first: a learner saves for its backward what an engine has asked for before
-def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
-    """Segments by length, at most half of a bucket's places being padding: log2(longest / shortest) buckets."""
+def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
+    """Segments by length, with padding in at most half of the places: log2(longest / shortest) calls."""
     segments = sorted(
         ((end - begin, begin) for begin, end in pairwise(bounds) if end > begin), key=lambda s: (-s[0], s[1])
     )
-    buckets, start = [], 0
+    padded, start = [], 0
     while start < len(segments):
         longest = segments[start][0]
         stop = next((i for i in range(start, len(segments)) if 2 * segments[i][0] < longest), len(segments))
@@ -40,9 +40,9 @@ def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
         offsets = torch.arange(longest, device="cpu")[None]
         source = (begins + torch.minimum(offsets, lengths - 1)).flatten()
         places = (offsets < lengths).flatten().nonzero()[:, 0]
-        buckets.append(Bucket(stop - start, longest, source, places, source[places]))
+        padded.append(PaddedSegments(stop - start, longest, source, places, source[places]))
         start = stop
-    return tuple(buckets)
+    return tuple(padded)
 
 
 def attention_varlen_cpu(
@@ -63,20 +63,20 @@ def attention_varlen_cpu(
     if not causal or bounds_k != bounds_q:
         return _per_segment(q, k, v, bounds_q, bounds_k, scale, causal)
     # Padding stands behind the real tokens: under a causal mask none of these sees it, so that no mask is built.
-    buckets = buckets_of(tuple(bounds_q))
-    if len(buckets) == 1 and buckets[0].num_segments * buckets[0].length == q.shape[0]:
-        return _sdpa(q, k, v, buckets[0], scale).flatten(0, 1)
+    padded = padded_by_length(tuple(bounds_q))
+    if len(padded) == 1 and padded[0].num_segments * padded[0].length == q.shape[0]:
+        return _sdpa(q, k, v, padded[0], scale).flatten(0, 1)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for bucket in buckets:
-        padded_q, padded_k, padded_v = (x.index_select(0, bucket.source) for x in (q, k, v))
-        result = _sdpa(padded_q, padded_k, padded_v, bucket, scale).flatten(0, 1).index_select(0, bucket.places)
-        output = output.index_copy(0, bucket.tokens, result)
+    for each in padded:
+        padded_q, padded_k, padded_v = (x.index_select(0, each.source) for x in (q, k, v))
+        result = _sdpa(padded_q, padded_k, padded_v, each, scale).flatten(0, 1).index_select(0, each.places)
+        output = output.index_copy(0, each.tokens, result)
     return output
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: PaddedSegments, scale: float) -> Tensor:
     """[B, L, N, D] from tokens [B * L, N, D]."""
-    q, k, v = (x.unflatten(0, (bucket.num_segments, bucket.length)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, (segments.num_segments, segments.length)).transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
 

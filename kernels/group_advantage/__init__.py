@@ -5,7 +5,7 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.checks import INTEGERS, check, check_range
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, why_not_host
 from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
 from marsrl.kernels.group_advantage.reference import group_advantage_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -78,7 +78,7 @@ def _pair(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _why_not_cpu(rewards: Tensor, *_: object) -> str | None:
-    return library.why_not_host("rewards", rewards)
+    return why_not_host("rewards", rewards)
 
 
 def _in_triton(

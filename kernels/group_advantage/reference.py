@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Of the set each sample belongs to, missing rewards left out; all [S], one element a sample."""
+    """Statistics of the set that each sample belongs to, all [S], one element a sample; missing rewards are left out."""
 
     mean: Tensor
     std: Tensor

@@ -22,7 +22,7 @@ def _set_statistics(
     is_unbiased,
     BLOCK: tl.constexpr,
 ):
-    """Of set i, whose samples are order[bounds[i] : bounds[i + 1]]: mean, std, and 0 usual, 1 single, 2 flat.
+    """Mean, std and kind (0 usual, 1 single, 2 flat) of set i, whose samples are order[bounds[i] : bounds[i + 1]].
 
     Sums are taken in float64 over the samples in the order of their index: two runs give the same bits.
     """

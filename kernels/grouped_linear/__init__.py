@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, why_not_host
 from marsrl.kernels.grouped_linear.counts import Counts
 from marsrl.kernels.grouped_linear.cpu import grouped_linear_cpu
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
@@ -53,7 +53,7 @@ def _counts(tokens_per_expert: Tensor | Sequence[int], num_experts: int, x: Tens
 
 
 def _why_not_cpu(x: Tensor, *_: object) -> str | None:
-    return None if x.device.type == "cpu" else f"x is on {x.device}, this one is for the CPU"
+    return why_not_host("x", x)
 
 
 def _why_not_triton(x: Tensor, *_: object) -> str | None:

@@ -55,7 +55,7 @@ class HeadGemms:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of dz where it waits for the backward GEMMs."""
+        """The dtype of dz while it waits for the backward GEMMs."""
         return torch.bfloat16 if self._is_narrow else torch.float32
 
     @property

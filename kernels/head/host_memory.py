@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Of the buffer of a head on the CPU: num_bytes where they are enough for num_rows, else up to max_bytes."""
+    """How large the buffer of a head on the CPU is: num_bytes where they are enough for num_rows, else up to max_bytes."""
 
     num_bytes: int
     num_rows: int

@@ -29,7 +29,7 @@ class Support:
     most: int
 
     def take(self, tokens: Tensor) -> Support:
-        """Of these tokens [R] int64 alone."""
+        """The support of these tokens [R] int64 alone."""
         return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
 
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
@@ -46,9 +46,8 @@ class Support:
         self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
     ) -> None:
         row = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-        behind = (
-            torch.arange(row.numel(), device="cpu") - (counts.cumsum(0) - counts)[row]
-        )  # of the row's own, how many came before
+        num_before = counts.cumsum(0) - counts  # ids of the rows before each
+        behind = torch.arange(row.numel(), device="cpu") - num_before[row]  # place of each id among its row's own
         columns = self.ids[starts[row] + behind] - first_column
         is_here = (columns >= 0) & (columns < num_columns)
         row, columns = row[is_here], columns[is_here].long()

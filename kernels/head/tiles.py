@@ -21,7 +21,8 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head

@@ -12,8 +12,9 @@ from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import Wanted
-from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head

@@ -9,7 +9,8 @@ from torch import Tensor
 from marsrl.kernels.head.chunked_head import ChunkedHead, head_gradients, head_statistics
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.tiles import policy_gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head

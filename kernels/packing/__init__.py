@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, why_not_host
 from marsrl.kernels.packing.reference import kept_rows_reference, pack_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
@@ -87,7 +87,7 @@ def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
 
 
 def _why_not_cpu(tensor: Tensor, *_: object) -> str | None:
-    return None if tensor.device.type == "cpu" else f"the tensors are on {tensor.device}, this one is for the CPU"
+    return why_not_host("the first tensor", tensor)
 
 
 def _why_not_triton(tensor: Tensor, *_: object) -> str | None:

@@ -55,7 +55,7 @@ class RowsOfRmsNorm(Protocol):
     def gradients(
         self, rows: Tensor, weight: Tensor, offset: float, scales: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of rows [R, N], contiguous, and of weight [N] float32, from the forward's scales [R] and grad [R, N]."""
+        """Gradients of rows [R, N], contiguous, and weight [N] float32, from the forward's scales [R] and grad [R, N]."""
 
 
 class _RmsNorm(torch.autograd.Function):

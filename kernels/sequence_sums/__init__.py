@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, why_not_host
 from marsrl.kernels.sequence_sums.cpu import sequence_sums_cpu
 from marsrl.kernels.sequence_sums.reference import sequence_sums_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -18,7 +18,7 @@ def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Te
 
 
 def _why_not_cpu(values: Tensor, *_: object) -> str | None:
-    return library.why_not_host("values", values)
+    return why_not_host("values", values)
 
 
 def _in_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class RowsOfSwiglu(Protocol):
         """[R, F] in the dtype of products."""
 
     def gradients(self, products: Tensor, weights: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of products [R, 2 F] and of weights [R] float32 (None where there are none), from grad [R, F]."""
+        """Gradients of products [R, 2 F] and weights [R] float32 (None where there are none), from grad [R, F]."""
 
 
 class _Swiglu(torch.autograd.Function):

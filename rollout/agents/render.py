@@ -188,9 +188,8 @@ class ChatRenderer:
         return self._texts([numbers])[0]
 
     def _texts(self, numbers: list[list[int]]) -> list[str]:
-        if (
-            self._fast is not None
-        ):  # the wrapper looks at every id again, in Python; a single decode() keeps Python's lock
+        # the wrapper looks at every id again, in Python; a single decode() keeps Python's lock
+        if self._fast is not None:
             texts: list[str] = self._fast.decode_batch(numbers, skip_special_tokens=False)
             return texts
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.config import LocalOptions, VllmOptions
 from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
 
 
@@ -21,6 +21,7 @@ class EngineSpec:
     threads: int
     device: str  # "cpu" or "cuda"
     vllm: VllmOptions
+    local: LocalOptions
     sleeps: bool = False  # shares its GPU with the trainer
     records: Records = NOTHING_RECORDED
 
@@ -57,9 +58,9 @@ def build_engine(spec: EngineSpec) -> Engine:
 
     return LocalEngine(
         spec.model_dir,
-        dtype=spec.vllm.dtype or spec.dtype,
+        dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         device=spec.device,
-        max_num_seqs=spec.vllm.max_num_seqs,
+        max_num_seqs=spec.local.max_num_seqs,
         threads=spec.threads,
     )

@@ -33,7 +33,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
     why_not_decodable,
 )
-from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key, shown
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _VERSION = 0  # of weights that never change
@@ -206,10 +206,10 @@ def _parse(answer: bytes) -> tuple[str, str]:
     value = read_json(answer)
     choices = value.get("choices") if isinstance(value, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Refused(f"the answer has no list `choices` of one object: {shown(value)}")
+        raise Refused(f"the answer has no list `choices` of one object: {excerpt(value)}")
     text, finish = choices[0].get("text"), choices[0].get("finish_reason")
     if not isinstance(text, str) or finish not in ("stop", "length"):
-        raise Refused(f"expected a text and finish_reason stop or length, found {shown(choices[0])}")
+        raise Refused(f"expected a text and finish_reason stop or length, found {excerpt(choices[0])}")
     return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can spell half of a surrogate pair
 
 

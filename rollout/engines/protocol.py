@@ -50,6 +50,13 @@ class Sampling:
 class DecodeRequest:
     """Go on from these tokens by at most max_new_tokens.
 
+    The second segment of the Solver's fourth sample, whose prompt 5 9 4 has got 7 6 2 in the first:
+
+        DecodeRequest(
+            "000017/solver:3", token_ids=[5, 9, 4, 7, 6, 2], max_new_tokens=4096, sampling=Sampling(temperature=1.0),
+            seed=811, affinity="000017/solver",
+        )
+
     token_ids [N] int32: the prompt and what was decoded of the completion in earlier segments.
     seed: of this request alone, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
@@ -85,6 +92,8 @@ def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_s
 class DecodeResult:
     """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
     logprobs in nats, at the sampling temperature, of exactly the tokens drawn, among those that top_k and top_p kept.
+
+        DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
     routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
     rests on; None where none were asked for, or nothing was decoded.
@@ -146,7 +155,10 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
-    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks."""
+    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks.
+
+    WeightUpdate("/dev/shm/marsrl/main/v5", version=5)
+    """
 
     path: str
     version: int
@@ -156,6 +168,8 @@ class WeightUpdate:
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
     """What the engine holds after an update. checksums: of each shard {tensor name in its own fused layout: checksum}.
+
+        WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
 
     seconds: of the whole update; checksum_seconds: of the checksums in it.
     """

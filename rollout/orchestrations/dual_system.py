@@ -72,9 +72,8 @@ class DualSystem(Orchestration):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._bins = lru_cache(_PACKED)(
-            self._pack
-        )  # asked for once to ask, and again for each prompt and what is said of it
+        # asked for once to ask, and again for each prompt and what is said of it
+        self._bins = lru_cache(_PACKED)(self._pack)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asked: list[Ask | ToolCall] = [episode.ask("system2")]

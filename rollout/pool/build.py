@@ -77,6 +77,7 @@ def _specs(
             threads=threads,
             device="cuda" if torch.cuda.is_available() else "cpu",
             vllm=config.vllm,
+            local=config.local,
             sleeps=config.placement == "colocated",
             records=records,
         )
@@ -90,7 +91,7 @@ def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec])
     return EnginePool(
         LocalReplicas([build_engine(spec) for spec in specs]),
         policy,
-        slots=config.vllm.max_num_seqs,
+        slots=config.slots,
         deadline_s=config.deadline_s,
     )
 
@@ -133,7 +134,7 @@ def _ray_pool(
             join_s=config.join_s,
         ),
         policy,
-        slots=config.vllm.max_num_seqs,
+        slots=config.slots,
         deadline_s=config.deadline_s,
         attempts=config.max_request_attempts,
         most_restarts=config.max_engine_restarts,

@@ -28,8 +28,8 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.pool.busy_clock import BusyClock
 from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
-from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Lost, Recovery
-from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.pool.retries import AfterLoss, Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -371,7 +371,7 @@ class EnginePool:
         self._asleep = ("weights", "kv_cache")
 
     def _wake(self, *parts: MemoryPart) -> None:
-        """What of these sleeps; without arguments everything."""
+        """Wake those of these parts that sleep; without arguments all that do."""
         for part in [part for part in self._asleep if part in parts or not parts]:
             self._call("wake", (part,))
             self._asleep = self._asleep[1:]

@@ -20,8 +20,7 @@ from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss, timed
+from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss, timed
 from marsrl.rollout.types import IntArray
 
 _PROGRESS_S = 0.2

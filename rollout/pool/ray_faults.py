@@ -18,7 +18,8 @@ from ray.exceptions import (
 )
 
 from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
-from marsrl.rollout.pool.recovery import Lost
+from marsrl.rollout.error_lines import first_line, last_line
+from marsrl.rollout.pool.replicas import Lost
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
 _DECODING = ("submit", "collect", "abort")
@@ -61,7 +62,7 @@ def how_it_died(error: BaseException) -> str:
             f"killed by Ray's memory monitor ({(low or first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
             "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
         )
-    return f"its process has died ({_last_line(error)})"
+    return f"its process has died ({last_line(error)})"
 
 
 def check_ray(error: BaseException | None = None) -> None:
@@ -70,7 +71,7 @@ def check_ray(error: BaseException | None = None) -> None:
     here = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
         raise RuntimeError(
-            f"Ray is gone: the raylet of this machine has died ({_last_line(error) if error else 'node not alive'}); "
+            f"Ray is gone: the raylet of this machine has died ({last_line(error) if error else 'node not alive'}); "
             f"its logs are in /tmp/ray/session_latest/logs; start Ray again where rollout.ray_address names a cluster, and "
             f"{_GO_ON}"
         ) from error
@@ -94,13 +95,3 @@ def check_head() -> None:
 
 def _status(code: int) -> str:
     return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first, 300 characters at most."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _last_line(error: BaseException) -> str:
-    """Ray puts the cause last."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]

@@ -25,9 +25,9 @@ import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
+from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.pool.addresses import address_towards
 from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, use_token
-from marsrl.rollout.pool.ray_faults import first_line
 from marsrl.rollout.pool.ray_start import only_what_is_needed, patiently, visible
 
 _LOOK_S = 1.0
@@ -44,7 +44,7 @@ Head = Literal["there", "refuses", "silent"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What of this host is for engines. gpus: indices of those that this process sees; engines: slots on CPUs."""
+    """The part of this host that is for engines. gpus: indices of those that this process sees; engines: slots on CPUs."""
 
     gpus: Sequence[int]
     engines: int

@@ -34,9 +34,8 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as Ray does: one that has just ended is no obstacle
+        # as Ray does: one that has just ended is no obstacle
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))
         except OSError as error:

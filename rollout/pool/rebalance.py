@@ -23,7 +23,7 @@ _STAGES = 2  # in a row that ask for the same move
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PolicyEngines:
     """A policy's part of the engines, and what they did in a stage. busy_s: over all of them; takes: EnginePool.takes."""
 
     engines: int
@@ -46,14 +46,14 @@ class Move:
     problem: str = ""
 
 
-def wanted(shares: Mapping[str, Share], *, in_turn: bool) -> Move | None:
-    """The move that these shares ask for. in_turn: policies decode one after the other (rollout.overlap=0), else side by side."""
-    givers = [name for name, share in shares.items() if share.engines > 1]
+def wanted(policies: Mapping[str, PolicyEngines], *, in_turn: bool) -> Move | None:
+    """The move that their loads ask for. in_turn: policies decode one after the other (rollout.overlap=0), else side by side."""
+    givers = [name for name, each in policies.items() if each.engines > 1]
     if not givers:
         return None
-    taker = max(shares, key=lambda name: shares[name].load)
-    giver = min(givers, key=lambda name: shares[name].load)
-    most, least = shares[taker], shares[giver]
+    taker = max(policies, key=lambda name: policies[name].load)
+    giver = min(givers, key=lambda name: policies[name].load)
+    most, least = policies[taker], policies[giver]
     if most.load <= max(_OFF_BY * least.load, _LEAST_S):
         return None
     why = f"an engine of {taker} was busy for {most.load:.1f} s of a stage, one of {giver} for {least.load:.1f} s"
@@ -64,11 +64,11 @@ def wanted(shares: Mapping[str, Share], *, in_turn: bool) -> Move | None:
             giver, taker, 0, why, f"an engine of {taker} takes {needs} of one host, and one of {giver} frees {frees}"
         )
     after = {
-        **shares,
+        **policies,
         taker: replace(most, engines=most.engines + num),
         giver: replace(least, engines=least.engines - 1),
     }
-    is_shorter = _seconds(after, in_turn) < _SHORTER * _seconds(shares, in_turn)
+    is_shorter = _seconds(after, in_turn) < _SHORTER * _seconds(policies, in_turn)
     return Move(giver, taker, num, why) if is_shorter else None
 
 
@@ -96,8 +96,8 @@ def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
     return min((int(frees.get(name, 0.0) / amount + 1e-6) for name, amount in takes.items()), default=1)
 
 
-def _seconds(shares: Mapping[str, Share], in_turn: bool) -> float:
-    loads = [share.load for share in shares.values()]
+def _seconds(policies: Mapping[str, PolicyEngines], in_turn: bool) -> float:
+    loads = [each.load for each in policies.values()]
     return sum(loads) if in_turn else max(loads)
 
 
@@ -130,15 +130,15 @@ class Rebalancer:
 
     def note_stage(self) -> None:
         """A stage has been played since the last call, or since `forget`."""
-        shares = {
-            name: Share(pool.num_engines, pool.take_busy_s(), pool.takes)
+        policies = {
+            name: PolicyEngines(pool.num_engines, pool.take_busy_s(), pool.takes)
             for name, pool in self._pools.items()
             if pool.takes is not None
         }
         if not all(pool.is_whole for pool in self._pools.values()):
             self._wait_for(None)  # first those that were lost get their places back
         else:
-            self._wait_for(wanted(shares, in_turn=self._in_turn))
+            self._wait_for(wanted(policies, in_turn=self._in_turn))
 
     def forget(self) -> None:
         """What was decoded since the last stage was none of it: an evaluation."""

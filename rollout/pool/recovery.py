@@ -17,20 +17,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.pool.replicas import Lost, Replicas, Timed
 
 _log = logging.getLogger(__name__)
 
 SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a place
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """In place of an engine's answer: it will not give any. reason: for people."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +35,6 @@ class Faults:
     failed: int = 0
 
 
-class Replaceable(Protocol):
-    """The part of replicas.Replicas that a recovery needs."""
-
-    @property
-    def can_restart(self) -> bool:
-        """False where engines live in this process: what ails them ails it too."""
-
-    def restart(self, replica: int) -> Lost | None:
-        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too."""
-
-    def stop(self, replica: int) -> None:
-        """End what is left of an engine; its place is free."""
-
-    def has_place(self, within_s: float) -> bool:
-        """Whether there is a place for one engine more, or is within_s from now."""
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """A Timed or Lost: method(*arguments) on one replica."""
-
-
 class Recovery:
     """Restarts engines, and counts.
 
@@ -69,12 +42,12 @@ class Recovery:
     on_restart: told (replica, start, end), time.time(), of each.
     """
 
-    def __init__(self, replicas: Replaceable, name: str, most: int, on_restart: Callable[[int, float, float], None]):
+    def __init__(self, replicas: Replicas, name: str, most: int, on_restart: Callable[[int, float, float], None]):
         self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
         self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
         self._num_restarts = 0
-        self.feed: Callable[[int], Any] | None = None
+        self.feed: Callable[[int], Timed | Lost | None] | None = None
         self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
@@ -138,6 +111,7 @@ class Recovery:
         """
         update = self._update
         assert update is not None, "an engine that got no weights yet has those of its start"
+        answer: Timed | Lost | None
         if update.path:
             answer = self._replicas.call_one(replica, "update_weights", (update,))
         elif self.feed is None:

@@ -3,7 +3,7 @@
     pool = EnginePool(LocalReplicas([engine]))
 
 The replicas that are Ray actors are in ray_actors.py. A call returns, for each replica, what the engine returned and
-when it ran (Timed), or that the engine is lost (recovery.Lost).
+when it ran (Timed), or that the engine is lost (Lost).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
-from marsrl.rollout.pool.recovery import Lost
 
 _SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
 
@@ -36,6 +35,13 @@ class Timed:
     value: Any
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """In place of an engine's answer: it will not give any. reason: for people."""
+
+    reason: str
 
 
 def timed(function: Callable[[], Any]) -> Timed:

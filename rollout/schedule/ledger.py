@@ -42,7 +42,10 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step trains on, and what the stage (or stages) that made it did."""
+    """What one step trains on, and what the stage (or stages) that made it did.
+
+    StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
+    """
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
@@ -122,9 +125,8 @@ class Ledger:
         self._calling: dict[Future[ToolOutput], ToolCall] = {}
         self._stirred: dict[str, Episode] = {}  # by id, in which samples wait, and something has happened
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
-        self.on_episode: Callable[[str, bool], None] | None = (
-            None  # told its id when one begins, and (True) when it ends
-        )
+        # told an episode's id when it begins, and (True) when it ends
+        self.on_episode: Callable[[str, bool], None] | None = None
 
     @property
     def num_unfinished(self) -> int:

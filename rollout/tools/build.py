@@ -21,8 +21,7 @@ from marsrl.rollout.tools.documents import Document, read_corpus
 from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import Tool
-from marsrl.rollout.tools.search import IndexSearch as Search
-from marsrl.rollout.tools.search import build_index, open_index
+from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
 
 _LOOKED_AT = 1000  # documents of a corpus, before anything starts
 
@@ -67,7 +66,7 @@ def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -
         index = build_index(documents)
     else:
         index = open_index(settings.corpus, settings.index, _reader(settings))
-    return Search(index, settings.top_k, name, "Paper" if name == "scholar" else "Doc")
+    return CorpusSearch(index, settings.top_k, name, "Paper" if name == "scholar" else "Doc")
 
 
 def check_tools(

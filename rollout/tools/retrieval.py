@@ -12,8 +12,7 @@ import json
 import random
 from collections.abc import Mapping
 
-from marsrl.rollout.http_line import HttpLine, Refused, read_json
-from marsrl.rollout.http_line import shown as excerpt
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json
 from marsrl.rollout.tools.config import HttpSearch
 from marsrl.rollout.tools.documents import Document, from_contents, shown
 from marsrl.rollout.tools.protocol import ToolError, query_arguments

@@ -107,7 +107,7 @@ def open_index(
     return SearchIndex(file)
 
 
-class IndexSearch:
+class CorpusSearch:
     """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
 
     kind: what a document is called.

@@ -16,8 +16,7 @@ import random
 import re
 from collections.abc import Mapping
 
-from marsrl.rollout.http_line import HttpLine, Refused, read_json, read_key
-from marsrl.rollout.http_line import shown as excerpt
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
 from marsrl.rollout.tools.documents import Document, shown
 from marsrl.rollout.tools.papers import said_of
@@ -110,7 +109,6 @@ def _text(value: object, key: str) -> str:
     found = _below(value, key)
     if not isinstance(found, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    plain = html.unescape(
-        _MARKUP.sub("", found or "")
-    )  # first the tags: those that are written out are the page's own words
+    # first the tags: those that are written out are the page's own words
+    plain = html.unescape(_MARKUP.sub("", found or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from marsrl.rollout.environment import environment
+from marsrl.rollout.error_lines import first_line
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -222,7 +223,7 @@ class TransferStore:
                 continue
             if error is None:
                 return result  # type: ignore[return-value]
-            self.give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            self.give_up(f"{type(error).__name__}: {first_line(error)}")
             self.check()
 
     def check(self) -> None:

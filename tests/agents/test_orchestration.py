@@ -568,9 +568,8 @@ def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict
     assert loop.reason == "max_iterations"
     play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
     compat = {"verifier1": AgentConfig(parser="compat")}
-    play(
-        [("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], compat
-    )  # shows nothing
+    # shows nothing
+    play([("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], compat)
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:

@@ -106,9 +106,8 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
     for settings, num_asks in (({}, 3), ({"missing_verdict": "correct"}, 2), ({"parser": "compat"}, 2)):
         episode = play(team(**settings), script("\\boxed{1}", "no tag", "\\boxed{1}"))
         (report,) = list(episode.answers.values())[1]
-        assert (
-            len(episode.asks) == num_asks and report.reward.value == 0
-        )  # a failure of format, whatever follows from it
+        # a failure of format, whatever follows from it
+        assert len(episode.asks) == num_asks and report.reward.value == 0
         assert not team(**settings).is_readable(replace(report, text="no tag"))
     chinese = "\u4e0d <verify>reject</verify>"
     for parser, reward in (("strict", 1.0), ("compat", 0.0)):

@@ -30,7 +30,7 @@ SETTINGS = {
     "data": {"train": f"{SHARED}/problems.jsonl"},
     "rollout": {
         "engine": "local", "threads": 1, "prompts_per_step": 3, "group_size": GROUP_SIZE, "max_response_tokens": 40,
-        "vllm": {"max_num_seqs": 2}, "deadline_s": 200.0, "ray_address": "here",
+        "local": {"max_num_seqs": 2}, "deadline_s": 200.0, "ray_address": "here",
     },
     "trainer": {"threads": 1},
     "run": {"evaluate": False, "checkpoint_every": 1, "dir": f"{SHARED}/runs"},

@@ -64,9 +64,8 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_on_two_sets_a
             "beyond_aime": (2, 2),
         }
         assert first["alone"]["n"] == first["system"]["n"] == 11
-        assert (
-            first["alone"]["mean"] == first["system"]["mean"]
-        )  # critics without a verdict change nothing in one round
+        # critics without a verdict change nothing in one round
+        assert first["alone"]["mean"] == first["system"]["mean"]
         assert {agent: used["policy"] for agent, used in first["usage"].items()} == {
             "solver": "served",
             "verifier1": "critics",

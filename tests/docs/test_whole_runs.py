@@ -67,8 +67,7 @@ def test_problems_are_curated(desk: Desk, model: Path, monkeypatch: pytest.Monke
         (desk.folder / "curation.yaml").write_text(given.replace("http://judge.example:8000/v1", server.base_url))
         assert desk.start([*words, *own]).wait(600) == 0, desk.console()[-6000:]
     assert len(server.bodies) == 4 and "graduate: 2 kept, 0 dropped" in desk.console()
-    (played,) = (
-        line for line in desk.console().splitlines() if line.startswith("best_of_n: ")
-    )  # a coin may be too easy
+    # a coin may be too easy
+    (played,) = (line for line in desk.console().splitlines() if line.startswith("best_of_n: "))
     num_kept = int(played.split()[1])
     assert len((desk.folder / "curated/curated.jsonl").read_text().splitlines()) == num_kept <= 2

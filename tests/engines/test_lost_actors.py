@@ -17,7 +17,7 @@ from engine_cases import ROUNDING, after, perturbed, prompt, request, tensors_of
 from forked import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.config import LocalOptions, RolloutConfig
 from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
@@ -34,7 +34,7 @@ SILENCE_S = 6.0  # shorter than the deadline
 @pytest.fixture(scope="module")
 def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
     config = RolloutConfig(
-        engine="local", threads=1, object_store_mib=80, deadline_s=12.0, vllm=VllmOptions(max_num_seqs=16)
+        engine="local", threads=1, object_store_mib=80, deadline_s=12.0, local=LocalOptions(max_num_seqs=16)
     )
     with disturbed_starts(signal.SIGKILL, signal.SIGSTOP) as disturber:
         pool = make_pool(

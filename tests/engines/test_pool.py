@@ -11,7 +11,7 @@ import torch
 from engine_cases import ROUNDING, after, decoded, perturbed, prompt, request, tensors_of
 from forked import actors, descendants
 
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
@@ -89,7 +89,14 @@ def test_a_scripted_failure_is_a_result():
 
 
 def local_config(**options):
-    return RolloutConfig(engine="local", threads=1, vllm=VllmOptions(max_num_seqs=64), **options)
+    return RolloutConfig(engine="local", threads=1, local=LocalOptions(max_num_seqs=64), **options)
+
+
+def test_our_engine_goes_by_its_own_settings_and_not_by_vllms(checkpoint):
+    config = local_config(placement="local", vllm=VllmOptions(dtype="bfloat16", max_num_seqs=3))
+    with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
+        assert (pool.infos()[0].dtype, pool.num_slots) == ("float32", 64)
+        assert pool._replicas.engines[0]._max_num_seqs == 64
 
 
 def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):

@@ -160,9 +160,10 @@ def test_draws_of_what_was_kept_follow_the_renormalised_probabilities():
     scaled = truncated(logits.expand(n, -1), sampling)
     tokens, _ = draw_from(scaled, sampling, torch.full((n,), 3))
     assert kept_ids(scaled[:2])[1].tolist() == [0, 1]
+    # 5 standard errors
     torch.testing.assert_close(
         torch.bincount(tokens, minlength=4) / n, torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.0124, rtol=0
-    )  # 5 standard errors
+    )
 
 
 def test_top_p_keeps_no_more_than_reaches_it():

@@ -36,7 +36,7 @@ MANY = 1 << 20  # numbers: more than sockets hold
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
-    """Of one trainer rank and one engine of one shard; who waits for HUNG_S hangs."""
+    """One trainer rank meets one engine of one shard; who waits for HUNG_S hangs."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HUNG_S))
     yield Rendezvous("session/0", "127.0.0.1", server.port, "nccl", 1, 1, "float32", MANY, HUNG_S)
 
@@ -117,9 +117,8 @@ WAITS: dict[str, Callable[[Rendezvous], object]] = {
 
 @pytest.mark.parametrize("who", WAITS)
 def test_nobody_waits_for_an_engine_that_is_given_up(rendezvous: Rendezvous, who: str) -> None:
-    assert (
-        given_up_in(rendezvous, lambda: WAITS[who](rendezvous)) < HUNG_S / 4
-    )  # a few looks, on a machine that has time
+    # a few looks, on a machine that has time
+    assert given_up_in(rendezvous, lambda: WAITS[who](rendezvous)) < HUNG_S / 4
 
 
 def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None:
@@ -172,7 +171,7 @@ def test_an_engine_whose_weights_did_not_arrive_is_lost_and_decodes_nothing(
 
 
 class Worker(WorkerExtension):
-    """Of a model of one norm, on a device that is no CPU."""
+    """A worker whose model is one norm, on a device that is no CPU."""
 
     rank = 0
 

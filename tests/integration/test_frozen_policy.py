@@ -146,6 +146,5 @@ def test_each_policy_gets_the_engines_that_it_has(tmp_path: Path, monkeypatch: p
         ConfigError, match=r"policies.judge.layout is not policies.main.layout: every trainer rank holds"
     ):
         preflight(read_config(None, [*words, "policies.judge.layout.tensor=2"])[0], world_size=2)
-    preflight(
-        read_config(None, [*words, "policies.judge.layout.expert_tensor=1"])[0], world_size=1
-    )  # what it is by default
+    # what it is by default
+    preflight(read_config(None, [*words, "policies.judge.layout.expert_tensor=1"])[0], world_size=1)

@@ -57,9 +57,8 @@ def engines(
 
         engine = functools.partial(ScriptedEngine, says, encode=lambda text: renderer.encode_trusted(text).tolist())
         monkeypatch.setattr(build, "make_pool", pools_of(engine))
-        monkeypatch.setattr(
-            EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)
-        )  # no log-probs
+        # no log-probs
+        monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))
 
     return install
 
@@ -114,9 +113,8 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     judged = summary.after.judge
     assert (judged.policy, judged.calls, judged.missing) == ("judge", 4, 0)
     assert judged.yes_share == summary.after.system.mean and len(summary.tokens_per_engine) == 2
-    assert (
-        len(asked) <= sum(row.values["judge/calls"] for row in rows) + 200
-    )  # nothing is judged twice but for a restart
+    # nothing is judged twice but for a restart
+    assert len(asked) <= sum(row.values["judge/calls"] for row in rows) + 200
 
 
 def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.rollout.pool import rebalance
-from marsrl.rollout.pool.rebalance import Move, Share
+from marsrl.rollout.pool.rebalance import Move, PolicyEngines
 from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
@@ -27,8 +27,8 @@ from marsrl.trainer.runs.directory import RunDirectory
 def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(shares: Mapping[str, Share], *, in_turn: bool) -> Move | None:
-        return Move("verifier", "solver", 1, "as the test wants it") if shares["solver"].engines == 1 else None
+    def told(policies: Mapping[str, PolicyEngines], *, in_turn: bool) -> Move | None:
+        return Move("verifier", "solver", 1, "as the test wants it") if policies["solver"].engines == 1 else None
 
     monkeypatch.setattr(rebalance, "wanted", told)
     lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head

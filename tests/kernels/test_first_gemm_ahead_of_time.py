@@ -9,7 +9,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 

@@ -9,7 +9,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head

@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given, settings
 
 from marsrl.kernels.packing.reference import kept_rows_reference
 
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # the fixture is the same for every example
+# the fixture is the same for every example
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=["cpu", "reference"])

@@ -34,9 +34,8 @@ OBJECTIVES = {
 CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71), ("without dz", 71)]
 
 
-KERNELS = {
-    "without dz": "linear_policy_loss=triton_no_dz,linear_logprob=triton_gemm"
-}  # others: what MARSRL_KERNELS says
+# others: what MARSRL_KERNELS says
+KERNELS = {"without dz": "linear_policy_loss=triton_no_dz,linear_logprob=triton_gemm"}
 
 
 def make_case(
@@ -77,9 +76,8 @@ def results(
     (out.logprobs.sum() + 0.3 * out.entropy.square().sum()).backward()
     first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
-    main_grad = (
-        None if weight.dtype == torch.float64 else torch.zeros(weight.shape)
-    )  # the reference leaves it to autograd
+    # the reference leaves it to autograd
+    main_grad = None if weight.dtype == torch.float64 else torch.zeros(weight.shape)
     loss = linear_policy_loss(
         hidden,
         weight,
@@ -106,7 +104,7 @@ class OfRank:
 
 
 def use_chunks(rows: int, width: int) -> None:
-    """Of this process: logits of so many rows at a time."""
+    """Let this process make logits of so many rows at a time."""
     chunked_head.HOST = chunked_head.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
     chunked_head.DEVICE_ROW_MULTIPLE, chunked_head.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
     chunked_head.DEVICE_GRADIENT_BYTES = chunked_head.DEVICE_LOGITS_BYTES

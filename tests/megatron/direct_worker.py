@@ -25,8 +25,7 @@ from foreign_bytes import counted, peak
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss
 from marsrl.rollout.weights.receiver import ReceivePlan
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner

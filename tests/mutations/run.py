@@ -229,9 +229,8 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was forked ends too
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", HF_HUB_OFFLINE="1")
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(
-        Path(tempfile.gettempdir()) / "marsrl-mutations"
-    )  # compiled once, and not among the sources
+    # compiled once, and not among the sources
+    sys.pycache_prefix = str(Path(tempfile.gettempdir()) / "marsrl-mutations")
     sys.path[:] = [str(ROOT / "typed"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
     for library in _LIBRARIES:
         importlib.import_module(library)

@@ -219,9 +219,8 @@ def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     assert plain is not None and mine is not None and plain.memory.reference == plain.time.scoring == 0
     assert mine.memory.reference == mine.memory.weights == plain.memory.weights
     assert mine.memory.peak == plain.memory.peak + mine.memory.reference
-    assert (
-        0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
-    )  # forward, of forward, again, backward
+    # forward, of forward, again, backward
+    assert 0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
     other = read_config(CONFIGS / "qwen3_8b.yaml", [*words[:2], "policies.main.reference=Qwen3-4B"])[0]
     small = make_plan(other, 8, "h100-80g").policies[0].configured
     assert small is not None and 0 < small.memory.reference < 0.6 * small.memory.weights

@@ -11,8 +11,7 @@ from letters import script
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import LocalReplicas, Timed
+from marsrl.rollout.pool.replicas import LocalReplicas, Lost, Timed
 
 
 class WeighedEngine(ScriptedEngine):

@@ -117,9 +117,8 @@ def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
     )
     books = scheduler.snapshot().scheduler
     assert not books.closed  # all solvers are decoded, and no answer is judged
-    assert (
-        sum(len(group.partial) for group in books.open.values()) == len(asked) > 3
-    )  # a checkpoint would decode them again
+    # a checkpoint would decode them again
+    assert sum(len(group.partial) for group in books.open.values()) == len(asked) > 3
     let_go.set()
     trainer.join(120)
     assert not trainer.is_alive()

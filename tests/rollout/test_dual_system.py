@@ -182,9 +182,8 @@ def test_without_system_1_everything_is_read_as_it_is_up_to_a_length(renderer: C
     turns = [SEARCH, "<answer>7</answer>"]
     episode, said, _ = play(renderer, turns, distil=False)
     assert all(f"<{letter * 40}>" in said.text for letter in "abcd") and len(episode.asks) == 1
-    _, cut, _ = play(
-        renderer, turns, distil=False, max_found_tokens=46
-    )  # two new lines between two: ten letters of each
+    # two new lines between two: ten letters of each
+    _, cut, _ = play(renderer, turns, distil=False, max_found_tokens=46)
     assert "<" + "a" * 9 + "\n\n<" + "b" * 9 + "\n\n" in cut.text and "a" * 10 not in cut.text
 
 

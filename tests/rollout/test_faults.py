@@ -16,8 +16,7 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.pool.retries import Retries
 from marsrl.rollout.schedule.background import BackgroundScheduler
 from marsrl.rollout.schedule.event_scheduler import EventScheduler

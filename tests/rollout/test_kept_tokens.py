@@ -200,9 +200,8 @@ def test_an_aborted_segment_and_the_next_one_leave_no_place_out(model: Path) -> 
 
 def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:
     samples = played(engine_of(model))
-    assert (
-        5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
-    )  # 0.9 of the bound's
+    # 0.9 of the bound's
+    assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
     stats = step(model, train_sequences(samples, SOLVER.temperature))
     assert stats.prob_diff_max < 1e-5 and abs(stats.k3) < 1e-8
     assert sum(stats.agent_sums["clipped_tokens"]) == 0  # ratios to the rollout's log-probs are 1 within a hundredth
@@ -238,9 +237,8 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_k
         right = [nucleus(logits, 0.9, MOST) for logits in torch.cat([old[:12], new[12:]])]
         assert [set(row.tolist()) for row in rows] == right
         assert right[:12] != [nucleus(logits, 0.9, MOST) for logits in new[:12]]
-    assert (
-        step(other_model, train_sequences(samples, SOLVER.temperature)).prob_diff_max > 0.01
-    )  # the first segment is of other weights
+    # the first segment is of other weights
+    assert step(other_model, train_sequences(samples, SOLVER.temperature)).prob_diff_max > 0.01
 
 
 def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Path, other_model: Path) -> None:

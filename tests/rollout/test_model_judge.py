@@ -167,9 +167,8 @@ def test_the_same_answer_to_the_same_question_is_judged_once(desk: Make) -> None
     judged.rewards("Lima", problem=other)
     assert len(judged.asked) == 4
     mumbled = desk(by_answer, retries=0)
-    assert (
-        all(mumbled.rewards("mumble")[0].is_missing for _ in range(2)) and len(mumbled.asked) == 2
-    )  # that is not kept
+    # that is not kept
+    assert all(mumbled.rewards("mumble")[0].is_missing for _ in range(2)) and len(mumbled.asked) == 2
 
 
 def test_long_answers_are_wrong_and_long_questions_and_missing_references_are_nobodys_fault(desk: Make) -> None:

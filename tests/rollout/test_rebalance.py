@@ -8,28 +8,28 @@ from test_faults import asks, is_whole, served
 
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.rebalance import Rebalancer, Share, outlook, wanted
+from marsrl.rollout.pool.rebalance import PolicyEngines, Rebalancer, outlook, wanted
 
 GPU, TWO = {"GPU": 1.0}, {"GPU": 2.0}
 
 
-def shares(**of: tuple[int, float, dict[str, float]]) -> dict[str, Share]:
-    return {name: Share(*share) for name, share in of.items()}
+def policies(**of: tuple[int, float, dict[str, float]]) -> dict[str, PolicyEngines]:
+    return {name: PolicyEngines(*each) for name, each in of.items()}
 
 
 def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_shorter() -> None:
-    off = shares(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
+    off = policies(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
     for in_turn in (True, False):
         move = wanted(off, in_turn=in_turn)
         assert move is not None and (move.giver, move.taker, move.num, move.problem) == ("small", "big", 1, "")
         assert "big was busy for 30.0 s" in move.why
-        assert wanted(shares(big=(2, 30.0, GPU), small=(2, 30.0, GPU)), in_turn=in_turn) is None
-        assert wanted(shares(big=(1, 19.0, GPU), small=(2, 20.0, GPU)), in_turn=in_turn) is None  # 1.9 times
-        assert wanted(shares(big=(1, 30.0, GPU), small=(1, 1.0, GPU)), in_turn=in_turn) is None  # its last
-        assert wanted(shares(big=(1, 0.3, GPU), small=(2, 0.0, GPU)), in_turn=in_turn) is None  # nothing was done
+        assert wanted(policies(big=(2, 30.0, GPU), small=(2, 30.0, GPU)), in_turn=in_turn) is None
+        assert wanted(policies(big=(1, 19.0, GPU), small=(2, 20.0, GPU)), in_turn=in_turn) is None  # 1.9 times
+        assert wanted(policies(big=(1, 30.0, GPU), small=(1, 1.0, GPU)), in_turn=in_turn) is None  # its last
+        assert wanted(policies(big=(1, 0.3, GPU), small=(2, 0.0, GPU)), in_turn=in_turn) is None  # nothing was done
     # 42 and 20 s: in turn 28 + 40 s after it are no gain, side by side 40 are none either
     for in_turn in (True, False):
-        assert wanted(shares(big=(2, 84.0, GPU), small=(2, 40.0, GPU)), in_turn=in_turn) is None
+        assert wanted(policies(big=(2, 84.0, GPU), small=(2, 40.0, GPU)), in_turn=in_turn) is None
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -37,7 +37,7 @@ def test_the_way_back_is_never_due_under_the_same_load(in_turn: bool) -> None:
     for work in ((10.0, 90.0), (40.0, 41.0), (3.0, 1000.0)):
         counts, moves = [6, 2], []
         for _ in range(20):
-            move = wanted(shares(a=(counts[0], work[0], GPU), b=(counts[1], work[1], GPU)), in_turn=in_turn)
+            move = wanted(policies(a=(counts[0], work[0], GPU), b=(counts[1], work[1], GPU)), in_turn=in_turn)
             if move is None:
                 break
             moves.append(move.giver)
@@ -47,10 +47,10 @@ def test_the_way_back_is_never_due_under_the_same_load(in_turn: bool) -> None:
 
 
 def test_engines_of_another_size_move_only_where_they_fit() -> None:
-    wide = wanted(shares(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)), in_turn=False)
+    wide = wanted(policies(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)), in_turn=False)
     assert wide is not None and wide.num == 0
     assert wide.problem == "an engine of wide takes 2 GPU of one host, and one of small frees 1 GPU"
-    narrow = wanted(shares(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)), in_turn=False)
+    narrow = wanted(policies(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)), in_turn=False)
     assert narrow is not None and narrow.num == 2
     assert outlook({"wide": 3, "small": 1}, {"wide": TWO, "small": GPU}).startswith(
         "rollout.rebalance may move an engine from wide to small (2 in its place), by"

@@ -1,4 +1,4 @@
-"""Makes benchmarks/simulation importable as `simulation`, as it is for benchmarks/pipeline.py."""
+"""Makes benchmarks/pipeline_study importable by its bare name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 # Not through sys.path: benchmarks/ has files whose bare names (rollout, memory) mean other things in other people's code.
-_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "simulation"
+_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "pipeline_study"
 _SPEC = importlib.util.spec_from_file_location(
-    "simulation", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
+    "pipeline_study", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
 )
 assert _SPEC is not None and _SPEC.loader is not None
-sys.modules["simulation"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(sys.modules["simulation"])
+sys.modules["pipeline_study"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(sys.modules["pipeline_study"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from simulation.calibrate import find_root
-from simulation.cost_model import MEASURED_ITL, Constants, CostModel, constants_table, scaled
-from simulation.engine_timeline import EngineTimeline, Job
-from simulation.lengths import MEDIAN_TOKENS, Lengths, Outcomes
+from pipeline_study.calibrate import find_root
+
+from marsrl.rollout.simulation.cost_model import MEASURED_ITL, Constants, CostModel, constants_table, scaled
+from marsrl.rollout.simulation.engine_timeline import EngineTimeline, Job
+from marsrl.rollout.simulation.lengths import MEDIAN_TOKENS, Lengths, Outcomes
 
 COST = CostModel(Constants())
 

@@ -69,6 +69,5 @@ def test_a_batch_has_nine_bytes_a_token_and_some_hundreds_a_sample(measured: lis
 def test_a_stage_decodes_its_texts_together(measured: list[dict[str, Any]]) -> None:
     by_stage, by_event = measured[:2], measured[2:]
     assert all(each["calls"]["texts"] == each["calls"]["books and pool"] for each in by_stage)  # of next_batch
-    assert all(
-        each["calls"]["texts"] <= each["segments"] / 4 for each in by_event
-    )  # what came within 0.1 s of each other
+    # what came within 0.1 s of each other
+    assert all(each["calls"]["texts"] <= each["segments"] / 4 for each in by_event)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation import plots, study, tables
-from simulation.cost_model import Constants, CostModel
-from simulation.lengths import Lengths
-from simulation.play import MAX_TOKENS, Setting, Simulation, play
-from simulation.simulated_pool import TOKEN_GRAIN
+from pipeline_study import plots, study, tables
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.simulation.cost_model import Constants, CostModel
+from marsrl.rollout.simulation.lengths import Lengths
+from marsrl.rollout.simulation.play import MAX_TOKENS, Setting, Simulation, play
+from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
 TINY = Setting(engines=2, problems=4)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tools.search import IndexSearch, build_index
+from marsrl.rollout.tools.search import CorpusSearch, build_index
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture(scope="module")
-def tool(world: World) -> Iterator[IndexSearch]:
-    tool = IndexSearch(build_index(world.documents), top_k=1)
+def tool(world: World) -> Iterator[CorpusSearch]:
+    tool = CorpusSearch(build_index(world.documents), top_k=1)
     yield tool
     tool.close()

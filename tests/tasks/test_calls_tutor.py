@@ -22,7 +22,7 @@ from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions
 from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.rollout.tools.search import IndexSearch
+from marsrl.rollout.tools.search import CorpusSearch
 from marsrl.rollout.types import Finish, Problem, Sample, Segment, ToolCall, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse", calculations=0.3)
@@ -67,7 +67,7 @@ def test_every_word_that_both_systems_read_or_write_is_one_token(world: World, r
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_the_tutors_read_what_both_systems_do(
-    world: World, tool: IndexSearch, renderer: ChatRenderer, share: float
+    world: World, tool: CorpusSearch, renderer: ChatRenderer, share: float
 ) -> None:
     """Both are played by what the tutors wrote: their prompts and turns are the tutors', token by token."""
     agents = {name: AgentConfig(prompt="facts") for name in ("system2", "system1")}
@@ -91,9 +91,8 @@ def test_the_tutors_read_what_both_systems_do(
             episode.wait(said)
             _, calls = episode.enter(team.follow(episode))
             episode.outputs |= {call.id: ToolOutput.of(answered(call, problem, tool)) for call in calls}
-            assert len(calls) == (tagged("tool_call", trace.completion) or "").endswith(
-                "}"
-            )  # what cannot be read does not run
+            # what cannot be read does not run
+            assert len(calls) == (tagged("tool_call", trace.completion) or "").endswith("}")
             for read in episode.enter(team.follow(episode))[0]:
                 trace = left.pop(0)
                 assert renderer.render(team.messages(episode, read))[0].tolist() == words_of(trace, renderer)[0]
@@ -108,7 +107,7 @@ def test_the_tutors_read_what_both_systems_do(
     assert num_right == 60 if share == 0.0 else 15 < num_right < 50
 
 
-def answered(call: ToolCall, problem: Problem, tool: IndexSearch) -> list[str]:
+def answered(call: ToolCall, problem: Problem, tool: CorpusSearch) -> list[str]:
     arguments = json.loads(call.arguments)
     if call.tool == "search":
         return list(tool.run(arguments))

@@ -21,7 +21,7 @@ from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
 from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
-from marsrl.rollout.tools.search import IndexSearch
+from marsrl.rollout.tools.search import CorpusSearch
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse")
@@ -78,7 +78,7 @@ def test_every_word_that_the_team_reads_or_writes_is_one_token(world: World, ren
 
 
 @pytest.mark.parametrize("rates", [NEVER, SearchSlips(slip_router=0.0, slip_searcher=0.5, slip_answerer=0.5)])
-def test_a_tutors_prompts_are_the_teams(world: World, tool: IndexSearch, rates: SearchSlips) -> None:
+def test_a_tutors_prompts_are_the_teams(world: World, tool: CorpusSearch, rates: SearchSlips) -> None:
     """The team is played by what the tutors wrote, and asks each agent with the tutor's prompt, in the tutor's order."""
     agents = {name: AgentConfig(prompt="facts") for name in AGENTS}
     team = build_orchestration("search_team", agents, "qa", {"max_turns": 4}, RolloutConfig(group_size=1))

@@ -75,9 +75,8 @@ def test_an_interpreter_has_a_cgroup_of_its_own_with_the_call_s_limits(kernel: K
         other.path.name,
     }
     done = subprocess.run([*one.entering, "echo", "$HOME", "a b"], capture_output=True, text=True)
-    assert (
-        done.stdout == "$HOME a b\n" and (one.path / "cgroup.procs").read_text() == "0\n"
-    )  # 0: the process that writes
+    # 0: the process that writes
+    assert done.stdout == "$HOME a b\n" and (one.path / "cgroup.procs").read_text() == "0\n"
     one.end()
     other.end()
     assert not list(session.glob("marsrl-*"))

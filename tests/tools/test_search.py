@@ -15,7 +15,7 @@ import pytest
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
 from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.protocol import ToolError
-from marsrl.rollout.tools.search import IndexSearch, SearchIndex, build_index, open_index
+from marsrl.rollout.tools.search import CorpusSearch, SearchIndex, build_index, open_index
 
 DOCUMENTS = [
     Document("lima", "Lima", "Lima is the capital of Peru."),
@@ -99,7 +99,7 @@ def test_nothing_in_a_query_is_an_operator(index: SearchIndex, query: str) -> No
 def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: SearchIndex, query: str) -> None:
     assert index.search(query, 3) == []
     with pytest.raises(ToolError, match="the query has no words"):
-        IndexSearch(index, 3).run({"query": query})
+        CorpusSearch(index, 3).run({"query": query})
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,19 @@ def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: Search
 )
 def test_the_tool_says_which_arguments_it_takes(index: SearchIndex, arguments: dict[str, object], said: str) -> None:
     with pytest.raises(ToolError, match=said):
-        IndexSearch(index, 3).run(arguments)
+        CorpusSearch(index, 3).run(arguments)
 
 
 def test_documents_are_shown_as_search_r1_shows_them(index: SearchIndex) -> None:
-    assert IndexSearch(index, 2).run({"query": "capital of Peru"}) == [
+    assert CorpusSearch(index, 2).run({"query": "capital of Peru"}) == [
         "Doc 1(Title: Lima) Lima is the capital of Peru.",
         "Doc 2(Title: Peru) Peru borders Chile, and its singers are sung to.",
     ]
-    assert IndexSearch(index, 3).run({"query": "atlantis"}) == "No documents match." == shown([])
+    assert CorpusSearch(index, 3).run({"query": "atlantis"}) == "No documents match." == shown([])
 
 
 def test_several_queries_find_each_document_once_in_their_order(index: SearchIndex) -> None:
-    tool = IndexSearch(index, 2)
+    tool = CorpusSearch(index, 2)
     asked = {"queries": ["band", "capital of Peru", "atlantis", "chile", "band"]}
     assert [part[:19] for part in tool.run(asked)] == [
         "Doc 1(Title: The Wh",
@@ -222,7 +222,7 @@ def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
         {"title": "Lost maps", "year": None, "citations": 0},
     )
     with closing(open_index(path, tmp_path / "index.sqlite", read_papers)) as index:
-        tool = IndexSearch(index, 5, "scholar", "Paper")
+        tool = CorpusSearch(index, 5, "scholar", "Paper")
         assert tool.name == "scholar" and tool.run({"queries": ["sparse", "maps"]}) == [
             "Paper 1(Title: Sparse maps) Year: 1997. Citations: 12. Abstract: We draw.",
             "Paper 2(Title: Lost maps) Citations: 0",

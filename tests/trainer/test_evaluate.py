@@ -208,9 +208,8 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
     assert majorities([right, right, said("8")], [3])[3][0] == 1
     assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space makes no other answer
     assert majorities([right, said("8")], [2])[2][0] == 0.5
-    assert (
-        majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
-    )  # two ways to be right
+    # two ways to be right
+    assert majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
     assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # no answer, no vote
     assert majorities([said(None)] * 2, [2])[2][0] == 0
     assert math.isnan(majorities([right], [2])[2][0])
@@ -306,9 +305,8 @@ def test_an_evaluation_that_was_killed_goes_on_with_what_has_ended(tmp_path: Pat
     assert whole.latency is not None and whole.latency == latency([draw.latency_s or 0.0 for draw in draws])
     assert len(draws) == 16 and 0 < len(asked) < len(unbroken)
     again: list[str] = []
-    assert (
-        played(tmp_path / "d", scripted_team, folder, again) == whole and not again
-    )  # latency of the draws that are kept too
+    # latency of the draws that are kept too
+    assert played(tmp_path / "d", scripted_team, folder, again) == whole and not again
 
 
 def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:

@@ -186,9 +186,8 @@ def test_first_fit_decreasing_stays_within_its_bound(lengths: list[int]) -> None
     """FFD uses at most 11/9 OPT + 6/9 bins (Dosa 2007), and OPT is at least the total over the bin size."""
     num_bins = len(plan_micro_batches(lengths, 1, 100)[0])
     larger_than_half = sum(length > 50 for length in lengths)
-    optimum_at_most = max(
-        1, 2 * -(-sum(lengths) // 100), larger_than_half
-    )  # next-fit needs no more than twice the total
+    # next-fit needs no more than twice the total
+    optimum_at_most = max(1, 2 * -(-sum(lengths) // 100), larger_than_half)
     assert num_bins <= 11 / 9 * optimum_at_most + 6 / 9
 
 

@@ -86,9 +86,8 @@ def test_nothing_goes_on_after_a_viewer_that_was_killed(runs: list[Path], tmp_pa
     assert process.stdout is not None and process.stdout.readline().startswith("open ")
     process.kill()
     process.wait()
-    assert (
-        process.stdout.read() == ""
-    )  # comes to its end only when nobody holds the other one, the indexing process neither
+    # comes to its end only when nobody holds the other one, the indexing process neither
+    assert process.stdout.read() == ""
 
 
 def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:

@@ -38,9 +38,8 @@ def takes_settings(
 ) -> None:
     """--config and the words behind it, as trainer/main.py has them. config: what --help says of the file."""
     parser.add_argument("--config", help=config)
-    parser.add_argument(
-        "settings", nargs="*", default=[], metavar="key.sub=value"
-    )  # without it argparse calls them required
+    # without it argparse calls them required
+    parser.add_argument("settings", nargs="*", default=[], metavar="key.sub=value")
 
 
 def console(width: int) -> Console:

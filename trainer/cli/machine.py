@@ -74,9 +74,8 @@ def _join(add: AddParser) -> None:
         from marsrl.rollout.pool.addresses import split_address
 
         host, port = split_address(words.head, HEAD_PORT)
-        gpus = (
-            [int(each) for each in words.gpus.split(",")] if words.gpus else None
-        )  # ValueError says what is no number
+        # ValueError says what is no number
+        gpus = [int(each) for each in words.gpus.split(",")] if words.gpus else None
         if importlib.util.find_spec("ray") is None:
             raise ValueError("the package ray is not installed here: install the version of the trainer's host")
         from marsrl.rollout.pool.ray_node import JoinError, join, offer_of_this_host

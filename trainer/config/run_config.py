@@ -125,7 +125,7 @@ class RunConfig(Settings):
         """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
 
-    def engine_dtype(self, policy: str) -> str:
+    def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
         """What the policy's engines compute in."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype

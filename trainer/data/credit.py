@@ -26,6 +26,11 @@ from marsrl.trainer.machine import training_device
 class Credited:
     """A step's samples with their credit: of all agents, or of those of one policy.
 
+    A group of two, one right and 3 tokens long, the other wrong and 2:
+
+        Credited((group,), (sequence, other), counted={"000017/solver:0": 3, "000017/solver:1": 2},
+                 advantages={"000017/solver:0": 1.0, "000017/solver:1": -1.0})
+
     groups: every group, trained or not, with the rewards that were credited (the outcome where credit.reward_scheme says
     so). sequences: the trained samples that have a gradient. counted: the sampled tokens of each trained sample that is
     in the loss's denominator, by uid (algorithms: those with a reward; zero-spread groups when credit.count_zero_groups).

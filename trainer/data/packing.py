@@ -32,6 +32,11 @@ Clip = tuple[float | None, float | None]
 class TrainSequence:
     """One sample with its credit, ready to be packed.
 
+        TrainSequence(
+            "000017/solver:3", prompt_ids=[11, 12], token_ids=[13, 14], is_sampled=[True, True],
+            rollout_logprobs=[-0.2, -1.1], advantage=0.5, agent=0, temperature=1.0, is_positive=True,
+        )
+
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
     supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).

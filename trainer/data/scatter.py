@@ -12,7 +12,10 @@ from marsrl.trainer.runs.collective import broadcast_bytes, world_size
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What one optimizer update trains on. normaliser: the loss's denominator beside the sequences' weights, over all ranks."""
+    """What one optimizer update trains on: MiniBatch((sequence, another), normaliser=5120.0).
+
+    normaliser: the loss's denominator beside the sequences' weights, over all ranks.
+    """
 
     sequences: tuple[TrainSequence, ...]
     normaliser: float

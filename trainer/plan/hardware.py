@@ -105,7 +105,7 @@ PIECE_S = Constant(
 )
 HOST_ADAM = Constant("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", f"{_ASSUMED}: 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
-POSITIVE_SHARE = Constant("samples that DMMPT's entropy sweep visits", 0.5, "share", f"{_ASSUMED}: the rewarded ones")
+POSITIVE_SHARE = Constant("samples that DMMPT's entropy pass visits", 0.5, "share", f"{_ASSUMED}: the rewarded ones")
 MEAN_RESPONSE = Constant(
     "mean completion over rollout.max_response_tokens", 0.35, "", f"{_ASSUMED}; --mean-response sets it"
 )

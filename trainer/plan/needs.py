@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
@@ -61,7 +60,7 @@ def needs_of(
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
     work = _work(config, name, response)
-    setup = _engine_setup(config.rollout_of(name), policy, shape, longest)
+    setup = _engine_setup(config, name, shape, longest)
     engine = engine_memory(setup, gpu)
     kept = 0.0 if rollout.placement == "disaggregated" else engine.taken
     tokens = config.trainer.max_tokens_per_micro_batch
@@ -152,16 +151,16 @@ def _work(config: RunConfig, name: str, response: float) -> Work:
     return Work(samples, samples * (prompt + response), samples * response)
 
 
-def _engine_setup(rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape, longest: int) -> EngineSetup:
+def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int) -> EngineSetup:
+    rollout, dtype = config.rollout_of(name), config.engine_dtype(name)
     vllm = rollout.vllm
-    dtype = vllm.dtype or policy.dtype
     return EngineSetup(
         shape,
         rollout.engines,
         vllm.tensor_parallel,
         "bfloat16" if dtype == "float16" else dtype,
         vllm.gpu_memory_utilization,
-        vllm.max_num_seqs,
+        rollout.slots,
         longest,
         "fp8" if vllm.kv_cache_dtype.startswith("fp8") else "auto",
         None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,

@@ -32,8 +32,8 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What of a host somebody has: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
+class Tenant:
+    """Who has a part of a host: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
 
     gpu: the first GPU; None: on the host's CPUs.
     """
@@ -59,12 +59,12 @@ class Host:
     """A host and who is on it. name: "trainer host", "engine host"."""
 
     name: str
-    shares: tuple[Share, ...]
+    tenants: tuple[Tenant, ...]
 
     def is_followed_by(self, other: Host, distance: int) -> bool:
         """Whether the other one is the same, `distance` hosts further on."""
-        on = tuple(replace(each, first=each.first + distance * each.num) for each in self.shares)
-        return self.name == other.name and on == other.shares
+        on = tuple(replace(each, first=each.first + distance * each.num) for each in self.tenants)
+        return self.name == other.name and on == other.tenants
 
 
 def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Host]:
@@ -75,7 +75,7 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
     hosts = []
     for first in range(0, world_size if host.num_ranks else 0, max(1, host.num_ranks)):
         num = min(host.num_ranks, world_size - first)
-        hosts.append(Host("trainer host", (Share("rank", first, num, 1, 0 if host.num_gpus else None),)))
+        hosts.append(Host("trainer host", (Tenant("rank", first, num, 1, 0 if host.num_gpus else None),)))
     hosts = hosts or [Host("this host", ())]
     rollout = config.rollout
     of = {name: config.rollout_of(name) for name, policy in config.policies.items() if policy.openai is None}
@@ -84,15 +84,17 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
             rollout.ray_address is not None and is_started_here(rollout.ray_address) and rollout.placement != "local"
         )
         if in_slots:
-            waiting = [Share(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)]
-            return hosts + [Host("engine host", (share,)) for share in waiting]
-        shares = [Share(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
-        return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
+            waiting = [
+                Tenant(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)
+            ]
+            return hosts + [Host("engine host", (tenant,)) for tenant in waiting]
+        tenants = [Tenant(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
+        return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
     if rollout.placement == "local":
-        shares = [Share(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
-        return [replace(hosts[0], shares=(*hosts[0].shares, *shares)), *hosts[1:]]
+        tenants = [Tenant(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
+        return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
     if rollout.placement == "colocated":
-        rooms = [list(range(each.shares[0].num if each.shares else host.num_gpus)) for each in hosts]
+        rooms = [list(range(each.tenants[0].num if each.tenants else host.num_gpus)) for each in hosts]
         for name, each in of.items():  # every policy has an engine on each GPU
             hosts, _ = _filled(hosts, [list(room) for room in rooms], name, each, 0)
         return hosts
@@ -116,8 +118,8 @@ def _filled(
             hosts.append(Host("engine host", ()))
             rooms.append(list(range(more_gpus)))
         if num := min(left, len(rooms[at]) // each):
-            share = Share(f"{policy} engine", rollout.engines - left, num, each, rooms[at][0])
-            hosts[at] = replace(hosts[at], shares=(*hosts[at].shares, share))
+            tenant = Tenant(f"{policy} engine", rollout.engines - left, num, each, rooms[at][0])
+            hosts[at] = replace(hosts[at], tenants=(*hosts[at].tenants, tenant))
             rooms[at] = rooms[at][num * each :]
             left -= num
         at += 1
@@ -138,7 +140,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
         name = f"{first.name}{'s' if alike > 1 else ''} {_range(number, alike)}"
         if not lines:
             name = f"{first.name} 1 ({socket.gethostname()})" if first.name != "this host" else socket.gethostname()
-        lines.append(f"{name}: {'; '.join(share.text(alike) for share in first.shares)}")
+        lines.append(f"{name}: {'; '.join(tenant.text(alike) for tenant in first.tenants)}")
         hosts = hosts[alike:]
     if numbers["engine host"]:
         has = f"{host.num_gpus} GPUs" if host.num_gpus else "a slot"

@@ -17,7 +17,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from marsrl.trainer.report import charts as charts
+from marsrl.trainer.report import charts
 from marsrl.trainer.report.metrics import MetricsRow, read_metrics
 from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.summary import compared, load_summary

@@ -26,6 +26,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
+from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.learner import Learner
@@ -228,7 +229,7 @@ def load_checkpoint(
         except Exception as error:  # Megatron's own, of many kinds
             raise CheckpointError(
                 f"policy {name} of {found.path}, whose files are whole, could not be loaded ({type(error).__name__}: "
-                f"{_first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
+                f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
                 "them back to what the run began with (config.yaml)"
             ) from error
     rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
@@ -268,10 +269,6 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
     if rank() == 0:
         run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
     return step
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def _damage(folder: Path) -> list[str]:

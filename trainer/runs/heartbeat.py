@@ -26,6 +26,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from marsrl.rollout.error_lines import first_line
+
 BEAT_S = 5.0  # at most; a short run.silence_s makes it shorter
 GRACE_S = 10.0  # for the main thread to come back from a collective; then the process ends without it
 _GONE_S = 1.0  # for a thread that waits for a store that is gone
@@ -117,7 +119,7 @@ class Heartbeat:
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
             except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
-                self._reason, silent = self._store_is_gone(f"the store does not answer ({str(error).splitlines()[0]})")
+                self._reason, silent = self._store_is_gone(f"the store does not answer ({first_line(error)})")
             if self._reason is None and self._left.wait(self._beat_s):
                 break
         if self._reason is not None:

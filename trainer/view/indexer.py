@@ -302,7 +302,7 @@ def _count(zones: dict[tuple[int, int, int], _Zone], agent: int, flags: int, rew
 
 
 def _words(sample: SampleRecord, *, with_prompt: bool) -> str:
-    """What of a sample is searched. The prompt stands with the first sample of its group alone: they share it."""
+    """The text of a sample that is searched. The prompt stands with the first sample of its group alone: they share it."""
     prompt = sample.prompt[:_MOST_CHARS] if with_prompt else ""
     return f"{sample.text[:_MOST_CHARS]}\n{prompt}".encode("utf-8", "replace").decode()
 

@@ -32,8 +32,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.weights.checked_engines import CheckedEngines, Delivered

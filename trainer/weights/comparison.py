@@ -193,7 +193,10 @@ def _where_to_look(trainer: FloatArray) -> str:
 
 
 def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ComparisonReport:
-    """Of the tokens' absolute differences and noise, both [tokens] nats; last: the places of the sequences' last tokens."""
+    """What the comparison found, from the tokens' absolute differences and noise, both [tokens] nats.
+
+    last: the places of the sequences' last tokens.
+    """
     bound = 2 * (float(np.quantile(noise, 0.9)) + _FLOOR)
     is_beyond = difference > bound
     return ComparisonReport(

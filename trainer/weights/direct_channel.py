@@ -31,8 +31,7 @@ from torch import Tensor
 
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.bucket_plan import Piece, WeightBucket, plan_buckets, plan_pieces
 from marsrl.rollout.weights.checksum import block_sum, checksum_of_sum
@@ -187,7 +186,7 @@ class DirectChannel(WeightChannel):
 
     @property
     def _rendezvous(self) -> tuple[Rendezvous, ...]:
-        """Of each engine."""
+        """Where each engine is met."""
         assert self._agreement is not None, "_agree comes first"
         return self._agreement.engines
 
@@ -221,7 +220,7 @@ class DirectChannel(WeightChannel):
 
     @property
     def _max_elements(self) -> int:
-        """Of a bucket."""
+        """Numbers that a bucket holds at most."""
         return max(1, self._bucket_bytes // self._dtype.itemsize)
 
     def _new_rendezvous(self, shards: Sequence[Sequence[EngineShard]]) -> tuple[Rendezvous, ...]:
@@ -362,7 +361,7 @@ class IpcChannel(DirectChannel):
                 )
 
     def _sites(self) -> list[Site | None]:
-        """Of each shard, as they say themselves; None where the engine is given up. One rank asks, so that all know the same."""
+        """Where each shard says that it is; None where its engine is given up. One rank asks, so that all know the same."""
         sites: list[Site | None] = []
         for engine, rendezvous in enumerate(self._rendezvous):
             found: list[Site | None] = [None] * rendezvous.num_shards
@@ -398,7 +397,7 @@ def _part(piece: Piece, held: Converter) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Of one rank: its share of the checksums' sums; has_sent_all: it has given up no engine."""
+    """What one rank tells the others: its share of the checksums' sums; has_sent_all: it has given up no engine."""
 
     sums: dict[str, int]
     has_sent_all: bool

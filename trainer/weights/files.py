@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
 _PREFIX = "marsrl-weights-"
-_YOUNG_S = (
-    10.0  # between a folder and its lock lies a moment; whoever restarts a killed run at once takes longer to get here
-)
+# Between a folder and its lock lies a moment; whoever restarts a killed run at once takes longer to get here.
+_YOUNG_S = 10.0
 _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _MOST_A_CALL = 1 << 30  # Linux writes 2 GiB - 4 KiB a call at most
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Lost
-from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import broadcast_bytes
 from marsrl.trainer.weights.channel import WeightChannel
@@ -25,7 +24,10 @@ _T = TypeVar("_T")
 
 
 class Standby:
-    """Of all trained policies, on every rank. pools: rank 0's; None elsewhere. versions: of now, whenever it is looked at."""
+    """What the ranks do while rank 0 plays, evaluates or proves weights: send a policy's to an engine that it asks for.
+
+    Every rank has one, for all trained policies. pools: rank 0's; None elsewhere. versions: those of now, whenever looked at.
+    """
 
     def __init__(
         self,

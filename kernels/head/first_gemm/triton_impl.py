@@ -14,13 +14,12 @@ from marsrl.kernels.head.first_gemm.triton_kernels import (
     first_product,
     first_product_by_copies,
 )
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.triton_impl import (
+from marsrl.kernels.head.rows.triton_launches import (
     BLOCK_COLUMNS,
     NUM_WARPS,
     PIECE_COLUMNS,
-    TritonRowKernels,
     list_active,
     put_statistics,
     shard_partials,
@@ -66,7 +65,7 @@ def plan_tiles(num_rows: int, copies: bool) -> Tiles:
 
 
 def capability() -> int:
-    """Of the current device: 80, 90, ..."""
+    """Compute capability of the current device: 80, 90, ..."""
     if is_interpreted():
         return 90
     target: Any = driver.active.get_current_target()
@@ -204,14 +203,8 @@ class TritonFirstGemm:
         return late
 
     def row_bytes(self, width: int) -> int:
-        """Of the pieces of one row over so many columns; ranks with a shard of this width cut the same chunks by it."""
+        """Bytes of one row's pieces over so many columns; ranks with a shard of this width cut the same chunks by it."""
         return 16 * max(1, triton.cdiv(width, plan_tiles(1, False).n))
-
-
-class TritonGemmRowKernels(TritonRowKernels):
-    """TritonRowKernels with the product of our own before them."""
-
-    first_gemm = TritonFirstGemm()
 
 
 def _known(statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor) -> tuple[Tensor, ...]:

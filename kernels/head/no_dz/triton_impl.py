@@ -6,12 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from marsrl.kernels.head.first_gemm.triton_impl import TritonGemmRowKernels, capability, plan_tiles
+from marsrl.kernels.head.first_gemm.triton_impl import capability, plan_tiles
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.no_dz.triton_kernels import add_target_rows, hidden_gradient, row_factors, weight_gradient
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.triton_impl import list_places, token_arguments, with_padding
+from marsrl.kernels.head.rows.triton_launches import list_places, token_arguments, with_padding
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
@@ -32,9 +32,12 @@ TARGET_UNITS = 1024
 
 
 def plan_backward() -> BackwardTiles:
-    """Of dX and of dW. Of dW m is the tile of columns whose exponentials share a power of two. On sm_90 the left operand
-    goes from shared memory through registers: 252 of them for dX, 202 for dW, without spills; the rows of exponentials
-    are listed ones, so that addresses are computed. On sm_80 128 x 256 would not fit. Compiled for both; not measured."""
+    """The tiles of dX and dW, the same for both; m of dW is the tile of columns whose exponentials share a power of two.
+
+    On sm_90 the left operand goes from shared memory through registers: 252 of them for dX, 202 for dW, without spills; the
+    rows of exponentials are listed ones, so that addresses are computed. On sm_80 128 x 256 would not fit. Compiled for both;
+    not measured.
+    """
     columns = plan_tiles(1, False).n
     return BackwardTiles(columns, 256 if capability() >= 90 else 128, 64, num_warps=8, num_stages=3)
 
@@ -197,9 +200,3 @@ def _add_weight_gradient(exponentials: Tensor, head: Head, places: _Places, grad
         factor,
         BLOCK=min(TARGET_UNITS, triton.next_power_of_2(size)),
     )
-
-
-class TritonNoDzRowKernels(TritonGemmRowKernels):
-    """TritonGemmRowKernels whose exponentials go straight into the products of dX and dW."""
-
-    backward_gemms = TritonBackwardGemms()

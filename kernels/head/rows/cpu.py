@@ -9,7 +9,8 @@ from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
 from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
 from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
@@ -22,7 +22,7 @@ def c_rows(logits: Tensor, stride: int, rows: Rows, head: Head) -> tuple[int | N
 
 
 def c_temperature(head: Head) -> tuple[int | None, float]:
-    """Of each token, and the one of all where that is null."""
+    """Inverse temperatures: where those of the tokens lie, and the one of all tokens, which is read where that is null."""
     return address(head.inverse_temperature), head.inverse_temperature_of_all
 
 

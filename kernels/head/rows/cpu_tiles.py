@@ -5,7 +5,7 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.head.rows.cpu_calls import c_statistics, c_temperature
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.vocabulary import Head
 
 

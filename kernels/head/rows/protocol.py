@@ -15,13 +15,12 @@ Arrays named [T] belong to all packed tokens; a kernel reads and writes them at 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from marsrl.kernels.head.objective import PolicyTokens
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
@@ -29,23 +28,6 @@ if TYPE_CHECKING:
     from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
     from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
     from marsrl.kernels.head.vocabulary import Head
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Per token [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum of exp.
-
-    With d = (z - maximum) / tau:  log_sum = log sum e^d,  log p_y = d_y - log_sum,  H = log_sum - sum d e^d / sum e^d.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    maximum: Tensor
-    log_sum: Tensor
-
-    @staticmethod
-    def zeros(num_tokens: int, device: torch.device) -> "Statistics":
-        return Statistics(*torch.zeros(4, num_tokens, device=device).unbind())
 
 
 class PolicyTerms(Protocol):
@@ -93,8 +75,7 @@ class RowKernels(Protocol):
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.
 
         Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
-        target outside the vocabulary gives NaN where
-        not is_host; check_targets reports it.
+        target outside the vocabulary gives NaN where not is_host; check_targets reports it.
         """
 
     def partials(self, logits: Tensor, rows: Rows, head: "Head") -> Tensor:

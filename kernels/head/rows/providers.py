@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
+from marsrl.kernels.dispatch import why_not_host
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -62,15 +63,18 @@ def _load_triton() -> RowKernels:
 
 
 def _load_triton_gemm() -> RowKernels:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonGemmRowKernels
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 
-    return TritonGemmRowKernels()
+    return TritonRowKernels(TritonFirstGemm())
 
 
 def _load_triton_no_dz() -> RowKernels:
-    from marsrl.kernels.head.no_dz.triton_impl import TritonNoDzRowKernels
+    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
+    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 
-    return TritonNoDzRowKernels()
+    return TritonRowKernels(TritonFirstGemm(), TritonBackwardGemms())
 
 
 def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
@@ -93,7 +97,7 @@ def _why_not_no_dz(tensors: dict[str, Tensor]) -> str | None:
 
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
-    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, library.why_not_host),
+    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, why_not_host),
 )
 
 # Those of the heads. The last two have a first GEMM of their own, and the last one backward GEMMs too. They are taken by name

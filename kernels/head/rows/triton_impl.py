@@ -7,9 +7,20 @@ import triton
 from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
-from marsrl.kernels.head.rows import triton_kernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Statistics
+from marsrl.kernels.head.rows import triton_kernels, triton_launches
+from marsrl.kernels.head.rows.protocol import PolicyTerms
+from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.triton_launches import (
+    BLOCK_COLUMNS,
+    NUM_WARPS,
+    PIECE_COLUMNS,
+    list_active,
+    put_statistics,
+    shard_partials,
+    token_arguments,
+    with_padding,
+)
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
@@ -17,23 +28,20 @@ if TYPE_CHECKING:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
     from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
-# Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
-# long enough (128 KiB) to run at the speed of memory. Not measured yet.
-PIECE_COLUMNS = 32768
-BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
-NUM_WARPS = 8
-JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
-JOIN_PIECES = 32
-BLOCK_TOKENS = 1024
-
 
 class TritonRowKernels:
-    """RowKernels on the current stream of the tensors' device; the host never waits here."""
+    """RowKernels on the current stream of the tensors' device; the host never waits here.
+
+    first_gemm, backward_gemms: products of our own that take the place of gemms.py, the second only beside the first.
+    """
 
     is_host = False
     tiles = None
-    first_gemm: "TritonFirstGemm | None" = None
-    backward_gemms: "TritonBackwardGemms | None" = None
+
+    def __init__(
+        self, first_gemm: "TritonFirstGemm | None" = None, backward_gemms: "TritonBackwardGemms | None" = None
+    ):
+        self.first_gemm, self.backward_gemms = first_gemm, backward_gemms
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         put_statistics(self._pieces(logits, rows, head), rows, head, out)
@@ -96,96 +104,6 @@ class TritonRowKernels:
         return late
 
 
-def list_active(
-    rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor | None
-) -> tuple[Tensor | None, LateCount]:
-    """(place of each row [R] int32 among those that have a coefficient, -1: it has none; how many have), and the tokens
-    of these to active. Where that is None every row has its own place: (None, R). On the device of the tensors."""
-    if active is None:
-        return None, LateCount(rows.count)
-    place_of, count = list_places(rows, coefficient, entropy_coefficient, active)
-    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
-
-
-def list_places(rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """list_active with the count [1] int32 where it is."""
-    place_of = torch.empty(rows.count, dtype=torch.int32, device=coefficient.device)
-    count = torch.empty(1, dtype=torch.int32, device=coefficient.device)
-    triton_kernels.list_active[(1,)](
-        rows.count,
-        rows.ids,
-        rows.first,
-        coefficient,
-        entropy_coefficient,
-        place_of,
-        active,
-        count,
-        BLOCK=BLOCK_TOKENS,
-    )
-    return place_of, count
-
-
-def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """What a kernel that reads logits asks of their rows: ids, first, targets, first_column, inverse temperatures."""
-    return (
-        rows.ids,
-        rows.first,
-        head.targets,
-        head.first_column,
-        head.inverse_temperature,
-        head.inverse_temperature_of_all,
-    )
-
-
-def put_statistics(pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
-    """Fill `out` at these rows from their parts [4, pieces, >= R] float32, the form of row_partials."""
-    block = _join_block(pieces)
-    with on_device_of(pieces):
-        triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
-            pieces,
-            pieces.shape[1],
-            pieces.shape[2],
-            rows.count,
-            head.num_columns,
-            rows.ids,
-            rows.first,
-            head.targets,
-            head.inverse_temperature,
-            head.inverse_temperature_of_all,
-            out.logprobs,
-            out.entropy,
-            out.maximum,
-            out.log_sum,
-            **block,
-        )
-
-
-def shard_partials(pieces: Tensor, rows: Rows, head: Head) -> Tensor:
-    """RowKernels.partials from the parts of the rows [4, pieces, >= R] float32."""
-    block = _join_block(pieces)
-    out = torch.empty(4, rows.count, dtype=torch.float64, device=pieces.device)
-    with on_device_of(pieces):
-        triton_kernels.join_pieces[(triton.cdiv(rows.count, block["BLOCK"]),)](
-            pieces,
-            pieces.shape[1],
-            pieces.shape[2],
-            rows.count,
-            rows.ids,
-            rows.first,
-            head.inverse_temperature,
-            head.inverse_temperature_of_all,
-            out,
-            **block,
-        )
-    return out
-
-
-def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Few pieces: many rows a program. Many: 8 rows, a 32-byte sector, so that 96 programs share 768 rows."""
-    at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
-    return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
-
-
 class TritonPolicyTerms:
     """PolicyTerms with the sums of each block of tokens kept apart until they are asked for: no atomics."""
 
@@ -205,7 +123,7 @@ class TritonPolicyTerms:
         if rows.count == 0:
             return
         tokens, objective = self._tokens, self._tokens.objective
-        programs = triton.cdiv(rows.count, BLOCK_TOKENS)
+        programs = triton.cdiv(rows.count, triton_launches.BLOCK_TOKENS)
         shape = (programs, tokens.num_agents, len(METRICS))
         sums = torch.empty(shape, dtype=torch.float64, device=self._logprobs.device)
         self._sums.append(sums)
@@ -244,7 +162,7 @@ class TritonPolicyTerms:
                 KL=objective.kl,
                 HAS_DUAL_CLIP=objective.dual_clip is not None,
                 HAS_ENTROPY=objective.entropy_coef != 0.0,
-                BLOCK=BLOCK_TOKENS,
+                BLOCK=triton_launches.BLOCK_TOKENS,
             )
 
     def sums(self) -> Tensor:
@@ -252,11 +170,6 @@ class TritonPolicyTerms:
             shape = (self._tokens.num_agents, len(METRICS))
             return torch.zeros(shape, dtype=torch.float64, device=self._logprobs.device)
         return torch.cat(self._sums).sum(0)
-
-
-def with_padding(rows: Tensor) -> Tensor:
-    """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
-    return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 
 
 def _block(width: int) -> int:

@@ -437,9 +437,8 @@ class VllmEngine:
         """Run what vLLM has begun for requests that have ended: with async scheduling it is a step ahead of them."""
         while self._core.has_unfinished_requests():
             self._core.step()
-        here = getattr(
-            self._core.engine_core, "engine_core", None
-        )  # None: in a process of its own, which settles itself
+        # None: in a process of its own, which settles itself
+        here = getattr(self._core.engine_core, "engine_core", None)
         while here is not None and here.batch_queue:
             self._core.step()
 

@@ -137,7 +137,7 @@ def _try(cgroups: Cgroups) -> None:
 
 
 def _prefix() -> str:
-    """Of the names of this pid namespace: in another one the same number is another process."""
+    """How names begin in this pid namespace: in another one the same number is another process."""
     return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
 
 

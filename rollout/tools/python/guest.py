@@ -96,9 +96,8 @@ def run(code: str) -> int:
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         inner = error.__traceback__
-        while (
-            inner is not None and inner.tb_frame.f_code.co_filename != _FILE
-        ):  # without the lines of this file, or of ast's
+        # without the lines of this file, or of ast's
+        while inner is not None and inner.tb_frame.f_code.co_filename != _FILE:
             inner = inner.tb_next
         text = "".join(traceback.format_exception(type(error), error, inner, limit=-_MOST_FRAMES))
         print(text if len(text) <= _MOST_ERROR_CHARS else f"{text[:1000]}\n...\n{text[1000 - _MOST_ERROR_CHARS :]}")

@@ -241,9 +241,8 @@ def _remark(ending: Ending, config: PythonTool) -> str:
         return f"[stopped: it printed more than {_BYTES_A_CHAR * config.max_output_chars:,} bytes]"
     if not ending.has_died:
         return ""
-    number = (
-        -ending.status if ending.status < 0 else ending.status - 128
-    )  # a shell and bubblewrap say 128 + the signal's
+    # a shell and bubblewrap say 128 + the signal's
+    number = -ending.status if ending.status < 0 else ending.status - 128
     if number == signal.SIGKILL:
         return f"[killed: it used more than {config.cpu_s} s of CPU time, or memory ran out]"
     with suppress(ValueError):

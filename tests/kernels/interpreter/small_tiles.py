@@ -5,7 +5,7 @@ import pytest
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl as first
 from marsrl.kernels.head.no_dz import triton_impl as no_dz
-from marsrl.kernels.head.rows import triton_impl as rows
+from marsrl.kernels.head.rows import triton_launches
 
 TILES = first.Tiles(8, 64, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
@@ -21,9 +21,9 @@ def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> No
     patch.setattr(first, "GROUP", 2)
     patch.setattr(first, "BLOCK_COLUMNS", 2 * tiles.n)
     patch.setattr(first, "PIECE_COLUMNS", 2 * tiles.n)
-    patch.setattr(rows, "JOIN_ELEMENTS", tiles.m)
-    patch.setattr(rows, "JOIN_PIECES", 2)
-    patch.setattr(rows, "BLOCK_TOKENS", tiles.m // 2)
+    patch.setattr(triton_launches, "JOIN_ELEMENTS", tiles.m)
+    patch.setattr(triton_launches, "JOIN_PIECES", 2)
+    patch.setattr(triton_launches, "BLOCK_TOKENS", tiles.m // 2)
 
 
 def in_chunks(patch: pytest.MonkeyPatch, num_rows: int, vocab: int = 131) -> None:

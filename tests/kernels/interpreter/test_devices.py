@@ -27,7 +27,8 @@ def launched(monkeypatch):
         finally:
             depth.pop()
 
-    for path in Path(kernels.__file__).parent.rglob("*triton_impl.py"):
+    folder = Path(kernels.__file__).parent
+    for path in [*folder.rglob("*triton_impl.py"), *folder.rglob("triton_launches.py")]:
         name = ".".join(path.relative_to(Path(kernels.__file__).parent).with_suffix("").parts)
         monkeypatch.setattr(import_module(f"marsrl.kernels.{name}"), "on_device_of", guard)
     launch = GridExecutor.__call__

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-NAME = "index.json"
+INDEX = "index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def read_index(folder: Path) -> Metadata:
     Raises:
         ValueError: index.json is not there or no index.
     """
-    path = folder / NAME
+    path = folder / INDEX
     try:
         tensors = json.loads(path.read_bytes())["tensors"]
         metadata = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta())
@@ -77,7 +77,7 @@ def read_index(folder: Path) -> Metadata:
             size = torch.Size(stored["size"])
             metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {folder}: {NAME} cannot be read ({error}); it is torn or not ours") from error
+        raise ValueError(f"checkpoint {folder}: {INDEX} cannot be read ({error}); it is torn or not ours") from error
     return metadata
 
 

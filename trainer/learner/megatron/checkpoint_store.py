@@ -40,8 +40,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.learner.megatron.checkpoint_index import NAME as INDEX
-from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader, StoredChunk, render_index
+from marsrl.trainer.learner.megatron.checkpoint_index import INDEX, IndexReader, StoredChunk, render_index
 from marsrl.trainer.learner.megatron.optimizer import Optimizer
 from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import write_atomically, write_json

@@ -160,7 +160,7 @@ class PolicyModel(GPTModel):
         """Whose mastered tokens are masked [S], and with mpt.temperature=1 which tokens these are [T]; None: nobody's,
         and those that the loss finds by itself, at the sampling temperature.
 
-        One sweep over the same hidden states, before the loss is formed.
+        One pass over the same hidden states, before the loss is formed.
 
         Scope `sample` sweeps the positive samples alone, and nothing when there are none (the others have no gate
         whatever their entropy, so theirs is left 0); a sample's mean is over the context-parallel ranks that it is cut

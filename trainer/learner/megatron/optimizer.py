@@ -133,9 +133,8 @@ class Optimizer:
         """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one, and its loading into an
         offloaded one begins with a step along random gradients."""
         for part in self._parts():
-            is_hybrid = isinstance(
-                part.optimizer, HybridDeviceOptimizer
-            )  # torch's AdamW on the CPU, whatever is installed
+            # torch's AdamW on the CPU, whatever is installed
+            is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
             if HAVE_APEX_OR_TE and not is_hybrid:
                 continue
             for adam in part.optimizer.sub_optimizers if is_hybrid else [part.optimizer]:

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from marsrl.rollout.simulation.play import Outcome
+
 from .calibrate import PUBLISHED_S, READINGS
 from .charts import write_line_chart
-from .play import Outcome
 from .study import PIPELINES, Grid, Study, central, name, ours, reference
 
 

@@ -17,12 +17,11 @@ from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.schedule.event_scheduler import EventScheduler
 from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.simulation.cost_model import Constants, CostModel
+from marsrl.rollout.simulation.lengths import Lengths, Outcomes
+from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
+from marsrl.rollout.simulation.simulated_team import last_token, problem_stream, simulated_team
 from marsrl.rollout.types import Group
-
-from .cost_model import Constants, CostModel
-from .lengths import Lengths, Outcomes
-from .simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
-from .simulated_team import last_token, problem_stream, simulated_team
 
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 

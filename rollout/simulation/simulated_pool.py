@@ -15,11 +15,10 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
+from marsrl.rollout.simulation.cost_model import CostModel
+from marsrl.rollout.simulation.engine_timeline import EngineTimeline, Job
+from marsrl.rollout.simulation.lengths import Lengths
 from marsrl.rollout.types import Finish
-
-from .cost_model import CostModel
-from .engine_timeline import EngineTimeline, Job
-from .lengths import Lengths
 
 TOKEN_GRAIN = 128
 """Real tokens that one simulated token stands for: 64k are 512, a length is off by less than 1.6% of 8k."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from marsrl.rollout.simulation.cost_model import MEASURED_ITL, Constants, constants_table
+from marsrl.rollout.simulation.lengths import MEDIAN_TOKENS
+from marsrl.rollout.simulation.play import Outcome
+
 from .calibrate import MISS, PUBLISHED_S, READINGS, ULORL, Fit
-from .cost_model import MEASURED_ITL, Constants, constants_table
-from .lengths import MEDIAN_TOKENS
-from .play import Outcome
 from .study import Grid, Study, central, ours, overlapped, reference
 
 

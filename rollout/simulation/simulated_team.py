@@ -15,13 +15,12 @@ from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
+from marsrl.rollout.simulation.cost_model import Constants
+from marsrl.rollout.simulation.lengths import Outcomes
+from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
-
-from .cost_model import Constants
-from .lengths import Outcomes
-from .simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 
 _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
 
@@ -41,9 +40,8 @@ class StandInRenderer:
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
     def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
-        num_shown = (
-            len(messages) - 1
-        )  # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        num_shown = len(messages) - 1
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
         return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
 

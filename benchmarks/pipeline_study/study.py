@@ -11,10 +11,11 @@ from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
+from marsrl.rollout.simulation.cost_model import Constants
+from marsrl.rollout.simulation.lengths import Lengths
+from marsrl.rollout.simulation.play import Outcome, Pipeline, Setting, play
+
 from .calibrate import Fit, Refit, fit, refits
-from .cost_model import Constants
-from .lengths import Lengths
-from .play import Outcome, Pipeline, Setting, play
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
