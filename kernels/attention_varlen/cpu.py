@@ -45,6 +45,7 @@ def buckets_of(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
+@torch.autocast("cpu", enabled=False)  # the dtype is that of q, however many buckets there are
 def attention_varlen_cpu(
     q: Tensor,
     k: Tensor,
