@@ -6,7 +6,6 @@ one for every op: it is used or the call is refused with the reason, never repla
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +48,7 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Nobody compiles before torch._dynamo is imported, which takes seconds: an eager process never pays for it.
-        if "torch._dynamo" in sys.modules:
+        if torch.compiler.is_compiling():  # what calls this is traced; nobody else pays for the way around the tracer
             return self._run_untraced(*args, **kwargs)
         return self._run(*args, **kwargs)
 

@@ -15,7 +15,9 @@ EPS = 1e-6
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    return [Shape(device, sequences=sequences, note="groups of 8") for sequences in ((64,) if quick else (1024, 16384))]
+    return [
+        Shape(device, sequences=sequences, note="groups of 8") for sequences in ((64,) if quick else (64, 1024, 16384))
+    ]
 
 
 def _build(shape: Shape) -> Bench:

@@ -14,7 +14,7 @@ THRESHOLD = 0.8
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    sizes = (256,) if quick else (16384, 65536)
+    sizes = (256,) if quick else (256, 16384, 65536)
     return [Shape(device, tokens=tokens, sequences=tokens // 64, mask_share=0.5, active_share=0.5) for tokens in sizes]
 
 

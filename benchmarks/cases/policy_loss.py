@@ -12,12 +12,16 @@ from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import LossInputs, PolicyObjective, policy_loss
 
 NUM_AGENTS = 5
+FORWARD = "forward alone"
 OBJECTIVE = PolicyObjective(clip_high=0.28, correction="tis", correction_high=2.0, mpt_probability=None)
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    sizes = (256,) if quick else (16384, 65536)
-    return [Shape(device, tokens=tokens, sequences=tokens // 64, mask_share=0.5, active_share=0.5) for tokens in sizes]
+    sizes = ((256, ""),) if quick else ((256, ""), (256, FORWARD), (16384, ""), (65536, ""))
+    return [
+        Shape(device, tokens=tokens, sequences=tokens // 64, mask_share=0.5, active_share=0.5, note=note)
+        for tokens, note in sizes
+    ]
 
 
 def _build(shape: Shape) -> Bench:
@@ -36,6 +40,9 @@ def _build(shape: Shape) -> Bench:
     agent_of = torch.arange(shape.sequences, device=shape.device) % NUM_AGENTS
     total = float(mask.sum())
     given = (entropy, old, rollout, advantages, mask, agent_of)
+    has_backward = shape.note != FORWARD
+    if not has_backward:
+        logprobs.requires_grad_(False)
 
     def clear() -> None:
         logprobs.grad = None
@@ -46,13 +53,13 @@ def _build(shape: Shape) -> Bench:
             num_agents=NUM_AGENTS, old_logprobs=old, rollout_logprobs=rollout, normaliser=total,
         )  # fmt: skip
         out = policy_loss(logprobs, entropy, inputs)
-        out.loss.backward()
-        assert logprobs.grad is not None
-        return {"loss": out.loss.detach(), "agent loss": out.agent_sums["loss"], "gradient": logprobs.grad}
+        return _results(out.loss, out.agent_sums["loss"], logprobs)
 
     def judge() -> Judgement:
-        exact = _plain(_eager, logprobs.detach().double().requires_grad_(), tuple(map(_double, given)), total)
-        plain = _plain(_eager, logprobs.detach().clone().requires_grad_(), given, total)
+        exact = _plain(
+            _eager, logprobs.detach().double().requires_grad_(has_backward), tuple(map(_double, given)), total
+        )
+        plain = _plain(_eager, logprobs.detach().clone().requires_grad_(has_backward), given, total)
         size = float(advantages.abs().mean())  # of the terms; their sum nearly cancels
         return Judgement(exact, plain, {"loss": size, "agent loss": size})
 
@@ -90,9 +97,17 @@ def _eager(
 
 def _plain(function, logprobs: Tensor, given: tuple[Tensor, ...], total: float) -> Results:  # type: ignore[no-untyped-def]
     loss, sums = function(logprobs, *given, total)
-    loss.backward()
-    assert logprobs.grad is not None
-    return {"loss": loss.detach(), "agent loss": sums[0], "gradient": logprobs.grad}
+    return _results(loss, sums[0], logprobs)
+
+
+def _results(loss: Tensor, of_agents: Tensor, logprobs: Tensor) -> Results:
+    """With the gradient, where logprobs require one."""
+    results = {"loss": loss.detach(), "agent loss": of_agents}
+    if logprobs.requires_grad:
+        loss.backward()
+        assert logprobs.grad is not None
+        results["gradient"] = logprobs.grad
+    return results
 
 
 CASE = Case("policy_loss", _shapes, _build)

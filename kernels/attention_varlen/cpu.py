@@ -45,6 +45,7 @@ def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     return tuple(padded)
 
 
+@torch.autocast("cpu", enabled=False)  # the dtype is that of q, however many buckets there are
 def attention_varlen_cpu(
     q: Tensor,
     k: Tensor,

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.attention_varlen.triton_kernels import (
     attention_forward,
     attention_key_gradients,
     attention_query_gradient,
 )
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
@@ -78,7 +78,7 @@ class AttentionVarlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention_varlen")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         grad_out = _rows_contiguous(grad_out)

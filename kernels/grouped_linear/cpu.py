@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.grouped_linear.counts import Counts
 
 
@@ -27,7 +27,7 @@ class GroupedLinear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("grouped_linear")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights = ctx.saved_tensors
         of_x = of_weights = None

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.grouped_linear.counts import Counts
 from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
 from marsrl.kernels.triton_machine import on_device_of
@@ -63,7 +63,7 @@ class GroupedLinear(torch.autograd.Function):
         return _rows_times_matrices(x, weights, ends, tiles)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("grouped_linear")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weights, ends = ctx.saved_tensors
         grad_out = _rows_contiguous(grad_out)

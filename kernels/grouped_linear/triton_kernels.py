@@ -62,7 +62,7 @@ def rows_times_matrices(
     depth = tl.arange(0, BLOCK_K)
     x_at = x + first * stride_x + rows[:, None] * stride_x + depth[None, :]
     matrix_at = matrices + expert.to(tl.int64) * stride_expert
-    matrix_at += outs[:, None] * stride_out_column + depth[None, :] * stride_in_column
+    matrix_at += outs.to(tl.int64)[:, None] * stride_out_column + depth[None, :] * stride_in_column
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, num_in, BLOCK_K):
         is_in = start + depth < num_in

@@ -40,7 +40,8 @@ def _keep_first(op: str, targets: Tensor, is_bad: Tensor, vocab_size: int) -> No
         return
     key = (op, targets.device)
     if key not in _FLAGS:
-        _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=targets.device), vocab_size)
+        with torch.inference_mode(False):  # whoever calls first: the flag is written outside of it too
+            _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=targets.device), vocab_size)
     flag = _FLAGS[key]
     flag.vocab_size = vocab_size
     tokens = torch.arange(targets.numel(), device=targets.device)

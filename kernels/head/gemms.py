@@ -70,7 +70,7 @@ class HeadGemms:
     @cached_property
     def _tile(self) -> Tensor:
         rows, size = self.weight.shape
-        return torch.empty(min(self._tile_rows, rows), size, device=self.weight.device)
+        return torch.empty(min(self._tile_rows, rows), size, dtype=torch.float32, device=self.weight.device)
 
     def tiles(self) -> list[slice]:
         """The rows of the weight in the pieces that are multiplied one after the other."""
@@ -104,7 +104,7 @@ class HeadGemms:
 
     def hidden_gradient(self, dz: Tensor) -> Tensor:
         """[n, H] float32 = dz [n, V] @ weight."""
-        gradient = torch.empty(dz.shape[0], self.weight.shape[1], device=dz.device)
+        gradient = torch.empty(dz.shape[0], self.weight.shape[1], dtype=torch.float32, device=dz.device)
         if self._multiplies_narrow:
             return torch.mm(dz, self.weight, out_dtype=torch.float32, out=gradient)
         dz = dz.float()
@@ -120,12 +120,13 @@ class HeadGemms:
         for a factor of 1."""
         if self._multiplies_narrow:
             if total is None:
-                total = torch.empty(self.weight.shape, device=dz.device)
+                total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)
                 return torch.mm(dz.t(), hidden, out_dtype=torch.float32, out=total)
             return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, alpha=factor, out=total)
         dz, hidden = dz.float(), hidden.float()
         if total is None:
-            return torch.mm(dz.t(), hidden, out=torch.empty(self.weight.shape, device=dz.device))
+            total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)
+            return torch.mm(dz.t(), hidden, out=total)
         return total.addmm_(dz.t(), hidden, alpha=factor)
 
     def hidden_and_weight_gradient(

@@ -62,7 +62,8 @@ class HeadGradients:
         not those of gemms.py. From here on it counts as filled."""
         adds = self.of_weight is not None
         if self.of_weight is None:
-            self.of_weight = torch.empty(self.gemms.weight.shape, device=self.hidden.device)
+            shape, device = self.gemms.weight.shape, self.hidden.device
+            self.of_weight = torch.empty(shape, dtype=torch.float32, device=device)
         return self.of_weight, adds
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
@@ -84,7 +85,8 @@ class HeadGradients:
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
         if self.wanted.hidden:
-            of_hidden = torch.empty(rows.count, self.hidden.shape[1], device=self.hidden.device)
+            shape = rows.count, self.hidden.shape[1]
+            of_hidden = torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
         if self.wanted.weight and self.of_weight is None:
             dtype = self.wanted.weight_dtype if is_last else torch.float32
             self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)

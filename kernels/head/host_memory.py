@@ -34,7 +34,8 @@ def host_buffer(num_floats: int) -> Tensor:
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < num_floats:
         kept = _kept.buffer = None  # before the larger one comes
-        kept = _kept.buffer = torch.empty(num_floats, device="cpu")
+        with torch.inference_mode(False):  # whoever asks first: a learner writes later where an evaluation has written
+            kept = _kept.buffer = torch.empty(num_floats, dtype=torch.float32, device="cpu")
     return kept[:num_floats]
 
 

@@ -54,7 +54,8 @@ class Head:
     def inverse_temperature_at(self, rows: Rows) -> Tensor:
         """[R] float32."""
         if self.inverse_temperature is None:
-            return torch.full((rows.count,), self.inverse_temperature_of_all, device=self.weight.device)
+            of_all = self.inverse_temperature_of_all
+            return torch.full((rows.count,), of_all, dtype=torch.float32, device=self.weight.device)
         return rows.take(self.inverse_temperature)
 
 
@@ -84,6 +85,8 @@ def make_head(
     inverse, inverse_of_all = None, 1.0
     if isinstance(temperature, Tensor):
         check(op, "temperature", temperature, (hidden.shape[0],), FLOATS, hidden.device)
+        if temperature.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: temperature requires a gradient, and this op has none of it; detach it")
         inverse = temperature.detach().float().reciprocal().contiguous()
     elif not temperature > 0:
         raise ValueError(f"{op}: temperature is {temperature}, expected a positive number or a tensor [T]")

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gemms import products_in_full_float32
@@ -77,7 +77,7 @@ class _LinearLogProb(torch.autograd.Function):
         return statistics.logprobs, statistics.entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_logprob")
     @products_in_full_float32()
     def backward(
         ctx: Any, logprobs_gradient: Tensor, entropy_gradient: Tensor

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import check
 from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.bad_targets import check_targets
 from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
@@ -101,7 +101,7 @@ class _FusedLoss(torch.autograd.Function):
         return loss.clone()  # an input returned as it is would be a view of it
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradients: HeadGradients | None = ctx.gradients
         if gradients is None:

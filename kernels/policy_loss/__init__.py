@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.reference import policy_loss_reference
-from marsrl.kernels.policy_loss.terms import agent_sums, policy_terms, total_loss
+from marsrl.kernels.policy_loss.terms import agent_sums, as_read, policy_terms, total_loss
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> PolicyLoss:
@@ -33,13 +33,14 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> Policy
 
 def _on_rows(provider: RowProvider) -> Implementation:
     def run(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
-        kernels = provider.load()
-        logp = logprobs.detach().float().contiguous()
-        ent = entropy.detach().float().contiguous()
-        terms = policy_terms(kernels, tokens, logp, ent)
+        logp, ent = as_read(logprobs), as_read(entropy)
+        terms = policy_terms(provider.load(), tokens, logp, ent)
         terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip what is masked
         sums = terms.sums()
-        loss = _Loss.apply(logprobs, entropy, terms, sums)
+        if torch.is_grad_enabled() and (logprobs.requires_grad or entropy.requires_grad):
+            loss = _Loss.apply(logprobs, entropy, terms, sums)
+        else:  # a node of the graph that nobody wants would be a tenth of the op on few tokens
+            loss = total_loss(sums)
         if tokens.mask is not None:
             zero = logp.new_zeros(())  # one for both: each 0.0 would become a tensor of its own
             logp, ent = torch.where(tokens.mask, logp, zero), torch.where(tokens.mask, ent, zero)
@@ -61,7 +62,7 @@ class _Loss(torch.autograd.Function):
         return total_loss(sums)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("policy_loss")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         coefficient, entropy_coefficient = ctx.saved_tensors
         of_logprobs, of_entropy, *_ = ctx.needs_input_grad

@@ -27,6 +27,8 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
     objective, num_agents, normaliser = inputs.objective, inputs.num_agents, inputs.normaliser
     if not isinstance(objective, PolicyObjective):
         raise ValueError(f"{op}: objective is a {type(objective).__name__}, expected a PolicyObjective")
+    if num_agents < 1:
+        raise ValueError(f"{op}: num_agents is {num_agents}, expected 1 or more")
     num_sequences = check_cu_seqlens(op, inputs.cu_seqlens, num_tokens, device)
     if (inputs.advantages is None) == (inputs.token_advantages is None):
         found = "neither" if inputs.advantages is None else "both"
@@ -43,10 +45,9 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
         raise ValueError(f"{op}: rollout_logprobs is missing, expected [T] for correction={objective.correction!r}")
     if objective.kl != "none" and inputs.reference_logprobs is None:
         raise ValueError(f"{op}: reference_logprobs is missing, expected [T] for kl={objective.kl!r}")
-    if isinstance(normaliser, Tensor):
-        if normaliser.numel() != 1:
-            raise ValueError(f"{op}: normaliser has shape {list(normaliser.shape)}, expected one number")
-    elif not normaliser > 0:
+    if isinstance(normaliser, Tensor) and normaliser.numel() != 1:
+        raise ValueError(f"{op}: normaliser has shape {list(normaliser.shape)}, expected one number")
+    if (not isinstance(normaliser, Tensor) or normaliser.device.type == "cpu") and not normaliser > 0:
         raise ValueError(f"{op}: normaliser is {normaliser}, expected a positive number")
     sequence_of = _sequence_of(inputs.cu_seqlens, num_tokens)
 

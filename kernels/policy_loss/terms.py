@@ -50,10 +50,15 @@ def total_loss(sums: Tensor) -> Tensor:
     return sums[:, 0].sum().float()
 
 
-def _float32(values: Tensor | None) -> Tensor | None:
-    if values is None or (values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous()):
+def as_read(values: Tensor) -> Tensor:
+    """The values as row kernels read them: float32, contiguous, without a graph; themselves where they are that."""
+    if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
+
+
+def _float32(values: Tensor | None) -> Tensor | None:
+    return None if values is None else as_read(values)
 
 
 def _contiguous(flags: Tensor | None) -> Tensor | None:

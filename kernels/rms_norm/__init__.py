@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.rms_norm.cpu import CpuRmsNorm
 from marsrl.kernels.rms_norm.reference import rms_norm_reference
@@ -68,7 +68,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("rms_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, weight, scales = ctx.saved_tensors
         of_rows, of_weight = ctx.kernels.gradients(rows, weight, ctx.offset, scales, grad.contiguous())

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
@@ -59,7 +59,7 @@ class _Swiglu(torch.autograd.Function):
         return kernels.forward(rows, _as_read(weights))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("swiglu")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         products, weights = ctx.saved_tensors
         of_products, of_weights = ctx.kernels.gradients(products, _as_read(weights), grad.contiguous())

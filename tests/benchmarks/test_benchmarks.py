@@ -31,6 +31,31 @@ print(run.text(table))
     assert "WRONG, so nothing is measured" in done.stdout, done.stderr
 
 
+def test_a_short_call_is_repeated_until_there_is_something_to_measure() -> None:
+    code = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+from marsrl.benchmarks.case import Variant
+from marsrl.benchmarks.timing import SHORT_S, Clock
+calls, prepared = [], []
+def busy(seconds):
+    calls.append(seconds)
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+for seconds, times in ((SHORT_S / 20, 20), (2 * SHORT_S, 1)):
+    found = Clock("cpu").seconds(Variant("x", lambda: busy(seconds), prepare=lambda: prepared.append(1)))
+    assert seconds <= found < 5 * seconds and len(calls) <= times and len(calls) == len(prepared), (found, calls)
+    assert len(calls) > times / 2
+    calls.clear(), prepared.clear()
+print("right")
+"""
+    done = call(str(BENCHMARKS), code=code)
+    assert "right" in done.stdout, done.stderr
+
+
 def test_the_headline_is_measured_first_and_alone_unless_all_are_asked_for() -> None:
     code = """
 import sys
@@ -52,7 +77,7 @@ print(len(dtypes("linear_policy_loss", "cuda", [], False).split()), len(dtypes("
     assert alone == "float32/151936/0.5"
     assert every.split()[0] == alone and len(set(every.split())) == len(every.split()) == 8
     assert asked.split() == ["bfloat16/32000/1", "bfloat16/32000/0.5"]
-    assert counts == "8 2"  # what has no headline among its shapes is measured at all of them
+    assert counts == "8 3"  # what has no headline among its shapes is measured at all of them
 
 
 def git(repository: Path, *words: str) -> str:

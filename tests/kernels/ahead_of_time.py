@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,24 @@ class Report:
     num_wide_stores: int
     num_tile_loads: int  # by the copy engine of sm_90 (TMA), a tile each
     num_tile_stores: int
+    narrow_products: tuple[tuple[str, str], ...]  # numbers that are multiplied in 32 bits, neither of them a constant
+
+
+# 32 bits are enough for what counts programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and
+# 1187 tiles of the vocabulary. Kernel -> a factor of such products, by the name that the kernel has for it.
+SMALL_TABLES = {
+    "row_partials": {"num_rows"},
+    "finish_rows": {"stride"},
+    "join_pieces": {"stride"},
+    "first_product": {"num_rows"},
+    "first_product_by_copies": {"num_rows", "column_tiles"},
+    "exponential_gradients": {"num_pieces"},
+    "row_factors": {"num_rows", "num_pieces"},
+    "hidden_gradient": {"num_rows"},
+    "weight_gradient": {"num_rows"},
+    "gradient_rows": {"rows_of_program"},
+    "matrix_gradients": {"num_in_tiles"},
+}
 
 
 def compile_kernel(
@@ -119,19 +138,55 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
         num_wide_stores=len(re.findall(r"\bSTG[.\w]*\.128", assembly)),
         num_tile_loads=len(re.findall(r"\bUTMALDG", assembly)),
         num_tile_stores=len(re.findall(r"\bUTMASTG", assembly)),
+        narrow_products=narrow_products(compiled.asm["ttir"]),
     )
+
+
+def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
+    """The pairs of numbers that a kernel multiplies in 32 bits, by their names there, where neither is made of constants and
+    ranges alone: a row times the distance of rows passes 2^31."""
+    values = {}
+    for line in intermediate.splitlines():
+        if found := re.match(r"\s*%([\w-]+)(?::\d+)? = ([\w.]+)(.*)", line):
+            name, operation, rest = found.groups()
+            values[name] = operation, re.findall(r"%([\w-]+)", rest.split(" : ")[0]), rest
+
+    @cache
+    def is_constant(name: str) -> bool:
+        operation, of, _ = values.get(name, ("", [], ""))
+        if operation in ("arith.remsi", "arith.remui"):
+            return is_constant(of[1])
+        computes = operation.startswith(
+            ("arith.", "tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans")
+        )
+        return operation in ("arith.constant", "tt.make_range") or (computes and bool(of) and all(map(is_constant, of)))
+
+    def source(name: str) -> str:
+        while name in values and values[name][0] in ("tt.splat", "tt.expand_dims", "tt.broadcast"):
+            name = values[name][1][0]
+        return re.sub(r"_\d+$", "", name)
+
+    products = [
+        (of[0], of[1])
+        for operation, of, rest in values.values()
+        if operation == "arith.muli" and re.search(r" : (tensor<[\dx]+x)?i32\b", rest)
+    ]
+    return tuple((source(a), source(b)) for a, b in products if not is_constant(a) and not is_constant(b))
 
 
 def assert_compiled_well(
     report: Report, *, dots: bool, spill_allowance_bytes: int = 0, warpgroup_dots: bool | None = None
 ) -> None:
-    """Fail unless the kernel fits the GPU and uses its tensor cores where it should.
+    """Fail unless the kernel fits the GPU, uses its tensor cores where it should, and reaches memory beyond 2^31 elements.
 
     dots: the kernel multiplies 16-bit (or tf32) tiles, so that tensor-core instructions must be there; False: none may.
     warpgroup_dots: on sm_90 these are HGMMA; None: as dots. False where tiles have fewer than 64 rows.
     spill_allowance_bytes: give the reason where it is used.
     """
     assert report.spill_bytes <= spill_allowance_bytes, f"spills {report.spill_bytes} bytes a thread: {report}"
+    small = SMALL_TABLES.get(report.kernel, set())
+    narrow = [pair for pair in report.narrow_products if not small & set(pair)]
+    assert not narrow, f"{report.kernel} multiplies in 32 bits, beyond 2^31 for large tensors: {narrow}"
     assert report.shared_bytes <= SHARED_BYTES[report.target], f"too much shared memory: {report}"
     assert (report.num_hmma + report.num_hgmma > 0) == dots, f"tensor cores: {report}"
     if report.target >= 90 and (dots if warpgroup_dots is None else warpgroup_dots):

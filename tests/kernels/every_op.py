@@ -27,7 +27,7 @@ NUM_TOKENS, SIZE, VOCAB = 9, 16, 40
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device="cpu").to(dtype)
+    return torch.randn(*shape, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,11 +165,20 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
 }
 
 
-def check_the_default_device_is_not_used(name: str) -> None:
-    """A tensor that an op makes without naming its device would be on the default one, here without memory."""
-    expected = CALLS[name]()
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        found = CALLS[name]()
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def check_the_defaults_are_not_used(name: str) -> None:
+    """A tensor that an op makes without naming its device would be on the default one, here without memory; without naming
+    its dtype it would be of the default one, and kernels would write 4 bytes a number whatever room there is."""
+    expected = CALLS[name]()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = CALLS[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same(found, expected)

@@ -22,6 +22,16 @@ def double(x, n, BLOCK: tl.constexpr):
     tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
 
+@triton.jit
+def copy_rows(x, out, stride, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride + column * 2, mask=column < width)
+    tl.store(out + (tl.program_id(0) * BLOCK + column) % BLOCK, values, mask=column < width)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dot_uses_the_tensor_cores_of_the_target(target):
     report = compile_kernel(multiply, target, {"a": "*bf16", "b": "*bf16", "out": "*fp32"}, {"SIZE": 64})
@@ -46,3 +56,12 @@ def test_spills_and_too_much_shared_memory_are_noticed():
     assert_compiled_well(report, dots=True, spill_allowance_bytes=report.spill_bytes)
     with pytest.raises(AssertionError, match="shared memory"):
         assert_compiled_well(replace(report, shared_bytes=164 * 1024, spill_bytes=0), dots=True)
+
+
+def test_a_row_times_a_distance_in_32_bits_is_noticed():
+    types = {"x": "*fp32", "out": "*fp32", "stride": "i32", "width": "i32"}
+    for wide in (True, False):
+        report = compile_kernel(copy_rows, 80, types, {"WIDE": wide, "BLOCK": 128})
+        assert report.narrow_products == (() if wide else (("row", "stride"),))
+    with pytest.raises(AssertionError, match="copy_rows multiplies in 32 bits"):
+        assert_compiled_well(report, dots=False)

@@ -1,6 +1,7 @@
 """Which implementation serves a call, and what is said when none can."""
 
 import ctypes
+import importlib
 import subprocess
 
 import pytest
@@ -139,3 +140,10 @@ def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
 def test_structures_have_the_size_that_c_gives_them():
     assert ctypes.sizeof(library.Objective) == 12 * 4
     assert ctypes.sizeof(library.Tokens) == 14 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def test_only_a_caller_that_is_traced_pays_for_the_way_around_the_tracer(arguments, monkeypatch):
+    importlib.import_module("torch._dynamo")  # as in a process where something else is compiled
+
+    monkeypatch.setattr(Op, "_run_untraced", lambda *_, **__: pytest.fail("nothing is traced here"))
+    assert linear_logprob(*arguments).logprobs.isfinite().all()

@@ -1,14 +1,17 @@
 """How flash-attn, PyTorch's packed attention and its grouped GEMM are called, when they are not, and which attention serves."""
 
+import ast
 import sys
 import types
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import compare as compare_attention
 from grouped_linear_cases import compare as compare_grouped_linear
 
+from marsrl import kernels
 from marsrl.kernels import attention_choice
 from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
@@ -167,14 +170,34 @@ def test_a_late_count_is_copied_to_the_host_whatever_the_default_device(monkeypa
     with torch.device("meta"):
         make = torch.empty
         assert make(1).is_meta  # which functions it changes torch notes at the first use, before they are replaced here
-    event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    recorded = []
+    event = types.SimpleNamespace(record=recorded.append, synchronize=lambda: None)
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: make(*sizes, **options))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a side stream of {device}")
     value = torch.tensor([7]).as_subclass(OnCuda)
     with torch.device("meta"):
         late = subset.LateCount(value)
     assert late.wait() == 7
+    assert recorded == [f"a side stream of {value.device}"]  # where the work is queued, on the device of the value
+
+
+def test_nothing_asks_about_the_current_device_or_waits_for_all_of_it():
+    """The twin of tensors on cuda:1 and of side streams: questions name a device, the host waits for one event alone."""
+    free = {"torch.cuda.is_available", "torch.cuda.Event"}
+    asked, waits = [], []
+    folder = Path(kernels.__file__).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name = ast.unparse(node.func)
+                if name.startswith("torch.cuda.") and name not in free:
+                    asked.append(name)
+                    assert node.args, f"{path}:{node.lineno}: {name}() is about whatever device is the current one"
+                if node.func.attr in ("synchronize", "default_stream", "wait_stream"):
+                    waits.append((str(path.relative_to(folder)), name))
+    assert "torch.cuda.current_stream" in asked and "torch.cuda.get_device_capability" in asked
+    assert waits == [("head/rows/subset.py", "self._event.synchronize")]
 
 
 class Stranger:

@@ -120,6 +120,7 @@ def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
         ({"targets": torch.zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
         ({"temperature": 0.0}, r"temperature is 0.0, expected a positive number"),
         ({"temperature": torch.ones(3)}, r"temperature has shape \[3\], expected \[4\]"),
+        ({"temperature": torch.ones(4, requires_grad=True)}, r"temperature requires a gradient"),
         ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case, linear_policy_loss
 from fused_head import run_policy_loss as run
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.testing import OBJECTIVES
@@ -323,6 +323,34 @@ def test_narrow_float32_products_that_the_process_asks_for_change_nothing(precis
     finally:
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(found.logprobs, expected.logprobs) and all(map(torch.equal, others, gradients))
+
+
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits computed again
+def test_every_product_is_asked_for_in_full_float32(name, monkeypatch):
+    """By the setting at the product, whatever this machine makes of it."""
+    seen = []
+
+    def watched(function):
+        def call(*given, **words):
+            backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+            seen.append((function.__name__, *(backend.fp32_precision for backend in backends)))
+            return function(*given, **words)
+
+        return call
+
+    for method in ("logits", "tile_logits", "hidden_gradient", "add_weight_gradient", "hidden_and_weight_gradient"):
+        monkeypatch.setattr(gemms.HeadGemms, method, watched(getattr(gemms.HeadGemms, method)))
+    case = head_case(40, 8, 300)
+    arguments = arguments_for(case, name)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            run(case, arguments, dtype)
+            linear_logprob(*(each.to(dtype).requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {each[0] for each in seen} >= {"logits", "tile_logits", "hidden_gradient", "hidden_and_weight_gradient"}
+    assert {each[1:] for each in seen} == {("ieee", "ieee")}
 
 
 def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeypatch):

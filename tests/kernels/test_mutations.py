@@ -15,6 +15,7 @@ import pytest
 import rms_norm_cases
 import swiglu_cases
 import torch
+from every_op import CALLS
 from spoils import OF_FLAGS, SPOILS, TILE, Call, refuse_every_spoil, spoiled, two_rows_swapped, without_last_tile
 from torch import Tensor
 
@@ -85,6 +86,11 @@ OPS = {
     "swiglu": (swiglu_cases, compare_swiglu),
     "rms_norm": (rms_norm_cases, compare_rms_norm),
 }
+
+
+def test_every_op_is_spoiled_here():
+    names = {name.split(",")[0] for name in CALLS}
+    assert names == set(OPS) | {"pack", "mpt_gate", "group_advantage"}  # those three: below
 
 
 @pytest.mark.parametrize("op, dtype", [*((op, FP32) for op in OPS), *((op, BF16) for op in OPS if op != "policy_loss")])

@@ -117,6 +117,8 @@ def test_all_tokens_masked_is_a_loss_of_zero(num_tokens):
         ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
         ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),
         ({"normaliser": 0}, "normaliser is 0, expected a positive number"),
+        ({"normaliser": torch.tensor(0.0)}, "normaliser is 0.0, expected a positive number"),
+        ({"num_agents": 0}, "num_agents is 0, expected 1 or more"),
         ({"objective": "clip"}, "objective is a str, expected a PolicyObjective"),
     ],
 )

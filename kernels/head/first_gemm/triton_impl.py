@@ -88,7 +88,8 @@ class TritonFirstGemm:
         """pieces of hidden [R, H] @ head.weight.T; to out [R, V], if it is given, e^(z / tau) / 2^k with one k of each row
         and tile, 0 at the target and in the tiles' padding."""
         tiles = plan_tiles(rows.count, False)
-        pieces = torch.empty(4, triton.cdiv(head.num_columns, tiles.n), rows.count, device=hidden.device)
+        num_pieces = triton.cdiv(head.num_columns, tiles.n)
+        pieces = torch.empty(4, num_pieces, rows.count, dtype=torch.float32, device=hidden.device)
         if pieces.numel():
             self._launch(hidden, rows, head, out, pieces, None)
         return pieces

@@ -93,10 +93,10 @@ def _places(
         count,
         torch.empty(size, dtype=torch.int32, device=device),
         torch.empty(size, dtype=torch.int64, device=device),
-        torch.empty(size, device=device),
-        torch.empty(size, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
         torch.full((size,), head.num_columns, dtype=torch.int32, device=device),
-        torch.empty(tiles, size, device=device),
+        torch.empty(tiles, size, dtype=torch.float32, device=device),
     )
     row_factors[(triton.cdiv(size, FACTOR_ROWS), triton.cdiv(max(1, tiles), FACTOR_TILES))](
         size,

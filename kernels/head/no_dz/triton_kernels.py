@@ -79,10 +79,11 @@ def row_factors(
 @triton.jit
 def units_of(rows, stride, unit, size, WHOLE: tl.constexpr):
     """The hidden units of these rows [N, 1]; 0 behind the last."""
+    at = rows + unit.to(tl.int64)[None, :] * stride
     if WHOLE:
-        return tl.load(rows + unit[None, :] * stride)
+        return tl.load(at)
     else:
-        return tl.load(rows + unit[None, :] * stride, mask=(unit < size)[None, :], other=0.0)
+        return tl.load(at, mask=(unit < size)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -225,7 +226,7 @@ def add_target_rows(
         total = tl.zeros([BLOCK], tl.float32)
         for number in range(first, tl.load(end_of + first)):
             place = tl.load(order + number)
-            at = hidden + tl.load(token_at + place) * stride_hidden_row + unit * stride_hidden
+            at = hidden + tl.load(token_at + place) * stride_hidden_row + unit.to(tl.int64) * stride_hidden
             total += tl.load(gradient_at + place) * tl.load(at, mask=unit < size, other=0.0).to(tl.float32)
         to = total_of + target * size + unit
         tl.store(to, tl.load(to, mask=unit < size, other=0.0) + factor * total, mask=unit < size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -50,18 +51,21 @@ class RowProvider:
         return self.why_not(hidden=hidden, weight=weight)
 
 
+@cache
 def _load_cpu() -> RowKernels:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
     return CpuRowKernels()
 
 
+@cache
 def _load_triton() -> RowKernels:
     from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 
     return TritonRowKernels()
 
 
+@cache
 def _load_triton_gemm() -> RowKernels:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
     from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
@@ -69,6 +73,7 @@ def _load_triton_gemm() -> RowKernels:
     return TritonRowKernels(TritonFirstGemm())
 
 
+@cache
 def _load_triton_no_dz() -> RowKernels:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
     from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms

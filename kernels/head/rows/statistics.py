@@ -20,4 +20,4 @@ class Statistics:
 
     @staticmethod
     def zeros(num_tokens: int, device: torch.device) -> "Statistics":
-        return Statistics(*torch.zeros(4, num_tokens, device=device).unbind())
+        return Statistics(*torch.zeros(4, num_tokens, dtype=torch.float32, device=device).unbind())

@@ -52,7 +52,7 @@ class TritonRowKernels:
     def _pieces(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
         """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS."""
         pieces = triton.cdiv(head.width, PIECE_COLUMNS)
-        partials = torch.empty(4, pieces, rows.count, device=logits.device)
+        partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
         with on_device_of(logits):
             triton_kernels.row_partials[(rows.count, pieces)](
                 with_padding(logits),
@@ -117,7 +117,8 @@ class TritonPolicyTerms:
         if isinstance(normaliser, Tensor) and normaliser.device == device:
             self._inverse_normaliser = normaliser.detach().reshape(1).float().reciprocal()
         else:
-            self._inverse_normaliser = torch.full((1,), 1.0 / float(normaliser), device=device)
+            inverse = 1.0 / float(normaliser)
+            self._inverse_normaliser = torch.full((1,), inverse, dtype=torch.float32, device=device)
 
     def evaluate(self, rows: Rows) -> None:
         if rows.count == 0:

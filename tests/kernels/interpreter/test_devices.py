@@ -1,11 +1,12 @@
-"""Which device a Triton op works on: that of its tensors, not the default one, and not the current one."""
+"""Which device a Triton op works on: that of its tensors, not the default one, and not the current one. Nor has it the
+default dtype."""
 
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from every_op import CALLS, HEADS, check_the_default_device_is_not_used
+from every_op import CALLS, HEADS, check_the_defaults_are_not_used
 from triton.runtime.interpreter import GridExecutor
 
 from marsrl import kernels
@@ -44,18 +45,18 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_run_on_the_device_of_their_tensors(name, launched):
-    check_the_default_device_is_not_used(name)
+    check_the_defaults_are_not_used(name)
     assert launched
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if "bfloat16" in name])
 def test_the_first_gemm_runs_on_the_device_of_its_tensors(name, launched, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", GEMM)
-    check_the_default_device_is_not_used(name)
+    check_the_defaults_are_not_used(name)
     assert "first_product_by_copies" in launched
 
 
 def test_the_backward_gemms_run_on_the_device_of_their_tensors(launched, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", NO_DZ)
-    check_the_default_device_is_not_used("linear_policy_loss, bfloat16, no bonus")
+    check_the_defaults_are_not_used("linear_policy_loss, bfloat16, no bonus")
     assert {"row_factors", "hidden_gradient", "weight_gradient", "add_target_rows"} <= set(launched)

@@ -50,8 +50,8 @@ def in_chunks(monkeypatch, rows, vocab=131, waiting=2):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_equals_its_definition(name, monkeypatch):
-    in_chunks(monkeypatch, 7)
-    case = head_case(12, 8)
+    in_chunks(monkeypatch, 5)
+    case = head_case(8, 8)
     compare_policy_loss(case, arguments_for(case, name))
 
 

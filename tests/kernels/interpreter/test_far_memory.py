@@ -1,0 +1,82 @@
+"""Kernels reach what lies beyond 2^31 elements. Their IR is looked at for the rest: ahead_of_time.py, narrow_products."""
+
+import far_cases
+import pytest
+import torch
+from far_cases import far_apart
+from row_cases import head_for
+from small_tiles import use_small_tiles
+
+from marsrl.kernels.attention_varlen import triton_impl as attention
+from marsrl.kernels.grouped_linear import triton_impl as grouped
+from marsrl.kernels.head.first_gemm import triton_impl as first
+from marsrl.kernels.head.gradients import HeadGradients, Wanted
+from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
+from marsrl.kernels.head.rows import triton_impl as rows
+from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.vocabulary import make_head
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks_on_clean_memory(monkeypatch):
+    use_small_tiles(monkeypatch)
+    tiles = attention.Tiles(8, 8, 4, 1)
+    monkeypatch.setattr(attention, "plan_tiles", lambda head_size, dtype: attention.TilePlan(tiles, tiles, tiles))
+    monkeypatch.setattr(grouped, "plan_tiles", lambda dtype: grouped.Tiles(4, 16, 16, 4, 1))
+    monkeypatch.setattr(rows, "BLOCK_COLUMNS", 64)
+    monkeypatch.setattr(rows, "PIECE_COLUMNS", 64)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("names", ["triton", "triton_gemm", "triton_no_dz"])
+def test_hidden_states_and_weights(names, dim, monkeypatch):
+    if names != "triton":
+        monkeypatch.setenv("MARSRL_KERNELS", f"linear_policy_loss={names},linear_logprob=triton_gemm")
+        monkeypatch.setattr(first, "capability", lambda: 80 if dim == 0 else 90)
+    far_cases.check_head(dim, BF16, has_logprobs=names != "triton_no_dz")
+
+
+@pytest.mark.parametrize("check", ["check_attention", "check_decoding", "check_experts", "check_norm"])
+def test_what_other_ops_read(check):
+    getattr(far_cases, check)()
+
+
+def test_rows_of_logits_and_of_their_gradients():
+    logits, targets = torch.randn(3, 40), torch.tensor([0, 39, 7])
+    head, taken, kernels = head_for(targets, 40, 40), Rows(None, 0, 3), rows.TritonRowKernels()
+    found = []
+    for of, dz in (
+        (logits, torch.zeros(3, 40, dtype=BF16)),
+        (far_apart(logits), far_apart(torch.zeros(3, 40, dtype=BF16))),
+    ):
+        statistics, active = Statistics.zeros(3, logits.device), torch.empty(3, dtype=torch.int64)
+        kernels.statistics(of, taken, head, statistics)
+        coefficients = torch.tensor([1.0, -2.0, 0.5]), torch.full((3,), 0.1)
+        kernels.gradients(of, taken, head, statistics, *coefficients, dz, active)
+        found.append([statistics.logprobs, statistics.entropy, kernels.partials(of, taken, head), dz])
+    for one, other in zip(*found, strict=True):
+        assert one.any(1 if one.dim() > 1 else 0).all() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_rows_of_exponentials_and_what_reads_them(capability, monkeypatch):
+    monkeypatch.setattr(first, "capability", lambda: capability)
+    hidden, weight, targets = torch.randn(3, 16).to(BF16), torch.randn(128, 16).to(BF16), torch.tensor([0, 127, 7])
+    head, taken, gemm = (
+        make_head("op", hidden, weight, targets, 1.0, None, None),
+        Rows(None, 0, 3),
+        first.TritonFirstGemm(),
+    )
+    c, found = torch.tensor([1.0, -2.0, 0.5]), []
+    for out in (torch.zeros(3, 128, dtype=BF16), far_apart(torch.zeros(3, 128, dtype=BF16))):
+        statistics = Statistics.zeros(3, c.device)
+        pieces = gemm.exponentials(hidden, taken, head, out)
+        gemm.statistics(pieces, taken, head, statistics)
+        gradients = HeadGradients(head, hidden, Wanted(True, True, BF16))
+        TritonBackwardGemms().add_gradients(out, pieces, taken, head, statistics, c, gradients, compacts=True)
+        found.append([out.clone(), gradients.of_hidden, gradients.of_weight])
+    for one, other in zip(*found, strict=True):
+        assert one.any(1).all() and torch.equal(one, other)

@@ -1,0 +1,53 @@
+"""What lies beyond 2^31 elements is reached on the CPU: tensors that far apart, and a head with so many logits."""
+
+import far_cases
+import pytest
+import torch
+
+from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
+from marsrl.kernels.testing import assert_accurate
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_and_weights(dim, dtype):
+    far_cases.check_head(dim, dtype)
+
+
+@pytest.mark.parametrize("check", ["check_attention", "check_decoding", "check_experts", "check_norm"])
+def test_what_other_ops_read(check):
+    getattr(far_cases, check)()
+
+
+@pytest.mark.slow  # 2.2 billion logits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_behind_2_to_the_31_logits_has_the_values_of_its_own(dtype):
+    """All rows have statistics; those at both ends, and around logit 2^31, also gradients, into which no others enter."""
+    num_tokens, size, vocab = 14_208, 8, 151_936
+    crossing = 2**31 // vocab
+    rows = torch.tensor([0, 1, crossing - 1, crossing, crossing + 1, num_tokens - 2, num_tokens - 1])
+    hidden, weight = torch.randn(num_tokens, size).to(dtype), torch.randn(vocab, size).to(dtype)
+    targets = torch.randint(0, vocab, (num_tokens,))
+    targets[-1] = vocab - 1
+    advantages = torch.zeros(num_tokens).index_fill_(0, rows, -2.0)
+    bounds = torch.tensor([0, num_tokens])
+    inputs = LossInputs(PolicyObjective(mpt_probability=None), bounds, 7.0, token_advantages=advantages)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found = linear_policy_loss(hidden, weight, targets, inputs)
+    found.loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert torch.equal(hidden.grad.any(1).nonzero()[:, 0], rows) and found.entropy.isfinite().all()
+
+    def plain(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        own, head = (each.detach().to(dtype).requires_grad_() for each in (hidden[rows], weight))
+        logp = torch.log_softmax(own @ head.t(), dim=-1)
+        taken, entropy = logp.gather(1, targets[rows, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        (2 * taken / 7).sum().backward()
+        assert own.grad is not None and head.grad is not None
+        return taken.detach(), entropy.detach(), own.grad, head.grad
+
+    results = found.logprobs[rows], found.entropy[rows], hidden.grad[rows], weight.grad
+    names = ("logprobs", "entropy", "hidden.grad", "weight.grad")
+    for name, *values in zip(names, results, plain(torch.float64), plain(dtype), strict=True):
+        assert_accurate(name, *values)
