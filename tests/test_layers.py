@@ -159,6 +159,14 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
     assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
 
 
+def test_looking_at_runs_imports_no_torch() -> None:
+    """Which takes four times as long as all that the viewer needs."""
+    loaded = modules_after(
+        "import marsrl.trainer.view.server, marsrl.trainer.view.text, marsrl.trainer.compare.command"
+    )
+    assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
+
+
 def test_the_loop_imports_no_engine_and_no_megatron_before_its_shim() -> None:
     loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build")
     assert not loaded & {"vllm", "ray", "megatron"}
