@@ -169,9 +169,34 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
     assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
 
 
-def test_the_loop_imports_no_engine_and_no_megatron_before_its_shim() -> None:
-    loaded = modules_after("import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build")
-    assert not loaded & {"vllm", "ray", "megatron"}
+def test_looking_at_runs_imports_no_torch() -> None:
+    """Which takes four times as long as all that the viewer needs."""
+    loaded = modules_after(
+        "import marsrl.trainer.view.server, marsrl.trainer.view.text, marsrl.trainer.compare.command"
+    )
+    assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
+
+
+@functools.cache
+def modules_of_a_trainer() -> set[str]:
+    """After its imports, those of export, and a new model: in one process, for they take seconds."""
+    return modules_after("""
+import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build, marsrl.trainer.models.export
+import tempfile
+from marsrl.trainer.models.init_model import init_model
+with tempfile.TemporaryDirectory() as folder:
+    init_model("tiny", "bytes", f"{folder}/model")
+""")
+
+
+def test_neither_the_loop_before_its_shim_nor_export_imports_megatron_or_an_engine() -> None:
+    assert not modules_of_a_trainer() & {"vllm", "ray", "megatron"}
+
+
+def test_a_model_is_made_without_the_modelling_code_of_transformers() -> None:
+    loaded = modules_of_a_trainer()
+    assert "marsrl.trainer.models.init_model" in loaded
+    assert not loaded & {"transformers.models.qwen3_moe", "transformers.masking_utils"}
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "rollout", "trainer", "configs", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE")
 
-# What `marsrl` and the dry run do, in one process: five starts of Python would take most of the test's time.
+# What `marsrl`, the dry run and a run do, in one process: six starts of Python would take most of the test's time.
 COMMANDS = """
 import sys
 from pathlib import Path
@@ -29,6 +29,7 @@ assert cli.main(["init", "--shape", "tiny", "--tokenizer", "arithmetic", "model"
 assert cli.main(["plan", "--config", "qwen3_8b", "--gpus", "8"]) == 0
 assert cli.main(["plan", "--config", "qwen3_30b_a3b.yaml", "--gpus", "64"]) == 0
 assert main.main(["--dry-run"]) == 0
+assert main.main(sys.argv[2:]) == 0
 files = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("marsrl.") and getattr(m, "__file__", None)]
 elsewhere = [file for file in files if not file.is_relative_to(sys.argv[1])]
 assert len(files) > 20 and not elsewhere, elsewhere
@@ -75,17 +76,16 @@ def test_a_wheel_has_nothing_that_only_benchmarks_use(installed: Path) -> None:
 
 
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:
-    shown = start(installed, tmp_path, "-c", COMMANDS, str(installed))
-    assert "linear_policy_loss" in shown  # doctor
-    assert "# settings: preset math_default.yaml < preset qwen3_8b.yaml\n8 x h100-80g" in shown
-    assert "# settings: preset cpu_default.yaml\npreset: none" in shown and "batch arithmetic" in shown
     words = [
         "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term: rewards are all 0 yet
         "loss.kl_coef=0.1", "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2",
         "rollout.group_size=2", "rollout.max_response_tokens=12", "run.steps=2", "run.name=wheel",
         "evaluate={num_problems: 2, fixed_inputs: 2}",
     ]  # fmt: skip
-    start(installed, tmp_path, "-m", "marsrl.trainer.main", *words)
+    shown = start(installed, tmp_path, "-c", COMMANDS, str(installed), *words)
+    assert "linear_policy_loss" in shown  # doctor
+    assert "# settings: preset math_default.yaml < preset qwen3_8b.yaml\n8 x h100-80g" in shown
+    assert "# settings: preset cpu_default.yaml\npreset: none" in shown and "batch arithmetic" in shown
     run = tmp_path / "runs" / "wheel"
     rows = read_metrics(run / "metrics.jsonl")
     assert [row.values["actor/empty_steps"] for row in rows] == [0, 0]

@@ -6,6 +6,7 @@ report = compile_kernel(kernel, 90, {"x": "*bf16", "n": "i32"}, {"BLOCK": 128}, 
 assert_compiled_well(report, dots=True)
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -116,11 +117,7 @@ def compiled_launches(target: int) -> Iterator[list[Report]]:
 
 
 def read_report(compiled: CompiledKernel, target: int) -> Report:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        resources = _output_of("cuobjdump", "-res-usage", path)
-        assembly = _output_of("nvdisasm", "-c", path)
+    resources, assembly = _disassembled(compiled.asm["cubin"])
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
     metadata = compiled.metadata
     return Report(
@@ -191,6 +188,16 @@ def assert_compiled_well(
     assert (report.num_hmma + report.num_hgmma > 0) == dots, f"tensor cores: {report}"
     if report.target >= 90 and (dots if warpgroup_dots is None else warpgroup_dots):
         assert report.num_hgmma > 0, f"no warpgroup instruction: {report}"
+
+
+@functools.cache  # ops launch a kernel again and again, and the disassembler takes as long as some compile
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    """(what its kernel uses, its instructions)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        # Without the analysis of where branches lead, which is a quarter of its time.
+        return _output_of("cuobjdump", "-res-usage", path), _output_of("nvdisasm", "-c", "-ndf", path)
 
 
 def _output_of(tool: str, *arguments: Any) -> str:

@@ -1,10 +1,12 @@
 """The fused head with its vocabulary cut over gloo processes, and what one process makes of all of it.
 
-A script of its own: `python vocab_parallel.py RANK WORLD TOKENS CHUNK FOLDER DTYPE CASE...` is one rank; CHUNK: rows of
-float32 logits.
+A script of its own: `python vocab_parallel.py WORLD TOKENS CHUNK FOLDER DTYPE CASE...` forks so many ranks when it has imported
+what they need; CHUNK: rows of float32 logits.
 """
 
 import importlib
+import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
@@ -155,6 +157,21 @@ def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str, dtype:
     dist.destroy_process_group()
 
 
+def fork_ranks(world: int, *words: Any) -> None:
+    """run_rank(rank, world, *words) in a process for each; the first that fails ends all, for the others wait for it."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, world, *words), daemon=True) for rank in range(world)]
+    for each in ranks:
+        each.start()
+    running = {each.sentinel: each for each in ranks}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            ended = running.pop(sentinel)  # type: ignore[call-overload]
+            ended.join()
+            if ended.exitcode:
+                sys.exit(f"a rank ended with exit code {ended.exitcode}")
+
+
 def run_ranks(
     world: int,
     tokens: int,
@@ -164,13 +181,9 @@ def run_ranks(
     cases: Sequence[int] = range(4),
     **environment: str,
 ) -> list[OfRank]:
-    """What each rank found in these of CASES. Scripts, not mp.spawn: that cannot import a test's file by name."""
+    """What each rank found in these of CASES. A script, not mp.spawn: that cannot import a test's file by name."""
     words = [str(world), str(tokens), str(chunk), str(folder), dtype, *map(str, cases)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *words], env={**os.environ, **environment})
-        for rank in range(world)
-    ]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
+    subprocess.run([sys.executable, __file__, *words], env={**os.environ, **environment}, timeout=240, check=True)
     return [OfRank(*torch.load(folder / str(rank))) for rank in range(world)]
 
 
@@ -208,5 +221,5 @@ if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.path.append(str(Path(__file__).parent / "interpreter"))
         importlib.import_module("guarded_interpreter").install()  # bfloat16
-    _, RANK, WORLD, TOKENS, CHUNK, FOLDER, DTYPE, *NUMBERS = sys.argv
-    run_rank(int(RANK), int(WORLD), int(TOKENS), int(CHUNK), FOLDER, DTYPE, [int(number) for number in NUMBERS])
+    _, WORLD, TOKENS, CHUNK, FOLDER, DTYPE, *NUMBERS = sys.argv
+    fork_ranks(int(WORLD), int(TOKENS), int(CHUNK), FOLDER, DTYPE, [int(number) for number in NUMBERS])

@@ -1,4 +1,7 @@
-"""What an update's own forward pass says of single tokens, for the token log. Nothing is computed twice for it."""
+"""What an update's own forward pass says of single tokens, for the token log. Nothing is computed twice for it.
+
+Without torch where nobody trains: `marsrl view` reads the log.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from marsrl.kernels import token_marks
 from marsrl.rollout.types import FloatArray
-from marsrl.trainer.data.packing import PackedBatch
 
-if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from marsrl.trainer.data.packing import PackedBatch
     from marsrl.trainer.learner.megatron.head import HeadResult
 
 CLIPPED, GATED, MASKED = 1, 2, 4  # bits of a mark
@@ -39,6 +41,10 @@ class TrainedTokens:
 
 def marks_of(result: HeadResult) -> Tensor:
     """[T] uint8 of this rank's part of a micro-batch."""
+    import torch
+
+    from marsrl.kernels import token_marks
+
     marks = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
     bits = ((CLIPPED, marks.clipped), (GATED, marks.gated), (MASKED, marks.masked))
     return torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)

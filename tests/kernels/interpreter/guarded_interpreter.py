@@ -4,13 +4,20 @@
   arithmetic on it (+ * max exp sum ...) raises, because the interpreter would work on the bit patterns.
 - A load or store outside of the tensors given to the kernel raises; the interpreter would read garbage or crash.
 - Tensors are worked on where they lie: it would copy their whole memory onto itself after every launch.
+
+And without work whose result nobody reads, which took half of a test's time.
 """
 
+import functools
+import math
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceScanOpInterface, TensorHandle
 
 ADVICE = "the interpreter has no bfloat16 arithmetic: cast what is loaded to float32 first"
@@ -87,6 +94,7 @@ MEMORY = Memory()
 def install() -> None:
     """Replace the interpreter's operations in this process."""
     builder = InterpreterBuilder
+    _leave_out_unread_work()
     _guard_memory(builder)
     _correct_bfloat16(builder)
     for name in ("binary_op", "unary_op", "create_fma", "create_idiv", "create_erf", "create_rsqrt", "create_fabs"):
@@ -102,6 +110,37 @@ def install() -> None:
         return apply(self, values)
 
     ReduceScanOpInterface.apply = apply_to_known
+
+
+def _leave_out_unread_work() -> None:
+    """No assertion that integers do not overflow: it is computed in int64 at each + - *, and dropped, for debug is off.
+    The language is put in the interpreter's words once, not for every launch and every function that a kernel calls. What
+    dtypes and shapes are is found once for each.
+    """
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    for_good = interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    for_good._changes.clear()  # a launch that has ended restores nothing
+    interpreter._patch_lang = lambda _: for_good
+    dtype_of = interpreter._get_np_dtype
+    by_name: dict[str, np.dtype] = {}  # it makes a table of twenty at every call
+
+    def known_dtype_of(kind: Any) -> np.dtype:
+        if kind.scalar.name not in by_name:
+            by_name[kind.scalar.name] = dtype_of(kind.scalar)
+        return by_name[kind.scalar.name]
+
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = _shape_of(kind.shape if kind.is_block() else ())
+
+    interpreter._get_np_dtype = known_dtype_of
+    tl.tensor.__init__ = make_tensor
+
+
+@functools.cache
+def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """(shape, numel) of a tensor of these sizes, as Triton's own __init__ makes them for each anew."""
+    return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
 def _refusing_bfloat16(name: str, operation: Any) -> Any:
