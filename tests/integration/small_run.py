@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from forked import let_ray_fork
-
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
 # A task of one or two operations is learned in seconds, from tutors that slip often; the run stays MarsRL in every part.
@@ -28,6 +26,8 @@ TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
 
 def run_here(words: list[str]) -> None:
     """A run of trainer/main.py in this process, whose answer to SIGTERM is the test's again afterwards."""
+    from forked import let_ray_fork
+
     from marsrl.trainer.main import main
 
     let_ray_fork()
