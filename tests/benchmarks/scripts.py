@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from forked import PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -26,5 +28,5 @@ def script(name: str) -> ModuleType:
 def call(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """Python with these words, in the root; what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *(["-c", code] if code else []), *words]
+    command = [PYTHON, *(["-c", code] if code else []), *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from forked import PYTHON
 from scripts import BENCHMARKS, call, script
 
 
@@ -216,6 +217,7 @@ def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: 
     code = """
 import pathlib, subprocess, sys
 sys.path.insert(0, sys.argv[1])
+sys.executable = sys.argv[3]  # of the suite's parts
 import gpu_suite
 out = pathlib.Path(sys.argv[2])
 (part,) = [part for part in gpu_suite.parts("cpu", True, out, out) if part.name == "train step"]
@@ -224,7 +226,7 @@ outcome = gpu_suite.dataclasses.asdict(gpu_suite.Outcome(part.name, "ok", 1.0))
 suite = {"device": "cpu", "commit": None, "before": "", "after": "", "parts": [outcome]}
 gpu_suite.pack(out, out, suite)
 """
-    done = call(str(BENCHMARKS), str(tmp_path), code=code)
+    done = call(str(BENCHMARKS), str(tmp_path), PYTHON, code=code)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "train_step.json").read_text())["results"]["DMMPT off"]["rows"]
     assert {name: row["ranks"] for name, row in rows.items()} == {

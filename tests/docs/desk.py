@@ -36,10 +36,11 @@ MORE = [
 
 
 class Desk:
-    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts."""
+    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts. python: beside it are
+    torchrun and marsrl."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.cache = folder, folder / "cache"
+    def __init__(self, folder: Path, python: str = PYTHON) -> None:
+        self.folder, self.cache, self.python = folder, folder / "cache", python
         for name in ("trainer", "configs", "benchmarks", "examples", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
@@ -75,7 +76,7 @@ class Desk:
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
-        environment["PATH"] = f"{Path(PYTHON).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PATH"] = f"{Path(self.python).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
             return subprocess.Popen(
                 words,

@@ -12,6 +12,8 @@ import struct
 import sys
 
 MODULES = {"torchrun": "torch.distributed.run", "marsrl": "marsrl.trainer.cli"}  # of the commands that pip writes
+# those of benchmarks that take marsrl from where it is installed, and start each other with their sys.executable
+SCRIPTS = ("/trainer/main.py", "/benchmarks/train_step.py", "/benchmarks/step_parts.py", "/benchmarks/parity.py")
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,7 +36,9 @@ def chosen(words):
         variables = json.loads(contexts[0])["env_vars"] if contexts else {}
         others = [word for word in rest[1:] if not word.startswith((context, "--language="))]
         return "engine" if "VLLM_LOGGING_LEVEL" in variables else "trainer", others, variables
-    if program.endswith("/trainer/main.py") or "/tests/integration/" in program:
+    if program.endswith("/tests/megatron/vllm_scores.py"):
+        return "engine", words, {}
+    if program.endswith(SCRIPTS) or "/tests/integration/" in program:
         return "trainer", words, {}
     return None
 

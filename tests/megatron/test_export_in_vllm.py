@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import PYTHON
 from megatron_models import sequences
 from test_export import export, learner, save_model
 
@@ -20,21 +20,6 @@ from marsrl.trainer.data.packing import pack
 
 # not importorskip: vLLM changes torch.cuda where it is imported, which the shim of the other tests must not see
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
-
-# vLLM alone, none of our engine: a plain LLM of the directory, scoring a prompt.
-SCORE = """
-import json, sys
-from vllm import LLM, SamplingParams
-found = {}
-for name, (folder, tokens) in json.loads(sys.argv[1]).items():
-    llm = LLM(model=folder, dtype="float32", enforce_eager=True, block_size=32, max_model_len=128, max_num_seqs=4,
-              kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, enable_prefix_caching=False)
-    wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (result,) = llm.generate([{"prompt_token_ids": tokens}], wanted, use_tqdm=False)
-    found[name] = [each[token].logprob for token, each in zip(tokens[1:], result.prompt_logprobs[1:])]
-    llm.llm_engine.engine_core.shutdown()
-print(json.dumps(found))
-"""
 
 
 def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp_path: Path) -> None:
@@ -53,7 +38,7 @@ def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp
         export(tmp_path / f"{kind}_saved", tmp_path / f"{kind}_out")
         asked[kind] = (str(tmp_path / f"{kind}_out"), every.token_ids.tolist())
         expected[kind] = scores.numpy()
-    command = [sys.executable, "-W", "ignore", "-c", SCORE, json.dumps(asked)]
+    command = [PYTHON, "-W", "ignore", str(Path(__file__).parent / "vllm_scores.py"), json.dumps(asked)]
     environment = {**os.environ, **vllm_environment(threads=1)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
