@@ -23,11 +23,10 @@ def chosen(words):
     rest = list(words)
     while rest and rest[0].startswith(("-u", "-B", "-W")):
         del rest[: 1 + (rest[0] == "-W")]
-    if rest[:1] == ["-c"] and rest[1].startswith("from multiprocessing.spawn import spawn_main"):
-        is_half = "VLLM_LOGGING_LEVEL" in os.environ  # of an engine of several processes
-        return ("engine", words, {}) if is_half else None
     if rest[:1] == ["-m"] and rest[1] in MODULES.values():
         return "trainer", words, {}
+    if rest[:2] == ["-m", "vllm.model_executor.models.registry"]:
+        return "engine", words, {}  # an engine asks it about its model
     program = rest[0] if rest else ""
     if program.endswith("/ray/_private/workers/setup_worker.py"):
         # it would put the variables into its environment, and then become what its other words say
@@ -50,13 +49,11 @@ def ask(kind, words, variables):
         server.connect(os.path.join(FOLDER, kind))
     except OSError:
         return None
-    files = sorted({int(name) for name in os.listdir("/proc/self/fd")} - {server.fileno()})
-    files = [number for number in files if is_open(number)]  # not that of the folder
-    order = json.dumps([words, {**os.environ, **variables}, os.getcwd(), files]).encode()
+    order = json.dumps([words, {**os.environ, **variables}, os.getcwd()]).encode()
     early = []
     for number in FORWARDED:  # until there is somebody to pass it on to
         signal.signal(number, lambda number, _: early.append(number))
-    socket.send_fds(server, [struct.pack("i", len(order))], files)
+    socket.send_fds(server, [struct.pack("i", len(order))], [0, 1, 2])
     server.sendall(order)
     pid = answer(server)
     if not pid:
@@ -70,14 +67,6 @@ def ask(kind, words, variables):
     for number in early:
         os.kill(pid, number)
     return answer(server)
-
-
-def is_open(number):
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def answer(server):

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import selectors
@@ -59,7 +57,6 @@ MODULES = {
     ),
     "engine": ("vllm.entrypoints.llm", "marsrl.rollout.engines.vllm.engine"),
 }
-_MAX_FILES = 64
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,7 +67,7 @@ class Order:
     words: list[str]
     environment: dict[str, str]
     directory: str
-    files: dict[int, int]  # here: there; its stdin, stdout, stderr, and what its parent has left it
+    files: list[int]  # its stdin, stdout, stderr
 
 
 def serve(listening: socket.socket, began: Mapping[str, str]) -> Order:
@@ -126,7 +123,7 @@ def _settle(ready: selectors.DefaultSelector, key: selectors.SelectorKey) -> Non
 
 
 def _receive(client: socket.socket) -> Order | None:
-    head, files, _, _ = socket.recv_fds(client, 4, _MAX_FILES)
+    head, files, _, _ = socket.recv_fds(client, 4, 3)
     if len(head) < 4:
         return None
     length, told = struct.unpack("i", head)[0], b""
@@ -134,8 +131,8 @@ def _receive(client: socket.socket) -> Order | None:
         if not (part := client.recv(length - len(told))):
             return None
         told += part
-    words, environment, directory, numbers = json.loads(told)
-    return Order(words, environment, directory, dict(zip(files, numbers, strict=True)))
+    words, environment, directory = json.loads(told)
+    return Order(words, environment, directory, files)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -152,19 +149,15 @@ def _end_with(process: int) -> None:
 def become(order: Order, kind: str, python: str) -> None:
     """Run what was asked for, as the main program of this process."""
     os.setsid()
-    beyond = 1 + max(*order.files, *order.files.values())
-    aside = {fcntl.fcntl(file, fcntl.F_DUPFD, beyond): number for file, number in order.files.items()}
-    for file in order.files:
-        os.close(file)
-    for file, number in aside.items():
-        os.dup2(file, number)
+    for file, place in zip(order.files, (0, 1, 2), strict=True):
+        os.dup2(file, place)
         os.close(file)
     os.environ.clear()
     os.environ.update(order.environment, **{_OF_TORCHRUN: python})
     os.chdir(order.directory)
     if kind == "engine":
         importlib.reload(sys.modules[_ASKS_FOR_RAY])
-        multiprocessing.set_executable(python)
+        sys.executable = python
     elif _TORCHRUN not in order.words:
         let_ray_fork(python)
     words = iter(order.words)
@@ -177,10 +170,6 @@ def become(order: Order, kind: str, python: str) -> None:
             action = word.removeprefix("-W") or next(words)
             sys.warnoptions.append(action)
             warnings.simplefilter(action)  # type: ignore[arg-type]
-        elif word == "-c":
-            code = next(words)
-            sys.argv[:] = [word, *words]
-            exec(code, {"__name__": "__main__"})
         elif word == "-m":
             module = next(words)
             sys.argv[:] = [module, *words]
