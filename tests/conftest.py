@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,19 @@ def pytest_collection_finish() -> None:
         from forked import let_ray_fork
 
         let_ray_fork()
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a run in this process sets for itself, variables and threads, is not that of the next test, nor of what it starts."""
+    torch, before = sys.modules.get("torch"), dict(os.environ)
+    num_threads = torch.get_num_threads() if torch else 0
+    yield
+    if torch and torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
