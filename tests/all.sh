@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
-export folder OMP_NUM_THREADS=1 MARSRL_FORKS=$folder/forks
+export folder OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MARSRL_FORKS=$folder/forks
 unset PYTHONDONTWRITEBYTECODE  # some hundred processes import the same files
 trap 'rm -rf "$folder"' EXIT
 trap 'kill 0' INT TERM
@@ -18,12 +18,11 @@ parts=(
   tests/engines
   tests/integration  # all that no other part holds
   tests/integration/test_miniatures.py,tests/integration/test_reward_rises.py  # forked from one process
-  tests/integration/test_default_run.py
+  tests/integration/test_default_run.py,tests/integration/test_chaos.py  # the same warm start
   tests/docs
   tests/benchmarks
   tests/integration/test_killed_rank.py
   tests/cluster
-  tests/integration/test_chaos.py
   tests/integration/test_trainer_engine_sync.py
   tests/kernels/interpreter
   tests/kernels
@@ -42,7 +41,7 @@ run_part() {  # the part, then pytest's arguments
   file=$folder/${part//\//.}
   # Triton reads the variable at its import, so kernels that it interprets have a process of their own
   [ "$part" = tests/kernels/interpreter ] && export TRITON_INTERPRET=1
-  python -m pytest "${paths[@]}" ${left_out[@]+"${left_out[@]}"} -m "not gpu and not multi_gpu" -q --durations=10 "$@" >"$file" 2>&1
+  "${MARSRL_FORKS:+$MARSRL_FORKS/}python" -m pytest "${paths[@]}" ${left_out[@]+"${left_out[@]}"} -m "not gpu and not multi_gpu" -q --durations=10 "$@" >"$file" 2>&1
   status=$?
   [ $status = 5 ] && [ $# -gt 0 ] && status=0  # the arguments choose no test of this part
   { echo; echo "=== $part"; cat "$file"; } | flock "$folder" cat

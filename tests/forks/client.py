@@ -23,7 +23,7 @@ def chosen(words):
     rest = list(words)
     while rest and rest[0].startswith(("-u", "-B", "-W")):
         del rest[: 1 + (rest[0] == "-W")]
-    if rest[:1] == ["-m"] and rest[1] in MODULES.values():
+    if rest[:1] == ["-m"] and rest[1] in (*MODULES.values(), "pytest"):
         return "trainer", words, {}
     if rest[:2] == ["-m", "vllm.model_executor.models.registry"]:
         return "engine", words, {}  # an engine asks it about its model

@@ -1,6 +1,6 @@
 """Processes that find their libraries imported: forked from one that has imported them, 3 to 9 s of a core cheaper each.
 
-    python tests/forks/server.py FOLDER trainer &      # for torchrun, trainer/main.py, engines of our own
+    python tests/forks/server.py FOLDER trainer &      # for pytest, torchrun, trainer/main.py, engines of our own
     python tests/forks/server.py FOLDER engine &       # for Ray's workers that serve a vLLM
     FOLDER/python trainer/main.py run.steps=2 ...      # as python would, from the first of the two
 
@@ -41,7 +41,9 @@ _EARLY = ("ATEN_", "CUDA", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OM
           "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_LOGS", "TRANSFORMERS_", "TRITON_")  # fmt: skip
 _EARLY_FOR_VLLM = {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 _OF_TORCHRUN = "PYTHON_EXEC"  # what it starts ranks with
+_LATE = (_OF_TORCHRUN, "PYTHONBREAKPOINT")
 _TORCHRUN = "torch.distributed.run"
+_PYTEST = "pytest"
 # Ray reads its variables when vLLM asks for it, and each worker has others: it asks again in the forked process.
 _ASKS_FOR_RAY = "vllm.v1.executor.ray_utils"
 MODULES = {
@@ -49,6 +51,7 @@ MODULES = {
         "preloaded",
         "torch._dynamo",
         _TORCHRUN,
+        _PYTEST,
         "transformers",
         "marsrl.rollout.engines.local.engine",
         "marsrl.trainer.checks.preflight",
@@ -136,7 +139,7 @@ def _receive(client: socket.socket) -> Order | None:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name != _OF_TORCHRUN}
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _LATE}
 
 
 def _end_with(process: int) -> None:
@@ -153,12 +156,14 @@ def become(order: Order, kind: str, python: str) -> None:
         os.dup2(file, place)
         os.close(file)
     os.environ.clear()
-    os.environ.update(order.environment, **{_OF_TORCHRUN: python})
+    os.environ.update(order.environment)
     os.chdir(order.directory)
     if kind == "engine":
         importlib.reload(sys.modules[_ASKS_FOR_RAY])
         sys.executable = python
-    elif _TORCHRUN not in order.words:
+    elif _TORCHRUN in order.words:
+        os.environ[_OF_TORCHRUN] = python
+    elif _PYTEST not in order.words:  # whose tests start some that import everything themselves; see conftest.py
         let_ray_fork(python)
     words = iter(order.words)
     for word in words:

@@ -78,6 +78,18 @@ def test_commands_lie_beside_it(server: subprocess.Popen[bytes], python: str, pr
     assert "exitcode  : 7" in done.stderr
 
 
+def test_tests_are_forked_and_start_processes_of_their_own(
+    server: subprocess.Popen[bytes], python: str, tmp_path: Path
+) -> None:
+    """torchrun, Ray: what a test starts with sys.executable imports everything itself."""
+    said = {"parent": server.pid, "executable": sys.executable, "base64": True, "PYTHON_EXEC": None}
+    asked = "os.getppid(), sys.executable, 'base64' in sys.modules, os.environ.get('PYTHON_EXEC')"
+    (tmp_path / "test_it.py").write_text(f"import os, sys\ndef test_it(): assert ({asked}) == {tuple(said.values())}\n")
+    words = [python, "-m", "pytest", "-q", "--rootdir", tmp_path, tmp_path / "test_it.py"]
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, env=ENVIRONMENT, timeout=600)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_what_is_read_at_the_start_takes_a_process_of_its_own(python: str, program: Path) -> None:
     process = start(python, program, OMP_NUM_THREADS="3")
     out, _ = process.communicate("")

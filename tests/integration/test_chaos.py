@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -17,6 +16,7 @@ from books import Loss, check_books
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
 from documents import ROOT
+from runner import Runner
 
 from marsrl.rollout.schedule.ledger import RolloutState
 from marsrl.rollout.state import decode, encode
@@ -67,7 +67,7 @@ LOSSES: dict[Callable[[RunDirectory, Path], None], str] = {
 }
 
 
-def test_two_faults_cost_nothing(tmp_path: Path) -> None:
+def test_two_faults_cost_nothing(tmp_path: Path, runner: Runner) -> None:
     """A killed engine, which the run survives, and Ray's head, from which it is resumed; then it comes to its end.
 
     What that run leaves is then damaged in every way that is looked for.
@@ -77,7 +77,7 @@ def test_two_faults_cost_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:], *short],
         cwd=ROOT,
-        env={**os.environ, "MARSRL_CACHE": str(tmp_path)},
+        env=runner.environment(),
         capture_output=True,
         text=True,
     )
