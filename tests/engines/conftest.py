@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.imports import imports_for_good
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
 
@@ -94,6 +96,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._models: dict[Path, Any] = {}
+        self._changed: tuple[dict[str, torch.Tensor], Any] | None = None  # the last tensors, and a model of them
 
     def __call__(
         self,
@@ -132,13 +135,16 @@ class Judge:
         from transformers import AutoModelForCausalLM
 
         if tensors is not None:
+            if self._changed is not None and self._changed[0] is tensors:
+                return self._changed[1]
             from safetensors.torch import save_file
 
             changed = directory.parent / (directory.name + "_changed")
             changed.mkdir(exist_ok=True)
             (changed / "config.json").write_bytes((directory / "config.json").read_bytes())
             save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-            return AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
+            self._changed = tensors, AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
+            return self._changed[1]
         if directory not in self._models:
             self._models[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         return self._models[directory]
@@ -163,12 +169,15 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
     from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
 
     os.environ.update(vllm_environment(threads=1))
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
     open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:
         if kind not in open_engine:
             for engine in open_engine.values():
                 engine.close()
+                gc.freeze()  # vLLM has undone that of all imports, and looks for garbage as it starts
             open_engine.clear()
             model, _, other = kind.partition("+")
             options = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **_OTHER_OPTIONS[other]})

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import Records, WeightUpdate
 from marsrl.rollout.engines.vllm import engine
 from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
+from marsrl.rollout.imports import imports_for_good
 
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
 
@@ -27,11 +29,18 @@ CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
 def pretend_triton_for_cpus() -> None:
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", **vllm_environment(threads=1)}
     import triton.backends
+    from triton.runtime import interpreter
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
-    import vllm.v1.sample.ops.topk_topp_sampler as cut
-    import vllm.v1.worker.gpu.sample.sampler as sampler
-    from vllm.platforms.cpu import CpuPlatform
+    builder = interpreter.interpreter_builder
+    builder.options = replace(
+        builder.options, sanitize_overflow=False
+    )  # computed at each + - *, and dropped: debug is off
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
+        import vllm.v1.sample.ops.topk_topp_sampler as cut
+        import vllm.v1.worker.gpu.sample.sampler as sampler
+        from vllm.platforms.cpu import CpuPlatform
 
     settle = CpuPlatform.check_and_update_config
 
