@@ -21,12 +21,12 @@ parts=(
   tests/integration/test_default_run.py,tests/integration/test_chaos.py  # the same warm start
   tests/docs
   tests/benchmarks
+  tests/kernels
+  tests/integration/test_trainer_engine_sync.py
   tests/integration/test_killed_rank.py
   tests/cluster
-  tests/integration/test_trainer_engine_sync.py
-  tests/kernels/interpreter
-  tests/kernels
   tests/integration/test_engines_in_halves.py
+  tests/kernels/interpreter
 )
 
 run_part() {  # the part, then pytest's arguments
@@ -49,9 +49,9 @@ run_part() {  # the part, then pytest's arguments
 }
 export -f run_part
 
-# what runs and engines import is imported once: most of them are forked from these two (tests/forks/server.py)
+# what runs and engines import is imported once: most of them are forked from these three (tests/forks/server.py)
 mkdir "$MARSRL_FORKS"
-for kind in trainer engine; do
+for kind in trainer engine torch; do
   python -W ignore tests/forks/server.py "$MARSRL_FORKS" $kind >"$folder/forks.$kind" 2>&1 &
   until [ -S "$MARSRL_FORKS/$kind" ] && [ -x "$MARSRL_FORKS/python" ]; do
     kill -0 $! || { cat "$folder/forks.$kind"; echo "so every process imports its own"; unset MARSRL_FORKS; break 2; }

@@ -23,7 +23,7 @@ def chosen(words):
     rest = list(words)
     while rest and rest[0].startswith(("-u", "-B", "-W")):
         del rest[: 1 + (rest[0] == "-W")]
-    if rest[:1] == ["-m"] and rest[1] in (*MODULES.values(), "pytest"):
+    if rest[:1] == ["-m"] and rest[1] in MODULES.values():
         return "trainer", words, {}
     if rest[:2] == ["-m", "vllm.model_executor.models.registry"]:
         return "engine", words, {}  # an engine asks it about its model
@@ -39,6 +39,9 @@ def chosen(words):
         return "engine", words, {}
     if program.endswith(SCRIPTS) or "/tests/integration/" in program:
         return "trainer", words, {}
+    is_code = program == "-c" and "multiprocessing" not in rest[1]  # which hands on files
+    if is_code or "benchmarks/" in program or rest[:2] == ["-m", "pytest"]:
+        return "torch", words, {}
     return None
 
 

@@ -1,7 +1,8 @@
 """Processes that find their libraries imported: forked from one that has imported them, 3 to 9 s of a core cheaper each.
 
-    python tests/forks/server.py FOLDER trainer &      # for pytest, torchrun, trainer/main.py, engines of our own
+    python tests/forks/server.py FOLDER trainer &      # for torchrun, trainer/main.py, engines of our own
     python tests/forks/server.py FOLDER engine &       # for Ray's workers that serve a vLLM
+    python tests/forks/server.py FOLDER torch &        # for what wants nothing of ours yet: pytest, benchmarks, `python -c`
     FOLDER/python trainer/main.py run.steps=2 ...      # as python would, from the first of the two
 
 Modules that follow KIND are imported in place of MODULES.
@@ -32,6 +33,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from forked import let_ray_fork
 
@@ -41,6 +43,7 @@ _EARLY = ("ATEN_", "CUDA", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OM
           "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_LOGS", "TRANSFORMERS_", "TRITON_")  # fmt: skip
 _EARLY_FOR_VLLM = {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 _OF_TORCHRUN = "PYTHON_EXEC"  # what it starts ranks with
+_PATH = "PYTHONPATH"
 _LATE = (_OF_TORCHRUN, "PYTHONBREAKPOINT")
 _TORCHRUN = "torch.distributed.run"
 _PYTEST = "pytest"
@@ -51,7 +54,6 @@ MODULES = {
         "preloaded",
         "torch._dynamo",
         _TORCHRUN,
-        _PYTEST,
         "transformers",
         "marsrl.rollout.engines.local.engine",
         "marsrl.trainer.checks.preflight",
@@ -59,6 +61,7 @@ MODULES = {
         "marsrl.trainer.loop",
     ),
     "engine": ("vllm.entrypoints.llm", "marsrl.rollout.engines.vllm.engine"),
+    "torch": ("torch._dynamo", "transformers", "pydantic", "hypothesis.strategies", _PYTEST),
 }
 _PR_SET_PDEATHSIG = 1
 
@@ -73,10 +76,13 @@ class Order:
     files: list[int]  # its stdin, stdout, stderr
 
 
-def serve(listening: socket.socket, began: Mapping[str, str]) -> Order:
-    """Forks a process for each client; returns in those alone, with what they are to run. began: the environment at the start."""
+def serve(listening: socket.socket, began: Mapping[str, str], late: Sequence[str] = _LATE) -> Order:
+    """Forks a process for each client; returns in those alone, with what they are to run.
+
+    began: the environment at the start. late: variables that may be others, though their names are of _EARLY.
+    """
     by_imports = {name: value for name, value in os.environ.items() if began.get(name) != value}
-    early = _early(os.environ)
+    early = _early(os.environ, late)
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
         while True:
@@ -88,7 +94,7 @@ def serve(listening: socket.socket, began: Mapping[str, str]) -> Order:
                         client.close()
                         continue
                     server, pid = os.getpid(), 0
-                    is_ours = _early(by_imports | order.environment) == early
+                    is_ours = _early(by_imports | order.environment, late) == early
                     if is_ours and (pid := os.fork()) == 0:
                         _end_with(server)
                         for file in [client, *(known.fileobj for known in ready.get_map().values())]:
@@ -138,8 +144,8 @@ def _receive(client: socket.socket) -> Order | None:
     return Order(words, environment, directory, files)
 
 
-def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _LATE}
+def _early(environment: Mapping[str, str], late: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in late}
 
 
 def _end_with(process: int) -> None:
@@ -161,9 +167,13 @@ def become(order: Order, kind: str, python: str) -> None:
     if kind == "engine":
         importlib.reload(sys.modules[_ASKS_FOR_RAY])
         sys.executable = python
+    elif kind == "torch":
+        sys.path[1:1] = filter(None, order.environment.get(_PATH, "").split(os.pathsep))
+        if _PYTEST not in order.words:  # some that its tests start import everything themselves
+            sys.executable = python
     elif _TORCHRUN in order.words:
         os.environ[_OF_TORCHRUN] = python
-    elif _PYTEST not in order.words:  # whose tests start some that import everything themselves; see conftest.py
+    else:
         let_ray_fork(python)
     words = iter(order.words)
     for word in words:
@@ -175,6 +185,12 @@ def become(order: Order, kind: str, python: str) -> None:
             action = word.removeprefix("-W") or next(words)
             sys.warnoptions.append(action)
             warnings.simplefilter(action)  # type: ignore[arg-type]
+        elif word == "-c":
+            program = compile(next(words), "<string>", "exec")
+            sys.argv[:] = [word, *words]
+            sys.path[0] = ""
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(program, vars(sys.modules["__main__"]))
         elif word == "-m":
             module = next(words)
             sys.argv[:] = [module, *words]
@@ -198,7 +214,7 @@ def listen(folder: Path, kind: str) -> socket.socket:
     listening.listen(64)
     client.rename(folder / "python")
     for command in ("torchrun", "marsrl"):
-        with contextlib.suppress(FileExistsError):  # the other server's
+        with contextlib.suppress(FileExistsError):  # another server's
             (folder / command).symlink_to("python")
     return listening
 
@@ -233,7 +249,7 @@ def main(folder: Path, kind: str, modules: Sequence[str]) -> Order:
         os.environ.update(_EARLY_FOR_VLLM)
     began, listening = dict(os.environ), listen(folder, kind)
     preload(modules or MODULES[kind])
-    return serve(listening, began)
+    return serve(listening, began, (*_LATE, _PATH) if kind == "torch" else _LATE)  # which has imported nothing of ours
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,17 +28,22 @@ sys.exit(7)
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+@contextmanager
+def serving(folder: Path, kind: str) -> Iterator[subprocess.Popen[bytes]]:
     """One that has imported base64 alone; args[-3] is its folder."""
-    folder = tmp_path_factory.mktemp("forks")
-    process = subprocess.Popen([sys.executable, str(SERVER), str(folder), "trainer", "base64"], env=ENVIRONMENT)
+    process = subprocess.Popen([sys.executable, str(SERVER), str(folder), kind, "base64"], env=ENVIRONMENT)
     while not (folder / "python").exists():
         assert process.poll() is None
         time.sleep(0.01)
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+    with serving(tmp_path_factory.mktemp("forks"), "trainer") as process:
+        yield process
 
 
 @pytest.fixture
@@ -78,16 +84,31 @@ def test_commands_lie_beside_it(server: subprocess.Popen[bytes], python: str, pr
     assert "exitcode  : 7" in done.stderr
 
 
-def test_tests_are_forked_and_start_processes_of_their_own(
-    server: subprocess.Popen[bytes], python: str, tmp_path: Path
-) -> None:
-    """torchrun, Ray: what a test starts with sys.executable imports everything itself."""
-    said = {"parent": server.pid, "executable": sys.executable, "base64": True, "PYTHON_EXEC": None}
-    asked = "os.getppid(), sys.executable, 'base64' in sys.modules, os.environ.get('PYTHON_EXEC')"
-    (tmp_path / "test_it.py").write_text(f"import os, sys\ndef test_it(): assert ({asked}) == {tuple(said.values())}\n")
-    words = [python, "-m", "pytest", "-q", "--rootdir", tmp_path, tmp_path / "test_it.py"]
-    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, env=ENVIRONMENT, timeout=600)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+ASKED = "os.getppid(), sys.executable, 'base64' in sys.modules, 'torch' in sys.modules, os.environ.get('PYTHON_EXEC')"
+
+
+def test_tests_are_forked_and_start_processes_of_their_own(tmp_path: Path) -> None:
+    """With sys.executable, which imports everything itself; with torchrun and its ranks."""
+    test = tmp_path / "test_it.py"
+    with serving(tmp_path, "torch") as server:
+        expected = server.pid, sys.executable, True, False, None
+        test.write_text(f"import os, sys\ndef test_it(): assert ({ASKED}) == {expected}\n")
+        words = [tmp_path / "python", "-m", "pytest", "-q", "--rootdir", tmp_path, test]
+        done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, env=ENVIRONMENT, timeout=600)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_benchmark_is_forked_where_its_marsrl_is_another(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "own.py").write_text("SAYS = 'mine'")
+    program = tmp_path / "benchmarks" / "any.py"
+    program.write_text(f"import os, sys, own\nprint(*({ASKED}), own.SAYS, sys.path[0])\n")
+    environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    with serving(tmp_path, "torch") as server:
+        for words in ([program], ["-c", program.read_text(), "a b"]):
+            done = subprocess.run([tmp_path / "python", *words], text=True, capture_output=True, env=environment)
+            folder = program.parent if words[0] == program else ""
+            assert done.stdout == f"{server.pid} {tmp_path}/python True False None mine {folder}\n", done.stderr
 
 
 def test_what_is_read_at_the_start_takes_a_process_of_its_own(python: str, program: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-c", COUNTED],
+        [PYTHON, "-c", COUNTED],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
