@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
-from engine_cases import ROUNDING, after, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, outlive, perturbed, prompt, request, tensors_of
 from forked import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -112,9 +112,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     first = the_one()
     before = sum(pool.num_decoded())
     killer = after(lambda: sum(pool.num_decoded()) > before + 200, first.kill)
-    assert_right(pool.generate(asks(24), version=1))
-    killer.join()
-    faults = pool.take_faults()
+    results, faults = outlive(killer, pool, asks(24), version=1)
+    assert_right(results)
     assert faults.engine_restarts >= 1 and faults.resubmitted >= 24 and faults.failed == 0
     assert sum(pool.num_decoded()) >= before + 200 + 24 * 90  # the count of the dead one is kept
 

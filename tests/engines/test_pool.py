@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, after, decoded, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, decoded, outlive, perturbed, prompt, request, tensors_of
 from forked import actors, descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
@@ -216,9 +216,7 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
         right = pool.generate(long, version=2)
         before = sum(pool.num_decoded())
         killer = after(lambda: sum(pool.num_decoded()) > before + 200, actors()[0].kill)
-        results = pool.generate(long, version=2)
-        killer.join()
-        faults = pool.take_faults()
+        results, faults = outlive(killer, pool, long, version=2)
         assert faults.engine_restarts == 1 and faults.resubmitted >= 4 and faults.failed == 0
         assert {info.kind for info in pool.infos()} == {"vllm"}
         for result, expected in zip(results, right, strict=True):
