@@ -33,9 +33,8 @@ def pretend_triton_for_cpus() -> None:
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
     builder = interpreter.interpreter_builder
-    builder.options = replace(
-        builder.options, sanitize_overflow=False
-    )  # computed at each + - *, and dropped: debug is off
+    # computed at each + - *, and dropped: debug is off
+    builder.options = replace(builder.options, sanitize_overflow=False)
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
         import vllm.v1.sample.ops.topk_topp_sampler as cut

@@ -3,7 +3,7 @@
     python tests/forks/server.py FOLDER trainer &      # for torchrun, trainer/main.py, engines of our own
     python tests/forks/server.py FOLDER engine &       # for Ray's workers that serve a vLLM
     python tests/forks/server.py FOLDER torch &        # for what wants nothing of ours yet: pytest, benchmarks, `python -c`
-    FOLDER/python trainer/main.py run.steps=2 ...      # as python would, from the first of the two
+    FOLDER/python trainer/main.py run.steps=2 ...      # as python would, from the first of them
 
 Modules that follow KIND are imported in place of MODULES.
 

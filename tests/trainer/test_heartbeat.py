@@ -117,9 +117,8 @@ def test_a_rank_stops_when_the_machine_of_rank_0_has_lost_its_power(monkeypatch:
     store.set("beat/0", "1 host1 4711")
     rank = Rank(store, 2, silence_s=2.0)  # type: ignore[arg-type]
     with rank.heartbeat:
-        while not store.check(["beat/2"]) or store.get("beat/2").startswith(
-            b"1 "
-        ):  # with its first it has not seen rank 0's
+        # with its first beat it has not yet seen rank 0's
+        while not store.check(["beat/2"]) or store.get("beat/2").startswith(b"1 "):
             time.sleep(0.01)
         store.power.clear()
         assert rank.stopped.wait(60)
