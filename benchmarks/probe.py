@@ -28,6 +28,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+if __name__ == "__main__":  # whose sys.path the engines' processes have too
+    from namespace import folder_with_marsrl
+
+    _link = tempfile.TemporaryDirectory()
+    sys.path[0] = str(folder_with_marsrl(Path(_link.name)))
+
 from marsrl.benchmarks.engine_process import EngineProcess
 from marsrl.benchmarks.spoiled_vllm import SpoiledVllm
 from marsrl.kernels import PolicyObjective

@@ -1,6 +1,7 @@
 """The benchmarks run, and refuse to time a wrong kernel."""
 
 import ctypes
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -250,6 +251,14 @@ def test_the_cpu_library_builds_without_cmake(tmp_path: Path) -> None:
         pytest.skip("no g++ or c++ on PATH")
     native.build_with(compiler, tmp_path)
     assert ctypes.CDLL(str(tmp_path / "marsrl_cpu.so")).marsrl_abi_version() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here")
+def test_the_probe_lets_honest_syncs_pass() -> None:
+    words = ("--honest", "1", "--kinds", "dense", "--layers", "2", "--dtypes", "float32")
+    done = call(str(BENCHMARKS / "probe.py"), *words)
+    assert done.stdout.endswith("false alarms: 0 of 2 honest syncs of random models\n"), done.stdout + done.stderr
 
 
 def test_planted_near_duplicates_are_found(tmp_path: Path) -> None:

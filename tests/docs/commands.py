@@ -115,7 +115,10 @@ STEP = bench(
 SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
 PLAYED = bench(NEVER)
 SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
-PROBE = bench("with our own engine: tests/megatron/test_comparison_notices.py")
+PROBE = bench(
+    "two syncs of one model: tests/benchmarks/test_benchmarks.py::test_the_probe_lets_honest_syncs_pass; what it notices, with "
+    "our own engine: tests/megatron/test_comparison_notices.py"
+)
 OWN = "torchrun trainer/main.py task=math policies.main.model=%s data.train=problems.jsonl"
 QA = "torchrun trainer/main.py task=qa policies.main.model=/path/to/model"
 MIXED = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -19,6 +20,7 @@ import yaml
 from commands import WAYS, run_by
 from desk import MODEL, Desk, boxing_model, published_model
 from documents import ROOT, config_blocks
+from forked import PYTHON
 
 from marsrl.trainer import cli
 from marsrl.trainer.config.explain import as_yaml
@@ -263,10 +265,21 @@ def test_a_benchmark_takes_its_words() -> None:
     commands = run_by("test_a_benchmark_takes_its_words")
     wrong = "python benchmarks/run.py --no-such-option"
     done = subprocess.run(
-        [sys.executable, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
+        [PYTHON, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", sorted({word for each in WAYS for word in each.split() if word.startswith("benchmarks/")})
+)
+def test_a_benchmark_starts_by_itself(script: str) -> None:
+    """As from a shell: with no path of these tests, and no modules mapped by anybody but itself."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([PYTHON, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stdout + done.stderr
 
 
 MAKES = {
