@@ -80,7 +80,7 @@ def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
 def test_what_is_half_known_is_neither_judged_nor_handed_on(known: Reward) -> None:
     solution = sample("s", answer="1", reward=known)
     assert TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=True)).is_missing
-    assert not TEAM.is_eligible(solution, "verifier1")
+    assert TEAM.is_eligible(solution, "verifier1") is False
     assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=known), "corrector1")
 
 
@@ -159,6 +159,13 @@ def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> No
     assert TEAM.parse(sample("v", "verifier1", text="<think>x</think>Verdict: wrong")).verdict is False
 
 
+def test_a_parser_of_verdicts_leaves_a_solver_s_words_alone() -> None:
+    read = five({"solver": AgentConfig(parser="compat")}).parse(sample("s", text=r"so \boxed{4}"))
+    assert (read.shown, read.answer, read.verdict) == (r"so \boxed{4}", "4", None)
+    assert TEAM.is_readable(read) and TEAM.is_readable(sample("v", "verifier1", verdict=False))
+    assert not TEAM.is_readable(sample("s"))
+
+
 def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
     team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
     report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
@@ -205,6 +212,32 @@ def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
         assert got_preferred == min(count, num_preferred)
     if rule == "balanced" and min(num_preferred, num_other) >= (count + 1) // 2:
         assert (got_preferred, got_other) == ((count + 1) // 2, count // 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "offered", "taken"),  # how many of the preferred kind, and of the other
+    [
+        ("paired", 4, (3, 3), (2, 2)),
+        ("paired", 5, (3, 3), (2, 2)),
+        ("paired", 6, (1, 3), (1, 1)),
+        ("paired", 6, (3, 1), (1, 1)),
+        ("paired", 1, (3, 3), (0, 0)),
+        ("balanced", 3, (3, 3), (2, 1)),
+        ("balanced", 4, (3, 1), (3, 1)),
+        ("balanced", 4, (1, 3), (1, 3)),
+        ("adaptive", 4, (3, 3), (3, 1)),
+    ],
+)
+@pytest.mark.parametrize("prefers_right", [True, False])
+def test_a_rule_takes_so_many_of_each_kind(
+    rule: PickRule, count: int, offered: tuple[int, int], taken: tuple[int, int], prefers_right: bool
+) -> None:
+    kinds = [prefers_right] * offered[0] + [not prefers_right] * offered[1]
+    candidates = [sample(f"u{index}", correct=float(kind)) for index, kind in enumerate(kinds)]
+    chosen = {
+        s.uid: is_right(s) == prefers_right for s in pick(candidates, count, rule, prefers_right, random.Random(0))
+    }
+    assert (sum(chosen.values()), len(chosen) - sum(chosen.values())) == taken
 
 
 def test_random_picks_reach_every_candidate() -> None:
@@ -361,6 +394,28 @@ def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last()
         assert {ask.inputs[0] for ask in corrections} == {asks[0].inputs[0]}
 
 
+def test_a_tree_is_one_episode_with_a_group_on_each_pick() -> None:
+    assert TEAM.is_one_episode and TEAM.num_episodes == 1
+    picked = dict.fromkeys(("verifier1", "corrector1", "verifier2", "corrector2"), 3 * 8)
+    assert five(picks=3).most_samples() == {"solver": 8, **picked}
+
+
+def test_fixed_inputs_are_collected_from_all_that_may_be_handed_on_as_far_as_the_first_corrector() -> None:
+    assert TEAM.tried_apart == ("verifier1", "corrector1")
+    solved = [sample(f"s{i}", answer="1", shown="t", correct=float(i > 1)) for i in range(3)]
+    flags = sample("v", correct=1.0, **FLAGS)
+    episode, asks = answered(TEAM, solved, episode=Episode("r", "r", PROBLEM, 0, "collect"))
+    assert inputs(asks) == ["solver:0", "solver:1", "solver:2"]  # more than are picked in training
+    for ask, reports in zip(asks, ([flags, flags, flags], [flags], []), strict=True):
+        episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(reports)])
+    asks = episode.enter(TEAM.follow(episode))[0]
+    assert [ask.agent for ask in asks] == ["corrector1"] * 4
+    for ask in asks:
+        episode.close(ask, [sample(f"{ask.id}:0", ask.agent, **RIGHT)])
+    assert TEAM.follow(episode) == list(episode.asks.values()) and episode.is_at_its_end
+    assert {ask.num_samples for ask in episode.asks.values()} == {1}
+
+
 def test_a_problem_that_nobody_flagged_ends_the_episode() -> None:
     episode, asks = answered(TEAM, [sample("s", **RIGHT)], [sample("v", verdict=True, correct=1.0)])
     assert asks == [] and episode.is_at_its_end
@@ -386,6 +441,13 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
     assert found[f"{judged}/verifier1:2"] == 0.25  # it judged nothing: its own
     assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
     assert math.isnan(found["solver:2"])
+
+
+def test_a_leaf_that_could_not_be_judged_is_left_out_of_an_outcome() -> None:
+    reports = [sample("v0", verdict=True, correct=1.0), sample("v1")]
+    episode, _ = answered(TEAM, [sample("s", **RIGHT)], reports)
+    found = list(TEAM.outcomes(episode).values())
+    assert found[:2] == [1.0, 1.0] and math.isnan(found[2])
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -446,6 +508,7 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
     script = [("solver", "s", OK), ("verifier1", YES, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
     script += [("verifier2", WRONG, OK)]
     solved = "e/solver:0"
+    assert (solution := play(script).solution) is not None and solution.uid == solved
     report = f"{solved}/verifier1#2:0"
     mended = f"{report}/corrector1:0"
     assert [(ask.id, ask.inputs) for ask in play(script).asks] == [
@@ -475,6 +538,23 @@ def test_without_acceptance_the_candidate_most_often_judged_correct_wins() -> No
     assert (final(loop), loop.reason) == (2, "max_iterations")
     assert final(play(script[:2], max_iterations=1)) == 0
     assert final(play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)) == 0  # the earliest of equals
+    script = [script[0], ("verifier1", YES, OK), *script[1:4], ("verifier2", YES, OK)]
+    assert final(play(script, max_iterations=4)) == 3  # two of two
+    assert final(play(script, max_iterations=4, compat="marsrl")) == 0  # two calls each
+
+
+def test_where_no_answer_comes_the_loop_ends_with_what_there_is() -> None:
+    for num_said in range(3):
+        episode = Episode("e", "e", PROBLEM, 0, "evaluate")
+        for number, text in enumerate(("s", WRONG, "c")):
+            (ask,) = episode.enter(TEAM.follow(episode))[0]
+            said = TEAM.parse(sample(f"{ask.id}:0", ask.agent, text=text))
+            episode.close(ask, [said] if number < num_said else [])
+            if number == num_said:
+                break
+        loop = TEAM.loop(episode)
+        assert loop.reason == "no answer came" and TEAM.follow(episode) == list(episode.asks.values())
+        assert (None if loop.final is None else loop.final.uid) == ("e/solver:0" if num_said else None)
 
 
 # Worked out by hand. C, W: a verdict; T: a report that is cut off; s: a solution or correction; t: one that is cut off.
@@ -542,6 +622,20 @@ def test_the_script_draws_a_truncated_solution_again_and_counts_the_redraw_as_th
         episode.close(ask, [team.parse(sample(f"{ask.id}:0", text=f"\\boxed{{{number}}}", finish=finish))])
     alone = team.alone(episode)
     assert alone is not None and alone.answer == "1"
+    assert set(team.redrawn(episode)) == {"e/solver:0"}
+
+
+def test_evaluations_leave_out_every_draw_of_the_solver_but_the_last() -> None:
+    team, episode = five(compat="marsrl"), Episode("e", "e", PROBLEM, 0, "evaluate")
+    for text, finish in (("half", Finish.LENGTH), ("half", Finish.LENGTH), ("s", OK), (YES, OK)):
+        (ask,) = episode.enter(team.follow(episode))[0]
+        episode.close(ask, [team.parse(sample(f"{ask.id}:0", ask.agent, text=text, finish=finish))])
+    assert set(team.redrawn(episode)) == {"e/solver:0", "e/solver#2:0"}
+
+
+def test_the_script_verifies_a_whole_completion_that_shows_nothing() -> None:
+    loop = play([("solver", "<think>", OK), ("verifier1", YES, OK)], compat="marsrl")
+    assert (loop.reason, len(loop.candidates)) == ("", 1)
 
 
 def test_the_script_hands_on_empty_reports_and_counts_completed_calls() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, build_orchestration, find_orchestration
-from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment
+from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
 NONE = np.zeros(0, np.int32)
@@ -24,7 +25,9 @@ Say = Callable[[Ask], str | None]
 def play(team: Orchestration, say: Say) -> Episode:
     """One episode to its end: what each ask is told; None: nothing came. An answer is right where it is 1."""
     episode = Episode("000001.0", "000001", PROBLEM)
-    while asks := episode.enter(team.follow(episode))[0]:
+    while any(entered := episode.enter(team.follow(episode))):
+        asks, calls = entered
+        episode.outputs.update({call.id: ToolOutput("7") for call in calls})
         for ask in reversed(asks):  # the order in which answers come does not matter
             text = say(ask)
             episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
@@ -78,6 +81,20 @@ def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_t
     assert [ask.agent for ask in episode.asks.values()][-1] == "solver" and len(episode.asks) == 5
     assert set(team.outcomes(episode).values()) == {0.0}
     assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
+
+
+def test_an_approved_solution_ends_the_episode_however_many_loops_are_left() -> None:
+    team = solver_verifier(4)
+    episode = play(team, script("Answer: 1", "Verdict: correct"))
+    assert team.follow(episode) == list(episode.asks.values()) and len(episode.asks) == 2
+
+
+def test_plans_count_one_verification_less_than_solutions() -> None:
+    team = build_orchestration("solver_verifier", {}, "chain", {"max_loops": 3}, RolloutConfig(group_size=5))
+    assert team.most_samples() == {"solver": 15, "verifier": 10}
+    assert build_orchestration("solver_verifier", {}, "chain").most_samples() == {"solver": 16, "verifier": 8}
+    with pytest.raises(ValueError, match="max_loops: Input should be greater than 0"):
+        solver_verifier(0)
 
 
 def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None:
@@ -156,6 +173,49 @@ def test_a_debate_goes_on_among_those_who_said_something_and_the_earliest_of_equ
     assert team.outcome(play(team, lambda ask: None)) is None
 
 
+def test_a_round_of_a_debate_begins_once_all_of_the_last_are_over() -> None:
+    team = build_orchestration("debate", {}, "chain")
+    episode = Episode("000001.0", "000001", PROBLEM)
+    first = episode.enter(team.follow(episode))[0]
+    assert {words(team, episode, ask) for ask in first} == {"a 3 b *7"}
+    for ask in first[:2]:
+        episode.close(ask, [answered(team, episode, ask, "Answer: 1")])
+        assert team.follow(episode) == first
+    episode.close(first[2], [answered(team, episode, first[2], "Answer: 1")])
+    again = episode.enter(team.follow(episode))[0]
+    assert len(again) == 3 and team.follow(episode) == [*first, *again]
+
+
+def test_three_debate_in_two_rounds_unless_told_otherwise() -> None:
+    def num_asked(**options: int) -> int:
+        return len(play(build_orchestration("debate", {}, "chain", options), lambda ask: "Answer: 1").asks)
+
+    assert [num_asked(), num_asked(debaters=2), num_asked(rounds=1), num_asked(rounds=3)] == [6, 4, 3, 9]
+    with pytest.raises(ValueError, match="rounds: Input should be greater than 0"):
+        num_asked(rounds=0)
+    team = build_orchestration("debate", {}, "chain", {"debaters": 4, "rounds": 3}, RolloutConfig(group_size=5))
+    assert team.most_samples() == {"debater": 4 * 3 * 5}
+
+
+def test_a_debater_that_showed_nothing_is_not_asked_again() -> None:
+    team = build_orchestration("debate", {}, "chain")
+    episode = play(team, lambda ask: "<think>hm" if ask.id.endswith("#1") else "Answer: 1")
+    assert [ask.parent_uid for ask in list(episode.asks.values())[3:]] == [f"000001.0/debater#{i}:0" for i in (2, 3)]
+
+
+def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
+    team = build_orchestration("debate", {}, "chain")
+
+    def counts(*last: str) -> str | None:
+        said = dict(zip("123", last, strict=True))
+        outcome = team.outcome(play(team, lambda ask: said[ask.id.split("#")[1][0]] if ask.inputs else "Answer: 4"))
+        return None if outcome is None else outcome.answer
+
+    assert counts("Answer: 2", "Answer: 1", "Answer: 1") == counts("Answer: 1", "Answer: 1", "Answer: 2") == "1"
+    assert counts("hm", "hm", "Answer: 2") == "2"  # who gives no answer has no vote
+    assert counts("hm", "hm", "hm") == "4"
+
+
 # ------------------------------------------------------------------ options and users' own
 
 
@@ -164,6 +224,68 @@ def test_options_are_the_team_s() -> None:
         build_orchestration("debate", {}, "math", {"debaters": 1})
     with pytest.raises(ValueError, match=r"orchestration_options of solver: max_loops: .*\(it has none\)"):
         build_orchestration("solver", {}, "math", {"max_loops": 1})
+
+
+class Plain(Orchestration):
+    """Says who is asked, and leaves all else as it is."""
+
+    name = "plain"
+    agents = (AgentSpec("first"), AgentSpec("judge", Role.VERIFIER), AgentSpec("mender", Role.CORRECTOR))
+    tools = ("search",)
+    optional_tools = ("browse", "calculate")
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        draws = [episode.ask("first", turn=number) for number in (1, 2)]
+        second = episode.said(draws[1])
+        return draws if second is None else [*draws, episode.call("search", second, query="7")]
+
+
+def test_a_team_says_of_an_episode_that_the_last_answer_counts_and_is_everybody_s() -> None:
+    team = Plain({}, "chain")
+    episode = play(team, lambda ask: "Answer: 1" if ask.id.endswith("#2") else "hm")
+    first, second = (episode.samples(ask)[0] for ask in episode.asks.values())
+    assert team.outcome(episode) == second and team.alone(episode) == first
+    assert team.outcomes(episode) == {first.uid: 1.0, second.uid: 1.0}
+    both = play(team, lambda ask: f"Answer: {ask.id[-1]}")
+    assert (last := team.outcome(both)) is not None and last.answer == "2"
+    assert set(team.outcomes(both).values()) == {0.0}
+    assert team.alone(play(team, lambda ask: None if ask.id.endswith("#1") else "Answer: 1")) is None
+    assert set(team.outcomes(play(team, lambda ask: "hm")).values()) == {0.0}
+
+
+def test_what_a_team_does_not_say_is_empty() -> None:
+    team, episode = Plain({}, "chain"), Episode("000001.0", "000001", PROBLEM)
+    assert (team.metrics(episode), team.most_samples(), list(team.redrawn(episode))) == ({}, {}, [])
+    assert type(team.options) is Orchestration.Options and team.evaluate == EvaluateConfig()
+    assert team.renderers == {} and team.tried_apart == ()
+    assert team.num_episodes == RolloutConfig().group_size and not team.is_one_episode
+    with pytest.raises(NotImplementedError, match=r"Orchestration\.follow: say who is asked"):
+        Orchestration({}, "chain").follow(episode)
+
+
+def test_a_team_counts_tokens_by_the_renderers_it_is_given() -> None:
+    given: Any = {"first": object()}
+    assert Plain({}, "chain", renderers=given).renderers == given
+
+
+def test_a_team_has_its_tools_and_those_optional_ones_that_are_set() -> None:
+    assert Plain({}, "chain").tools == ("search",)
+    assert Plain({}, "chain", tools=["calculate", "search", "other"]).tools == ("search", "calculate")
+    assert Plain.tools == ("search",)
+    assert Orchestration({}, "chain", tools=["search"]).tools == ()
+
+
+def test_a_prompt_shows_the_first_two_inputs_and_nothing_where_there_are_fewer() -> None:
+    team, episode = Plain({}, "chain"), Episode("000001.0", "000001", PROBLEM)
+    said = []
+    for turn, text in enumerate(("Answer: 2", "Answer: 3", "Answer: 4"), 1):
+        ask = episode.ask("first", turn=turn)
+        said.append(answered(team, episode, ask, text))
+        episode.close(ask, said[-1:])
+    shown = [words(team, episode, episode.ask("mender", *said[:count])) for count in range(4)]
+    assert shown[:2] == ["a 3 b *7 |  |  fix", "a 3 b *7 | Answer: 2 |  fix"]
+    assert shown[2:] == ["a 3 b *7 | Answer: 2 | Answer: 3 fix"] * 2
+    assert [m.content for m in team.prompt("first", Role.CORRECTOR, episode)] == ["a 3 b *7", "", " fix"]
 
 
 OWN = """

@@ -202,6 +202,9 @@ def test_a_shard_that_holds_something_else_is_named():
     said = r"engine 1 does not hold what was sent: 1 of 3 tensors differ, first shard 1 of 2: a \(checksum 0x1, expected 0x3\)"
     with pytest.raises(RuntimeError, match=said):
         _compare([first, second], WeightReceipt(5, [first, {"a": 1}], 0.0), version=5, engine=1)
+    said = r"2 of 3 .* first shard 0 of 2: b \(not in the engine\); shard 1 of 2: a \(checksum 0x1, expected 0x3\)$"
+    with pytest.raises(RuntimeError, match=said):
+        _compare([first, second], WeightReceipt(5, [{"a": 1}, {"a": 1}], 0.0), version=5, engine=1)
 
 
 def test_a_tensor_that_was_not_sent_is_named(channel, given, tensors, engine, checkpoint):

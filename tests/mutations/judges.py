@@ -8,6 +8,7 @@ from pathlib import Path
 
 from operators import Mutant
 
+_WAITING = "tests/rollout/test_waiting.py"  # of samples whose turns call tools
 _AGENTS = ("tests/agents/test_orchestration.py", "tests/agents/test_orchestrations.py")
 
 
@@ -25,7 +26,7 @@ class Judged:
 
 
 MODULES = {
-    "credit": Judged("trainer/data/credit.py", ("tests/trainer/test_credit.py",)),
+    "credit": Judged("trainer/data/credit.py", ("tests/trainer/test_credit.py", "tests/trainer/test_lemma.py")),
     "picks": Judged("rollout/agents/picks.py", _AGENTS),
     "orchestration": Judged("rollout/agents/orchestration.py", _AGENTS),
     "verifier_corrector": Judged("rollout/orchestrations/verifier_corrector.py", _AGENTS),
@@ -34,10 +35,13 @@ MODULES = {
     "packing": Judged("trainer/data/packing.py", ("tests/trainer/test_packing.py",)),
     "mini_batches": Judged("trainer/data/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
     "scheduler": Judged(
-        "rollout/schedule/scheduler.py", ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py")
+        "rollout/schedule/scheduler.py",
+        ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py", _WAITING),
     ),
-    "event_scheduler": Judged("rollout/schedule/event_scheduler.py", ("tests/rollout/test_event_scheduler.py",)),
-    "ledger": Judged("rollout/schedule/ledger.py", ("tests/rollout/test_ledger.py",)),
+    "event_scheduler": Judged(
+        "rollout/schedule/event_scheduler.py", ("tests/rollout/test_event_scheduler.py", _WAITING)
+    ),
+    "ledger": Judged("rollout/schedule/ledger.py", ("tests/rollout/test_ledger.py", _WAITING)),
     "weight_sync": Judged(
         "trainer/weights/checked_engines.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from letters import (
     with_two_policies,
 )
 
-from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.recovery import Faults
@@ -282,6 +283,15 @@ def test_nothing_begins_before_the_versions_are_told() -> None:
     assert scheduler.state.num_stages == 1
 
 
+def test_a_stage_in_which_nothing_is_to_be_decoded_is_over_at_once() -> None:
+    play = Play(letter_config(overlap=0))
+    agents = {**play.scheduler.team.agents, "solver": AgentConfig(max_input_tokens=1)}
+    play.scheduler.team = replace(play.scheduler.team, agents=agents)
+    play.scheduler.ask()
+    batch = play.scheduler.take()
+    assert batch is not None and batch.groups == () and batch.metrics["rollout/prompts_too_long"] == 2
+
+
 def test_nothing_begins_at_rest() -> None:
     play = Play(letter_config(overlap=1))
     play.batch()
@@ -391,6 +401,43 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
         # an instance plays one agent at a time: at most picks x group_size samples of it
         assert play.scheduler.num_unfinished <= (4 + 2 * 2 * 3) * 2 * 3
     assert drawn < 2 * 30
+
+
+@pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
+def test_problems_are_drawn_up_to_a_number_of_samples_carried_over(most: int, drawn: int) -> None:
+    config = letter_config(segments=4, overlap=1, max_unfinished=most)
+    play = Play(config, script=lambda request: [ord(".")] * 100)
+    while play.scheduler.state.num_batches < 1:
+        play.scheduler.advance(0.0)
+    assert (play.scheduler.state.num_stages, play.scheduler.state.num_instances) == (1, 2)
+    play.scheduler.ask()  # 2 groups of 3 are on their way
+    assert (play.scheduler.state.num_stages, play.scheduler.state.num_instances) == (2, drawn)
+
+
+def test_engines_share_the_time_to_wait_which_is_short_while_anything_else_may_come() -> None:
+    play = Play(letter_config(overlap=0))
+    scheduler = play.scheduler
+    scheduler.team = with_two_policies(scheduler.team, ScriptedEngine(play.engines[0]._script))
+    scheduler.resume({"main": 0, "other": 0})
+    scheduler.ask()
+    scheduler.submit()
+    heard: list[tuple[str, float]] = []
+    for name, pool in scheduler.team.pools.items():
+        pool.collect = lambda timeout_s, name=name: heard.append((name, timeout_s)) or []  # type: ignore[func-returns-value, method-assign, misc]
+
+    def waited() -> list[tuple[str, float]]:
+        heard.clear()
+        scheduler.collect(0.4)
+        return list(heard)
+
+    assert waited() == [("main", 0.4)] and scheduler.is_decoding  # though the other has nothing
+    (key, opened), *_ = scheduler.state.open.items()
+    scheduler.team.pools["other"].submit([scheduler.request(opened, 0)], version=0)
+    assert waited() == [("main", 0.2), ("other", 0.2)]
+    for books in (scheduler._judging, scheduler._calling):
+        books[key] = None  # type: ignore[assignment, index]
+        assert 0 < sum(time_s for _, time_s in waited()) < 0.05
+        books.clear()
 
 
 def test_carried_over_samples_take_the_places_of_new_problems() -> None:

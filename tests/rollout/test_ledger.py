@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from letters import PROMPT_ENDS, letter_config, letter_problems, letter_team
+from letters import PROMPT_ENDS, LetterRenderer, letter_config, letter_problems, letter_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
@@ -23,7 +28,7 @@ from marsrl.rollout.schedule.partial_rollouts import Instance, OpenAsk, Partial
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import decode as decode_state
 from marsrl.rollout.state import encode
-from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
+from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample, ToolCall, ToolOutput
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSION = {"main": 3}
@@ -148,12 +153,17 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
         asked = books.request(group, 0).sampling
         assert (asked.top_p, asked.top_k, asked.records_kept) == (0.9, most, True)
     assert not books.team.sampling("verifier1").records_kept and books.team.sampling("verifier1").top_k == -1
-    with pytest.raises(RuntimeError, match="uid: agents.solver.top_p and top_k truncate, and its engine did not say"):
+    with pytest.raises(
+        RuntimeError,
+        match="uid: agents.solver.top_p and top_k truncate, and its engine did not say which tokens were kept, as loss.tr",
+    ):
         books.extended(group, 0, result(2))
     kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
     partial, _ = books.extended(group, 0, result(2, kept_tokens=kept))
     assert partial.kept_tokens is not None and partial.kept_tokens.counts.tolist() == [2, 1]
     assert books.counts["rollout/kept_tokens"] == 3
+    books.extended(group, 1, result(2, kept_tokens=kept))
+    assert books.counts["rollout/kept_tokens"] == 3 + 3
     assert books.extended(group, 0, result(0))[0].kept_tokens is None
     books.team = replace(books.team, max_kept={})
     assert not books.request(group, 0).sampling.records_kept
@@ -243,6 +253,8 @@ def test_a_closed_ask_is_a_group_of_what_has_finished_in_order() -> None:
     assert books.is_playing  # until what was closed is trained
     books.state.closed.clear()
     assert not books.is_playing
+    books.state.ready.append(StepBatch((), {}))
+    assert books.is_playing
 
 
 def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
@@ -350,7 +362,7 @@ def test_what_agents_share_is_a_group_of_each_and_an_ask_said_twice_is_one() -> 
     ]
     asks = opened(books)
     assert [each.ask.id for each in asks] == ["000001.0/solver", "000001.0/verifier1"]
-    for each in asks:
+    for each in reversed(asks):
         decode(books, each, 0, "\\boxed{7}")
         books.close_ask(each)
     found = [(group.group_id, group.agent, len(group.samples)) for group in books.state.closed]
@@ -427,6 +439,187 @@ def test_what_pools_have_mended_is_in_the_metrics_once() -> None:
         books.note_faults()
         found = {name: n for name, n in books.counts.items() if n}
         assert found == {"rollout/engine_restarts": 1, "rollout/resubmitted": 20, "rollout/failed_requests": 3}
+
+
+def test_what_tools_and_a_model_that_judges_have_counted_is_in_the_metrics() -> None:
+    books = ledger()
+    tools, model = (
+        SimpleNamespace(take_counts=lambda *purpose, n=n: {f"{n}/{purpose}": 2}) for n in ("tools", "judge")
+    )
+    books.team = replace(books.team, tools=tools)  # type: ignore[arg-type]
+    books.team.judge.model = model  # type: ignore[assignment]
+    for _ in range(2):
+        books.note_faults()
+    assert {name: n for name, n in books.counts.items() if n} == {"tools/()": 4, "judge/('train',)": 4}
+
+
+@pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])
+def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest_whole(
+    stage_size: str, drawn: list[int]
+) -> None:
+    books = ledger(stage_size=stage_size, prompts_per_step=4)  # groups of 3
+    assert [len(books.draw(num_carried)) for num_carried in (0, 1, 2, 5)] == drawn
+    books = ledger(stage_size=stage_size, prompts_per_step=4, group_size=1)
+    assert len(books.draw()) == 4
+
+
+def test_a_team_s_own_numbers_add_up_over_its_episodes() -> None:
+    books = ledger()
+    books.team.orchestration.metrics = lambda episode: {"x": 2.0}  # type: ignore[method-assign]
+    for group in opened(books):
+        for index in list(group.partial):
+            decode(books, group, index, "no answer")
+        books.close_ask(group)
+    assert books.counts["team/x"] == 4 and books.counts["rollout/episodes"] == 2
+
+
+class Looks(Orchestration):
+    """Two Solvers wait for what a tool says; a helper is asked as soon as it is known."""
+
+    name = "looks"
+    agents = (AgentSpec("solver"), AgentSpec("helper"))
+    tools = ("look",)
+    is_one_episode = True
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asked: list[Ask | ToolCall] = [episode.ask("solver", num_samples=2)]
+        for sample in episode.waiting.values():
+            asked.append(call := episode.call("look", sample))
+            if episode.output(call) is not None:
+                asked.append(episode.ask("helper", sample))
+        return asked
+
+    def continuation(self, episode: Episode, sample: Sample) -> str | None:
+        output = episode.output(episode.call("look", sample))
+        return None if output is None else output.text
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        return (Message("user", "q"),)
+
+    def parse(self, sample: Sample) -> Sample:
+        return (
+            replace(sample, finish=Finish.WAITING) if sample.text.endswith("?") else replace(sample, shown=sample.text)
+        )
+
+
+class ByHand:
+    """A tool that says something when a test lets it."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, Future[ToolOutput]] = {}
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        return self.said.setdefault(call.id, Future())
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {}
+
+
+class WaitingRenderer(LetterRenderer):
+    def completion_ids(self, text: str) -> np.ndarray:
+        return np.asarray([*map(ord, text)], np.int32)
+
+
+LOOKS = [f"000001/solver:{index}/0/look#0" for index in range(2)]
+
+
+def looks(**options: Any) -> tuple[Ledger, ByHand]:
+    books, tools = ledger(**{"prompts_per_step": 1, "group_size": 2, **options}), ByHand()
+    team = Looks({}, "math", rollout=books.config)
+    agents = {name: AgentConfig() for name in ("solver", "helper")}
+    renderers = {"main": WaitingRenderer()}
+    books.team = replace(books.team, orchestration=team, agents=agents, renderers=renderers, tools=tools)  # type: ignore[arg-type]
+    return books, tools
+
+
+def pause(books: Ledger, group: OpenAsk, index: int) -> list[Ask]:
+    partial = Partial()
+    partial.extend(np.array([ord("?")], np.int32), np.zeros(1, np.float32), 3)
+    (sample,) = books.samples([Ended(group, index, partial, Finish.STOP)])
+    assert sample.finish is Finish.WAITING and sample.reward.note == "not judged"
+    return books.suspend(group, index, partial, sample)
+
+
+def test_a_sample_waits_until_its_own_call_has_an_output() -> None:
+    books, tools = looks()
+    (group,) = opened(books)
+    assert not books.is_calling and not books.is_stirred and books.take_outputs(timeout_s=None) == []
+    assert pause(books, group, 0) == [] and list(tools.said) == LOOKS[:1]
+    assert [books.is_waiting(group, index) for index in range(2)] == [True, False] and books.is_stirred
+    pause(books, group, 1)
+    start = time.monotonic()
+    assert books.is_calling and books.take_outputs() == [] and time.monotonic() - start < 0.5
+    assert books.take_resumed() == ([], []) and not books.is_stirred  # what is being called is yet to come
+    tools.said[LOOKS[1]].set_result(ToolOutput("xy"))
+    (asked,) = books.take_outputs(timeout_s=1)
+    assert time.monotonic() - start < 0.5  # not for the other one
+    assert (asked.agent, asked.inputs) == ("helper", ("000001/solver:1",)) and books.is_calling
+    assert books.take_resumed() == ([(group, 1)], [])
+    assert [books.is_waiting(group, index) for index in range(2)] == [True, False]
+    assert [[chr(t) for t in group.partial[index].token_ids] for index in range(2)] == [["?"], ["?", "x", "y"]]
+    tools.said[LOOKS[0]].set_result(ToolOutput("z"))
+    assert len(books.take_outputs()) == 1 and not books.is_calling and books.take_resumed() == ([(group, 0)], [])
+    assert books.counts["rollout/foreign_tokens"] == 2 + 1
+
+
+def test_all_outputs_are_waited_for_where_that_is_wanted_and_entered_in_the_order_of_the_calls() -> None:
+    books, tools = looks()
+    (group,) = opened(books)
+    for index in range(2):
+        pause(books, group, index)
+    for delay_s, name in zip((0.06, 0.02), LOOKS, strict=True):
+        Timer(delay_s, tools.said[name].set_result, [ToolOutput("x")]).start()
+    asks = books.take_outputs(timeout_s=None)
+    assert [ask.inputs for ask in asks] == [("000001/solver:0",), ("000001/solver:1",)]
+    assert books.take_resumed()[0] == [(group, 0), (group, 1)]
+
+
+@pytest.mark.parametrize("is_instance_left", [False, True])
+def test_an_output_that_comes_after_its_episode_s_end_is_dropped(is_instance_left: bool) -> None:
+    books, tools = looks()
+    (group,) = opened(books)
+    pause(books, group, 0)
+    if is_instance_left:
+        books.state.instances["000001"].episodes.clear()
+    else:
+        books.state.instances.clear()
+    tools.said[LOOKS[0]].set_result(ToolOutput("x"))
+    assert books.take_outputs() == [] and not books.is_calling
+
+
+def test_restored_books_call_again_what_has_no_output_and_go_on_with_what_has() -> None:
+    books, tools = looks()
+    (group,) = opened(books)
+    for index in range(2):
+        pause(books, group, index)
+    tools.said[LOOKS[1]].set_result(ToolOutput("x"))
+    books.take_outputs()
+    again, called = looks()
+    again.state = decode_state(SchedulerState, encode(books.state))
+    again.resume_waiting()
+    assert list(called.said) == LOOKS[:1] and again.is_calling
+    resumed, ended = again.take_resumed()
+    assert [(each.ask.id, index) for each, index in resumed] == [("000001/solver", 1)] and not ended
+
+
+def test_a_sample_is_given_up_only_when_nothing_is_open_beside_it() -> None:
+    books, _ = looks()
+    books.team.orchestration.follow = lambda episode: [episode.ask("solver"), episode.ask("helper")]  # type: ignore[method-assign]
+    asks = books.draw()
+    (group,) = books.open_asks(asks[:1], VERSION)
+    pause(books, group, 0)
+    assert books.take_resumed() == ([], [])  # the helper is asked in the next stage
+    (helper,) = books.open_asks(asks[1:], VERSION)
+    books.resume_waiting()
+    assert books.take_resumed() == ([], [])  # it is being decoded
+    decode(books, helper, 0, "hm")
+    books.resume_waiting()
+    assert books.take_resumed() == ([], [])  # it is to be closed
+    books.close_ask(helper)
+    resumed, ((opened_ask, place, sample),) = books.take_resumed()
+    assert not resumed and opened_ask is group and (place, sample.uid) == (0, "000001/solver:0")
+    assert sample.finish is Finish.ERROR and "nothing was asked for" in sample.reward.note
+    assert not books.is_waiting(group, 0) and books.counts["rollout/foreign_tokens"] == 0
 
 
 def test_a_listener_hears_of_a_stage() -> None:

@@ -70,6 +70,19 @@ def test_each_policy_decodes_its_agents_under_its_own_version_and_progress_is_to
     assert told[-1] == batch.metrics["rollout/tokens"] == engine.num_decoded() + second.num_decoded()
 
 
+def test_progress_within_a_stage_goes_on_from_one_policy_to_the_next() -> None:
+    config = letter_config(overlap=0, finish_share=0.99, prompts_per_step=4)
+    team, (engine,) = letter_team(config)
+    second = ScriptedEngine(engine._script, tokens_per_step=9)
+    scheduler = Scheduler(config, with_two_policies(team, second), letter_problems(9), seed=0)
+    scheduler.next_batch({"main": 0, "other": 0})
+    assert second.num_decoded() == 0
+    told: list[int] = []
+    batch = scheduler.next_batch({"main": 0, "other": 0}, told.append)
+    assert second.num_decoded() > 0
+    assert told == sorted(told) and told[-1] == batch.metrics["rollout/tokens"]
+
+
 def test_progress_goes_on_from_what_was_decoded_before() -> None:
     told: list[int] = []
     behind = tokens_behind(5, told.append)
@@ -196,3 +209,13 @@ def test_a_stage_ends_when_just_the_share_has_finished() -> None:
     # with one short sample fewer it goes on
     scheduler, _ = player(team={"script": script(lambda i: 1 if i < 2 else 40), "tokens_per_step": 2}, **options)
     assert [len(g.samples) for g in scheduler.next_batch({"main": 0}).groups] == [6]
+
+
+def test_progress_is_told_several_times_a_second_where_a_share_may_end_the_stage() -> None:
+    scheduler, _ = player(finish_share=0.5)
+    waited: list[float] = []
+    pool = scheduler.team.pools["main"]
+    collect = pool.collect
+    pool.collect = lambda timeout_s: (waited.append(timeout_s), collect(timeout_s))[1]  # type: ignore[method-assign]
+    scheduler.next_batch({"main": 0})
+    assert 0 < max(waited) < 0.5

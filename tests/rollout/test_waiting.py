@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -374,3 +375,164 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
     text = Renderer().decode(partial.token_ids)
     start, begins = _turn(Renderer(), prompt, partial, text)  # type: ignore[arg-type]
     assert (text[start:], begins) == (turn, in_thought)
+
+
+def once(first: str, mark: str) -> Callable[[DecodeRequest], list[int]]:
+    """Says `first`, and the answer behind what ends in the mark."""
+
+    def says(request: DecodeRequest) -> list[int]:
+        known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
+        if "/helper" in request.uid:
+            return [*map(ord, "help!!!"[len(known) :]), END]
+        whole, begun = ("=7", known.rpartition(mark)[2]) if mark in known else (first, known)
+        return [*map(ord, whole[len(begun) :]), *([END] if whole == "=7" else [])]
+
+    return says
+
+
+class Silent(Looker):
+    """It never answers."""
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        self.called[call.id] += 1
+        return Future()
+
+
+class OneByOne(Looker):
+    """Each call takes longer than the last."""
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        self.called[call.id] += 1
+        said = Future[ToolOutput]()
+        Timer(0.02 * self.called.total(), said.set_result, [ToolOutput("xy")]).start()
+        return said
+
+
+def test_a_stage_goes_on_with_all_that_tools_say_in_one_submission() -> None:
+    config = config_of()
+    team, sent = team_of(config, OneByOne(), says=once("a<look>ab</look>", "]")), list[int]()
+    generate = team.pools["main"].generate
+    team.pools["main"].generate = lambda requests, **words: (  # type: ignore[method-assign]
+        sent.append(len(requests)),
+        generate(requests, **words),
+    )[1]
+    Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    assert sent == [4, 4]
+
+
+class Twice(Seeker):
+    """What it looks up is looked up again."""
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asks: list[Ask | ToolCall] = [episode.ask("solver")]
+        for sample in episode.waiting.values():
+            asks.append(first := episode.call("look", sample, word="one"))
+            if episode.output(first) is not None:
+                asks.append(episode.call("look", sample, 1, word="two"))
+        return asks
+
+    def continuation(self, episode: Episode, sample: Sample) -> str | None:
+        output = episode.output(episode.call("look", sample, 1, word="two"))
+        return None if output is None else f"[{output.text}]"
+
+
+class AsksThen(Twice):
+    """What it looks up is told to the helper."""
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asks: list[Ask | ToolCall] = [episode.ask("solver")]
+        for sample in episode.waiting.values():
+            asks.append(first := episode.call("look", sample, word="one"))
+            if episode.output(first) is not None:
+                asks.append(episode.ask("helper", sample))
+        return asks
+
+    def continuation(self, episode: Episode, sample: Sample) -> str | None:
+        said = episode.said(episode.ask("helper", sample))
+        return None if said is None else f"[{said.shown}]"
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(("kind", "text"), [(Twice, "[twotwo]"), (AsksThen, "[help!!!]")])
+def test_what_follows_from_an_output_is_waited_for_within_the_stage(
+    kind: type[Seeker], text: str, overlap: int
+) -> None:
+    config = config_of(overlap=overlap, pipeline="trajectory" if overlap else "agentic")
+    team = team_of(config, Looker(), kind, once("a<look>ab</look>", "]"))
+    solvers = [s for s in played(config, team, steps=1).values() if s.agent == "solver"]
+    assert [sample.text for sample in solvers] == [f"a<look>ab</look>{text}=7"] * 4
+
+
+def test_a_stage_ends_with_nothing_that_waits_or_could_go_on() -> None:
+    config = config_of()
+    scheduler = Scheduler(config, team_of(config, Looker()), letter_problems(8), seed=3)
+    batch = scheduler.next_batch(VERSIONS)
+    assert len(batch.groups) == 4 and scheduler.num_unfinished == 0 and not scheduler.state.instances
+    assert batch.metrics["rollout/foreign_tokens"] == 2 * (len("[abab]|go on\n") + len("(help!!!)[qq]"))
+
+
+@pytest.mark.parametrize("kind", [Stuck, Long])
+def test_what_ends_while_it_waits_is_of_the_stage(kind: type[Seeker]) -> None:
+    config = config_of()
+    team = team_of(config, Looker(), kind, once("a<look>ab</look>", "]"))
+    batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    assert sum(len(group.samples) for group in batch.groups) == 4
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_helper_that_cannot_read_its_prompt_keeps_nobody_waiting(overlap: int) -> None:
+    config = config_of(overlap=overlap)
+    team = team_of(config, Looker(), says=once("b<ask>cd</ask>", ")"))
+    team.agents["helper"] = AgentConfig(max_input_tokens=1)  # type: ignore[index]
+    samples = played(config, team, steps=1).values()
+    assert len(samples) == 4 and all("nothing was asked for" in sample.reward.note for sample in samples)
+
+
+@pytest.mark.parametrize("kind", [Scheduler, EventScheduler])
+def test_a_call_that_was_open_when_a_run_was_cut_is_made_again(kind: type[Scheduler | EventScheduler]) -> None:
+    config, says = config_of(overlap=1, pipeline="trajectory"), once("a<look>ab</look>", "]")
+    cut = EventScheduler(config, team_of(config, silent := Silent(), says=says), letter_problems(8), seed=3)
+    cut.resume(VERSIONS)
+    cut.ask()
+    for _ in range(100):
+        cut.advance(0.0)
+    assert len(silent.called) == 4 and cut.take() is None
+    tools = Looker()
+    config = config_of(overlap=int(kind is EventScheduler), pipeline="trajectory")
+    again = kind(config, team_of(config, tools, says=says), letter_problems(8), seed=3)
+    again.restore(decode(RolloutState, encode(cut.snapshot())))
+    assert silent.called == tools.called
+    if isinstance(again, Scheduler):
+        batch = again.next_batch(VERSIONS)
+    else:
+        again.resume(VERSIONS)
+        again.ask()
+        for _ in range(1000):
+            again.advance(0.01)
+            if found := again.take():
+                break
+        assert found is not None
+        batch = found
+    texts = {s.uid: s.text for group in batch.groups for s in group.samples}
+    before = {name.rpartition("/0/")[0] for name in silent.called}
+    assert {texts[uid] for uid in before} == {"a<look>ab</look>[abab]=7"}
+
+
+class LooksAfter(Seeker):
+    """What the Solver has ended with is looked up, and then told to the helper."""
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        asks: list[Ask | ToolCall] = [episode.ask("solver")]
+        if (said := episode.said(episode.ask("solver"))) is not None:
+            asks.append(call := episode.call("look", said, word="x"))
+            if episode.output(call) is not None:
+                asks.append(episode.ask("helper", said))
+        return asks
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_trajectory_ends_after_the_calls_that_follow_its_last_answer(overlap: int) -> None:
+    config = config_of(overlap=overlap, pipeline="trajectory")
+    team = team_of(config, OneByOne(), LooksAfter, lambda request: [ord("="), ord("7"), END])
+    samples = played(config, team, steps=1).values()
+    assert Counter(sample.agent for sample in samples) == {"solver": 4, "helper": 4}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.runs import checkpoint
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
@@ -29,7 +30,7 @@ class WordSave:
         self.error: Exception | None = None
 
     def write(self) -> None:
-        self.may_write.wait(120)
+        self.may_write.wait(10)
         self.thread = threading.current_thread()
         try:
             if self.word == "unwritable":
@@ -121,7 +122,7 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and run.steps_on_disk() == []
     learner.may_write.set()
-    saves._pending.writer.join(120)  # type: ignore[union-attr]
+    saves._pending.writer.join(10)  # type: ignore[union-attr]
     saves.finish_if_written()
     assert load(run) == (1, "a", [])
     thread = learner.saves[0].thread
@@ -240,9 +241,19 @@ def test_the_pointer_is_followed_and_later_ones_are_named(run: RunDirectory) -> 
     with pytest.raises(RuntimeError, match="step_7 holds the checkpoint of step 1; give the folder its name back"):
         load(run)
     (run.checkpoints / "latest").write_text("the last one")
-    with pytest.raises(RuntimeError, match="holds 'the last one', .*; the newest whole one is step_10: restore"):
+    with pytest.raises(RuntimeError) as caught:
         load(run)
-    assert load(run, "previous")[:2] == (10, "w10") and load(run)[:2] == (10, "w10")
+    assert "holds 'the last one', " in str(caught.value)
+    offer = "; the newest whole one is step_10: restore the files, or go on from step_10 with run.resume=previous"
+    assert str(caught.value).endswith(offer)  # how many steps that loses nobody knows
+    step, word, said = load(run, "previous")
+    assert (step, word) == (10, "w10") and said[-1].endswith("; GOING BACK to step_10 (run.resume=previous)")
+    assert load(run) == (10, "w10", [])
+    (run.checkpoints / "latest").write_text("the last one")
+    for step in run.steps_on_disk():
+        (run.checkpoint(step) / "manifest.json").unlink()
+    with pytest.raises(RuntimeError, match="; no checkpoint is whole: restore the files, or start a run of another"):
+        load(run, "previous")
 
 
 def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run: RunDirectory) -> None:
@@ -296,6 +307,7 @@ def test_the_ranks_hear_from_the_first_where_to_go_on(run: RunDirectory, monkeyp
     monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: (told.append(data), b"[1, null]")[1])
     assert load(run)[:2] == (1, "w1")
     monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    monkeypatch.setattr(RunDirectory, "latest_checkpoint", lambda run: pytest.fail("looked itself"))
     (run.checkpoints / "latest").write_text("not yet on this machine's disk")
     assert load(run)[:2] == (1, "w1") and told == [b"[2, null]", None]
 
@@ -312,4 +324,19 @@ def test_the_ranks_share_the_reading_and_know_what_the_others_found(
     first = checkpoint._damage(run.checkpoint(1))
     monkeypatch.setattr(checkpoint, "rank", lambda: 1)
     both = checkpoint._damage(run.checkpoint(1))
-    assert [len(first), len(both)] == [1, 2] and set(first) < set(both) and both == sorted(both)
+    assert [len(first), len(both)] == [1, 2] and set(first) < set(both)
+    others = [f"line {i}" for i in range(99)]
+    monkeypatch.setattr(checkpoint, "gather_bytes", lambda data: [encode(others[::-1]), encode(others)])
+    assert checkpoint._damage(run.checkpoint(1)) == sorted(others)  # each once, in the same order on all
+
+
+def test_the_first_rank_alone_moves_the_pointer_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(writer(run), 1, 2)
+    (run.checkpoint(2) / "meta.json").unlink()
+    monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: b"[2, null]")
+    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
+    monkeypatch.setattr(checkpoint, "damage", lambda folder, part, num_parts: damage(folder))
+    latest = (run.checkpoints / "latest").read_text()
+    assert load(run, "previous")[0] == 1 and (run.checkpoints / "latest").read_text() == latest
+    monkeypatch.setattr(checkpoint, "rank", lambda: 0)
+    assert load(run, "previous")[0] == 1 and (run.checkpoints / "latest").read_text() != latest

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.data.credit import credit, drmas_metrics, outcome_rewards
+from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
@@ -199,6 +200,8 @@ def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_i
     groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
     first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
     assert first == Reward(0.4, 0.5, {"outcome": 0.5, "format": -0.1}) and second.is_missing
+    (right,) = outcome_rewards(ended([group("1/solver", [0])], 1))
+    assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named where there is none
 
 
 def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
@@ -287,6 +290,71 @@ def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its
         4 * 0.5 / 6
     )
     assert found["drmas/verifier1/mu"] == pytest.approx(2 / 3) and found["drmas/verifier1/sigma"] == 0
+
+
+def test_an_agent_without_rewards_hides_no_other_and_names_come_in_order() -> None:
+    found = drmas_metrics([group("0/solver", [math.nan]), group("0/v", [1], "verifier1"), group("0/c", [0], "a")])
+    names = [f"drmas/{agent}/{name}" for agent in ("a", "verifier1") for name in ("mu", "sigma", "variance_inflation")]
+    assert list(found) == names and found["drmas/verifier1/mu"] == 1
+
+
+def test_copies_bring_every_agent_of_an_instance_to_the_group_size() -> None:
+    samples = [sample(f"0/solver:{i}", 1) for i in range(5)]
+    samples += [sample(f"0/v:{i}", 1, agent="verifier1") for i in range(2)] + [sample("1/solver:0", 0)]
+    copies = balanced(samples, 3, seed=0)
+    assert list(copies) == [each.uid for each in samples]
+    assert sorted(copies[f"0/solver:{i}"] for i in range(5)) == [0, 0, 1, 1, 1]
+    assert sorted(copies[f"0/v:{i}"] for i in range(2)) == [1, 2] and copies["1/solver:0"] == 3
+    assert balanced(samples[:3], 3, seed=0) == {"0/solver:0": 1, "0/solver:1": 1, "0/solver:2": 1}
+
+
+def test_which_samples_are_drawn_follows_seed_instance_and_agent_alone() -> None:
+    def drawn(rollout: str = "0", agent: str = "solver", seed: int = 0, step: int = 1) -> list[int]:
+        samples = [sample(f"{rollout}/{agent}:{i}", 1, agent=agent) for i in range(9)]
+        return [i for i in range(9) if balanced(samples[::step], 3, seed)[f"{rollout}/{agent}:{i}"]]
+
+    # no other draw tomorrow, or a run that goes on would train otherwise; the order of arrival does not matter
+    assert drawn() == drawn(step=-1) == [0, 1, 4]
+    assert drawn() not in (drawn("1"), drawn(agent="verifier1"), drawn(seed=1))
+
+
+def test_a_balanced_step_trains_and_counts_copies() -> None:
+    groups = [group("0/solver", [0, 1, 0, 1, 0]), group("0/solver:0/verifier1", [1, 0], "verifier1")]
+    groups += [group("1/solver", [1, 0, 0, 1, 1])]
+    rules = CreditConfig(balance="uniform")
+    copies = balanced([s for g in groups for s in g.samples], 3, seed=7)
+    credited = credit(groups, rules, AGENTS, group_size=3, seed=7)
+    taken = [uid for uid, number in copies.items() if number]
+    assert [s.uid for s in credited.sequences] == list(credited.counted) == taken and len(taken) == 3 + 2 + 3
+    twice = {uid for uid, number in copies.items() if number == 2}
+    assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # of the rest each stands for itself
+    assert credited.num_tokens == 3 * 9
+    plain = credit(groups, CreditConfig(), AGENTS)
+    assert credited.advantages == plain.advantages and plain.copies == {}  # nobody is compared with others for it
+    solver, verifier = credited.of(["solver"]), credited.of(["verifier1"])
+    assert solver.copies == {} and solver.num_tokens == 18
+    assert verifier.copies == credited.copies and verifier.num_tokens == 9
+
+
+def test_a_balanced_step_takes_one_sample_of_each_agent_by_default() -> None:
+    groups = [group(f"{i}/solver", [1, 0, 1, 0]) for i in range(9)]
+    taken = [s.uid for s in credit(groups, CreditConfig(balance="uniform"), AGENTS).sequences]
+    assert [uid.split("/")[0] for uid in taken] == [str(i) for i in range(9)]
+    copies = balanced([s for g in groups for s in g.samples], 1, seed=0)
+    assert taken == [uid for uid, number in copies.items() if number]
+
+
+def test_advantages_are_computed_where_the_learner_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def recorded(*tensors: torch.Tensor, **rules: object) -> torch.Tensor:
+        seen.extend(tensor.device.type for tensor in tensors)
+        return torch.ones(2)
+
+    monkeypatch.setattr("marsrl.trainer.data.credit.training_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("marsrl.trainer.data.credit.group_advantage", recorded)
+    credit([group("0/solver", [1, 0])], CreditConfig(), AGENTS)
+    assert seen == ["meta"] * 4
 
 
 def test_nothing_to_credit_is_an_empty_batch() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.runs.manifest import DamagedError, FileSum, damage, file_sum, read_manifest, write_manifest
+from marsrl.trainer.runs.manifest import (
+    DamagedError,
+    FileSum,
+    damage,
+    file_sum,
+    missing_or_cut,
+    read_manifest,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def test_what_was_summed_while_it_was_written_is_not_read_again(folder: Path) ->
     write_manifest(folder, {"a": FileSum(3, 7)})
     assert list(read_manifest(folder)) == ["a", "c", "policies/main/b", *(f"z{i}" for i in range(9))]
     assert read_manifest(folder)["a"] == FileSum(3, 7) and read_manifest(folder)["c"].crc32 == zlib.crc32(b"xyz")
-    lost = {f"lost{i}": FileSum(0, 0) for i in range(9)}
+    lost = {f"lost{i}": FileSum(0, 0) for i in range(99)}
     with pytest.raises(OSError, match="/lost0 was written and is not there any more"):
         write_manifest(folder, {"a": FileSum(3, 7), **lost})
 
@@ -66,6 +74,20 @@ def test_a_damaged_file_is_named_with_what_was_found_and_expected(folder: Path) 
     (folder / "a").unlink()
     (folder / "a").mkdir()
     assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected 3 bytes"
+
+
+def test_a_quick_look_names_the_first_file_that_is_missing_or_cut_and_reads_none(folder: Path) -> None:
+    assert missing_or_cut(folder) is None
+    (folder / "a").write_bytes(b"abd")  # as long as it was
+    (folder / "mine").touch()
+    assert missing_or_cut(folder) is None and len(damage(folder)) == 2
+    (folder / "policies/main/b").unlink()
+    assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
+    (folder / "c").write_bytes(b"xyz, and more")
+    assert missing_or_cut(folder) == f"{folder / 'c'} has 13 bytes, expected 3"
+    (folder / "manifest.json").unlink()
+    said = f"{folder / 'manifest.json'} is missing: the checkpoint was not written to its end"
+    assert missing_or_cut(folder) == said
 
 
 def test_without_a_manifest_a_checkpoint_was_not_written_to_its_end(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
     assert [len(u.sequences) for u in mini_batches(credited, 4, TOKENS, seed=0, step=1)] == [4, 4]
     none = credit(GROUPS[-1:], CreditConfig(), AGENTS)
     (empty,) = mini_batches(none, 4, TOKENS, seed=0, step=1)
-    assert empty.sequences == ()
+    assert empty.sequences == () and empty.normaliser == 0
 
 
 @pytest.mark.parametrize("denominator", ["all", "agent"])
@@ -117,6 +117,27 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
         assert sequence.weight / update.normaliser == pytest.approx(expected[aggregation], rel=1e-12)
     if (aggregation, denominator) in (("token", "all"), ("sequence_sum_constant", "all")):
         assert all(sequence.weight == 1 for sequence in update.sequences)  # nothing is multiplied
+
+
+def test_an_average_is_over_all_tokens_unless_it_is_said_otherwise() -> None:
+    assert Average() == Average(aggregation="token", denominator="all", max_tokens=1)
+
+
+def test_the_only_sample_of_an_agent_has_its_mean_for_itself() -> None:
+    credited = credit([group("0", [1], tokens=1)], CreditConfig(singleton="raw"), AGENTS)
+    (update,) = mini_batches(credited, 1, Average(denominator="agent"), seed=0, step=1)
+    assert [sequence.weight for sequence in update.sequences] == [1] and update.normaliser == 1
+
+
+@pytest.mark.parametrize("denominator", ["all", "agent"])
+def test_a_sample_that_stands_for_several_weighs_as_many(denominator: Any) -> None:
+    agents = {**AGENTS, "verifier1": AgentConfig()}
+    groups = [group("0", [1, 0]), group("1", [1, 0, 1, 0], tokens=5, agent="verifier1")]
+    credited = credit(groups, CreditConfig(balance="uniform"), agents, group_size=4)  # 2 copies of each of the Solver's
+    (update,) = mini_batches(credited, 1, Average(denominator=denominator), seed=0, step=1)
+    sums = {"all": (4 * 3 + 4 * 5,) * 2, "agent": (4 * 3, 4 * 5)}[denominator]
+    found = [sequence.weight / update.normaliser for sequence in update.sequences]
+    assert found == pytest.approx([2 / sums[0]] * 2 + [1 / sums[1]] * 4, rel=1e-12)
 
 
 def test_a_kl_term_and_its_reference_go_together() -> None:

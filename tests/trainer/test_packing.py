@@ -1,9 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marsrl import kernels
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.trainer.data.packing import Clip, TrainSequence, _cost, pack, plan_micro_batches
 
@@ -56,6 +59,36 @@ def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     assert (first.num_tokens, first.num_sampled, second.num_sampled) == (4, 1, 3)
     assert pack([first, second], align=8).cu_seqlens.tolist() == [0, 4, 8]  # nothing to pad
     assert pack([third, second]).max_seqlen == 4
+
+
+def test_the_host_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int | None] = []
+    sizes: list[int | None] = []
+    waits: list[bool] = []
+    rows, repeat = kernels.kept_rows, torch.Tensor.repeat_interleave
+    to: Any = torch.Tensor.to
+
+    def counted(mask: torch.Tensor, *, num_kept: int | None = None) -> torch.Tensor:
+        counts.append(num_kept)
+        return rows(mask, num_kept=num_kept)
+
+    def copied(self: torch.Tensor, *place: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        if place and isinstance(place[0], torch.device):
+            waits.append(not non_blocking)
+        return to(self, *place, non_blocking=non_blocking, **kwargs)
+
+    def repeated(self: torch.Tensor, times: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+        sizes.append(output_size)
+        return repeat(self, times, output_size=output_size)
+
+    monkeypatch.setattr(kernels, "kept_rows", counted)
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", repeated)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    positive = sequence([1], [2, 3, 4], sampled=[True, False, True], is_positive=True)
+    pack([positive, sequence([5], [6, 7, 8], temperature=0.5)])
+    assert counts == [5, 2]  # told by the host: those that are trained, and of these the positive ones
+    assert len(sizes) >= 2 and set(sizes) == {8}  # of the positive ones and the temperatures
+    assert waits and not any(waits)
 
 
 def test_experts_stand_at_the_tokens_that_were_fed_and_nowhere_else() -> None:
@@ -114,6 +147,15 @@ def test_a_rank_without_work_packs_one_masked_token() -> None:
     assert batch.agent_of.tolist() == [0] and batch.temperature == 1.0 and not batch.is_positive.any()
     assert batch.rollout_logprobs is not None and batch.rollout_logprobs.tolist() == [0.0] * 4
     assert pack([]).num_tokens == 1
+
+
+def test_a_sequences_weight_goes_with_it_and_none_is_given_where_all_are_one() -> None:
+    plain, other = sequence([1], [2]), sequence([3], [4], weight=0.1)
+    assert pack([plain, plain]).weights is None and pack([]).weights is None
+    for sequences, weights in (([other, other], [0.1, 0.1]), ([plain, other], [1.0, 0.1])):
+        found = pack(sequences).weights
+        assert found is not None and found.dtype == torch.float32
+        assert found.tolist() == pytest.approx(weights)
 
 
 def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
