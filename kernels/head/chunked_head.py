@@ -94,6 +94,7 @@ class ChunkedHead:
         self._writes_nothing = self._first_gemm is not None and wants_statistics != wanted.any
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
         self._flights: deque[ShardStatistics] = deque()
+        self._has_entropy = has_entropy
         width, device = head.width, hidden.device
         if kernels.is_host:
             capacity = HOST.rows(width)
@@ -223,7 +224,9 @@ class ChunkedHead:
         known = statistics, coefficient, entropy_coefficient
         to = self._waiting[self._filled :], active if self._compacts else None
         if self._first_gemm is not None and product.pieces is not None:
-            self._late = self._first_gemm.gradients(product.values, product.pieces, chunk, self._head, *known, *to)
+            self._late = self._first_gemm.gradients(
+                product.values, product.pieces, chunk, self._head, *known, *to, self._has_entropy
+            )
         else:
             self._late = self._kernels.gradients(product.values, chunk, self._head, *known, *to)
 

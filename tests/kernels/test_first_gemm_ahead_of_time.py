@@ -59,7 +59,8 @@ def test_a_chunk_to_exponentials_and_these_to_gradients(target, num_rows, dtype)
         pieces = gemm.exponentials(floats(num_rows, 2048, dtype=torch.bfloat16), rows, head, out)
         gemm.statistics(pieces, rows, head, statistics)
         gemm.partials(pieces, rows, head)
-        gemm.gradients(out, pieces, rows, head, statistics, floats(TOKENS), floats(TOKENS), dz, active)
+        has_bonus = dtype == torch.float32
+        gemm.gradients(out, pieces, rows, head, statistics, floats(TOKENS), floats(TOKENS), dz, active, has_bonus)
     product, *others, gradients = reports
     names = ["finish_rows", "join_pieces", "list_active"]
     assert [report.kernel for report in others] == names and gradients.kernel == "exponential_gradients"
@@ -70,6 +71,7 @@ def test_a_chunk_to_exponentials_and_these_to_gradients(target, num_rows, dtype)
         assert_compiled_well(report, dots=False)
     # ptxas lays one double of exact_exp on the stack, with few registers in use: not for lack of them.
     assert_compiled_well(gradients, dots=False, spill_allowance_bytes=8)
+    assert bool(gradients.num_logarithms) == has_bonus, gradients
     assert gradients.registers <= 128 and gradients.num_wide_loads and gradients.num_wide_stores, gradients
 
 

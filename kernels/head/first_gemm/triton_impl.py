@@ -177,8 +177,10 @@ class TritonFirstGemm:
         entropy_coefficient: Tensor,
         out: Tensor,
         active: Tensor | None,
+        has_entropy: bool,
     ) -> LateCount:
-        """As RowKernels.gradients, from exponentials [R, V] and their pieces."""
+        """As RowKernels.gradients, from exponentials [R, V] and their pieces. has_entropy: entropy_coefficient is not 0; it costs
+        a logarithm an element, two thirds of all instructions."""
         tile = plan_tiles(rows.count, False).n
         step = max(1, BLOCK_COLUMNS // tile)
         piece = max(step, PIECE_COLUMNS // tile)
@@ -199,6 +201,7 @@ class TritonFirstGemm:
                 TILE=tile,
                 TILES=min(step, triton.next_power_of_2(triton.cdiv(out.stride(0), tile))),
                 PIECE=piece,
+                HAS_ENTROPY=has_entropy,
                 num_warps=NUM_WARPS,
             )
         return late

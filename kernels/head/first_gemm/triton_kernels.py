@@ -297,6 +297,7 @@ def exponential_gradients(
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # of a step
     PIECE: tl.constexpr,  # tiles of a program
+    HAS_ENTROPY: tl.constexpr,  # entropy_coefficient is read, and with it the logarithm of every exponential
 ):
     """Grid (num_rows, pieces). p = e 2^k / e^(maximum / tau + log_sum): log p is off by as much as e was rounded."""
     row = tl.program_id(0).to(tl.int64)
@@ -309,7 +310,9 @@ def exponential_gradients(
         if inverse_temperature is not None:
             inverse = tl.load(inverse_temperature + token)
         c = tl.load(coefficient + token)
-        e = tl.load(entropy_coefficient + token)
+        e = 0.0
+        if HAS_ENTROPY:
+            e = tl.load(entropy_coefficient + token)
         maximum = tl.load(maximum_of + token)
         log_sum = tl.load(log_sum_of + token)
         entropy = tl.load(entropies + token)
@@ -323,9 +326,13 @@ def exponential_gradients(
             of_tile = tl.load(maxima + tiles * num_pieces + row, mask=tiles * TILE < columns, other=0.0)
             log_scale = (exponent_above(of_tile, inverse) * LN_2 - own).to(tl.float32)
             x = tl.load(exponentials + row * stride + column, mask=column < stride, other=0.0).to(tl.float32)
-            # an exponential that is 0, or came from a tile of nothing: p = 0, and its log is finite
-            logp = tl.maximum(tl.log(x) + log_scale[:, None], NOTHING)
-            dz = gradient_of(x * tl.exp(log_scale)[:, None], logp, entropy, c, e, inverse)
+            p = x * tl.exp(log_scale)[:, None]
+            if HAS_ENTROPY:
+                # an exponential that is 0, or came from a tile of nothing: p = 0, and its log is finite
+                logp = tl.maximum(tl.log(x) + log_scale[:, None], NOTHING)
+                dz = gradient_of(p, logp, entropy, c, e, inverse)
+            else:
+                dz = -p * c * inverse
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(column < columns, dz, 0.0)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stride)
