@@ -107,6 +107,7 @@ def _take_megatrons_head(learner: Any) -> None:
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     from marsrl.kernels import PolicyLoss
+    from marsrl.kernels.head.objective import METRICS
     from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
 
     class PlainHead(PolicyModel):
@@ -119,9 +120,9 @@ def _take_megatrons_head(learner: Any) -> None:
             terms = nll[:, 0] * advantage * batch.mask
             of_agent = terms.detach().sum()[None]
             zeros = torch.zeros_like(of_agent)
-            sums = dict.fromkeys(("clipped_tokens", "masked_tokens", "entropy", "kl", "tokens"), zeros)
+            sums = {**dict.fromkeys(METRICS, zeros), "loss": of_agent}
             logprobs = torch.where(batch.mask, -nll[:, 0].detach(), 0.0)
             total = terms.sum() / loss.normaliser
-            return HeadResult(PolicyLoss(total, logprobs, logprobs, logprobs, {"loss": of_agent, **sums}), None, loss)
+            return HeadResult(PolicyLoss(total, logprobs, logprobs, logprobs, sums), None, loss)
 
     learner._model.__class__ = PlainHead

@@ -10,7 +10,7 @@ import torch
 
 from marsrl.kernels.dispatch import why_not_host
 
-ABI_VERSION = 14  # csrc/include/abi.h
+ABI_VERSION = 15  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -105,6 +105,7 @@ class Tokens(ctypes.Structure):
         for name in (
             "advantage",
             "log_ratio",
+            "log_drift",
             "old_logprobs",
             "rollout_logprobs",
             "reference_logprobs",

@@ -17,7 +17,8 @@ struct Block {
   float log_ratio[kTokens], log_drift[kTokens], log_reference[kTokens];
   float gated[kTokens], dropped[kTokens], weight[kTokens];
   double loss[kTokens];
-  float coefficient[kTokens], entropy_coefficient[kTokens], kl[kTokens], clipped[kTokens], masked[kTokens];
+  float coefficient[kTokens], entropy_coefficient[kTokens], kl[kTokens];
+  float clipped[kTokens], masked[kTokens], clamped[kTokens];
 
   void put(int i, int64_t id, const TokenInputs& of) {
     ids[i] = id;
@@ -40,6 +41,7 @@ MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
     block.kl[i] = term.kl;
     block.clipped[i] = term.clipped;
     block.masked[i] = term.masked;
+    block.clamped[i] = term.clamped;
   }
 }
 
@@ -57,20 +59,21 @@ class AgentSums {
       run_[0] += block.loss[i];
       run_[1] += block.clipped[i];
       run_[2] += block.masked[i];
-      run_[3] += block.entropy[i];
-      run_[4] += block.kl[i];
-      run_[5] += 1.0;
+      run_[3] += block.clamped[i];
+      run_[4] += block.entropy[i];
+      run_[5] += block.kl[i];
+      run_[6] += 1.0;
     }
   }
 
  private:
   void flush() {
-    for (int k = 0; k < 6; k++) tokens_.sums[6 * agent_ + k] += run_[k], run_[k] = 0;
+    for (int k = 0; k < kNumSums; k++) tokens_.sums[kNumSums * agent_ + k] += run_[k], run_[k] = 0;
   }
 
   const Tokens& tokens_;
   int64_t agent_ = 0;
-  double run_[6] = {};
+  double run_[kNumSums] = {};
 };
 
 }  // namespace

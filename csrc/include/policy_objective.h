@@ -23,7 +23,8 @@ struct Objective {
 // Packed arrays, one element a token; null: not given.
 struct Tokens {
   const float* advantage;
-  const float* log_ratio;  // null: the ratio is 1 (pseudo on-policy); else it is formed by `old_logprobs` below
+  const float* log_ratio;  // of the token's sequence; null: of the token, by `old_logprobs`, and 0 where that is null too
+  const float* log_drift;  // of the token's sequence; null: of the token, by `rollout_logprobs`
   const float* old_logprobs;
   const float* rollout_logprobs;
   const float* reference_logprobs;
@@ -35,8 +36,10 @@ struct Tokens {
   const float* entropy;
   float* coefficient;
   float* entropy_coefficient;
-  double* sums;  // [num_agents, 6]: loss, clipped tokens, masked tokens, entropy, kl, tokens
+  double* sums;  // [num_agents, kNumSums]: loss, clipped, masked and clamped tokens, entropy, kl, tokens
 };
+
+constexpr int kNumSums = 7;
 
 // What the objective reads of one token; 0 where it is not given.
 struct TokenInputs {
@@ -55,7 +58,9 @@ MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens&
     inputs.log_ratio = tokens.log_ratio[t];
   else if (tokens.old_logprobs)
     inputs.log_ratio = logprob - tokens.old_logprobs[t];
-  if (objective.correction != kNoCorrection)
+  if (tokens.log_drift)
+    inputs.log_drift = tokens.log_drift[t];
+  else if (objective.correction != kNoCorrection)
     inputs.log_drift = (tokens.old_logprobs ? tokens.old_logprobs[t] : logprob) - tokens.rollout_logprobs[t];
   if (objective.kl != kNoKl) inputs.log_reference = logprob - tokens.reference_logprobs[t];
   inputs.gated = tokens.gate && tokens.gate[t] ? 1.0f : 0.0f;
@@ -67,17 +72,13 @@ MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens&
 struct Term {
   double loss;
   float coefficient, entropy_coefficient, kl;
-  float clipped, masked;  // 0 or 1
+  float clipped, masked, clamped;  // 0 or 1
 };
 
-MARSRL_INLINE float objective_exp(float x) {
-  const float e = vector_exp(x > kLargestExponent ? kLargestExponent : x);
-  return x > kLargestExponent ? INFINITY : e;
-}
+constexpr float kLogRatioBound = 20.0f;  // LOG_RATIO_BOUND of kernels/head/objective.py
 
-MARSRL_INLINE float objective_expm1(float x) {
-  const float e = vector_expm1(x > kLargestExponent ? kLargestExponent : x);
-  return x > kLargestExponent ? INFINITY : e;
+MARSRL_INLINE float clamped_log_ratio(float x) {
+  return x > kLogRatioBound ? kLogRatioBound : x < -kLogRatioBound ? -kLogRatioBound : x;
 }
 
 // yes where the option is on, bit by bit: GCC 12 vectorises no select whose condition is the same for a whole loop.
@@ -92,45 +93,58 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
 }
 
 // No branch on what differs from token to token, and every condition selects a float: so a loop over tokens vectorises.
+// What a masked token holds is replaced before it is computed with: NaN times 0 would be NaN.
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
-  const bool has_k3 = objective.kl == kK3;
-  // k3 = e^-x + x - 1 through expm1: no cancellation near 0
-  const float x = token.log_reference, m = objective_expm1(-x);
-  const float kl = pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + x, 0.0f)));
-  const float kl_slope = pick(has_k1, 1.0f, pick(has_k2, x, pick(has_k3, -m, 0.0f)));
+  const bool has_k3 = objective.kl == kK3, has_bonus = objective.entropy_coef != 0.0f;
+  const float ratio_size = std::fabs(token.log_ratio), drift_size = std::fabs(token.log_drift);
+  const float x = token.log_reference, k3_size = pick(has_k3, std::fabs(x), 0.0f);
 
-  const float drift = objective_exp(token.log_drift);
-  const float truncated = drift < objective.correction_high ? drift : objective.correction_high;
-  const float weight = pick(objective.correction == kTis, truncated, 1.0f);
-  const float far =
-      drift >= objective.correction_low ? (drift <= objective.correction_high ? token.dropped : 1.0f) : 1.0f;
-  const float removed = pick(objective.correction == kIcepop, far, token.dropped);
-  const float masked = objective_exp(token.logprob) >= objective.mpt_probability ? removed + token.gated : removed;
+  // A drift or log-prob that is not finite masks nothing: whoever reads it makes the loss NaN, below.
+  const float drift = vector_exp(clamped_log_ratio(token.log_drift));
+  const float out_of_band = drift < objective.correction_low ? 1.0f : drift > objective.correction_high ? 1.0f : 0.0f;
+  const float far = drift_size < INFINITY ? pick(objective.correction == kIcepop, out_of_band, 0.0f) : 0.0f;
+  const float probability = vector_exp(token.logprob > 0.0f ? 0.0f : token.logprob);
+  const float sure = probability >= objective.mpt_probability ? token.gated : 0.0f;
+  const float mastered = std::fabs(token.logprob) < INFINITY ? sure : 0.0f;
+  const float masked = token.dropped + far + mastered > 0.0f ? 1.0f : 0.0f;
+  const auto kept = [masked](float value) { return masked > 0.0f ? 0.0f : value; };
+
+  const float logprob = kept(token.logprob), advantage = kept(token.advantage);
+  const float entropy = pick(has_bonus, kept(token.entropy), 0.0f);
+  const float truncated = drift > objective.correction_high ? objective.correction_high : drift;
+  const float weight = kept(pick(objective.correction == kTis, truncated, 1.0f));
+
+  // k3 = e^-x + x - 1 through expm1: no cancellation near 0
+  const float of_k3 = clamped_log_ratio(x), m = vector_expm1(-of_k3), k3_slope = k3_size > kLogRatioBound ? 0.0f : -m;
+  const float kl = pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
+  const float kl_slope = pick(has_k1, 1.0f, pick(has_k2, x, pick(has_k3, k3_slope, 0.0f)));
 
   // Where the ratio ends to count. CISPO bounds it on both sides, the clipped surrogate on the one that is gained from.
-  const float advantage = token.advantage, ratio = objective_exp(token.log_ratio);
+  const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);
   const float upper = pick(is_clip, advantage > 0.0f ? high : advantage < 0.0f ? dual : INFINITY, high);
   const float lower = pick(is_clip, advantage < 0.0f ? low : -INFINITY, low);
   const float used = ratio > upper ? upper : ratio < lower ? lower : ratio;
   const float clipped = ratio > upper ? 1.0f : ratio < lower ? 1.0f : 0.0f;
-  const float kept_used = masked > 0.0f ? 0.0f : used;
-  const float of_cispo = kept_used * advantage, of_clip = clipped > 0.0f ? 0.0f : of_cispo;
+  const float of_cispo = used * advantage;
+  const float of_clip = clipped > 0.0f ? 0.0f : ratio_size > kLogRatioBound ? 0.0f : of_cispo;
   const float slope = pick(is_clip, of_clip, of_cispo);  // of the surrogate to logp
   const double surrogate =
-      static_cast<double>(pick(is_clip, kept_used, of_cispo)) * pick(is_clip, advantage, token.logprob);
+      static_cast<double>(pick(is_clip, used, of_cispo)) * pick(is_clip, advantage, logprob);
 
-  const float scale = objective.inverse_normaliser * token.weight;
-  const float kept_kl = masked > 0.0f ? 0.0f : kl, kept_kl_slope = masked > 0.0f ? 0.0f : kl_slope;
-  const float kept_entropy = masked > 0.0f ? 0.0f : token.entropy;
+  const float read =
+      token.logprob + token.log_ratio + token.log_drift + x + token.advantage + token.weight + entropy;
+  const float scale = kept(std::fabs(read) < INFINITY ? objective.inverse_normaliser * token.weight : NAN);
+  const float largest = ratio_size > drift_size ? ratio_size : drift_size;
   Term term;
-  term.loss = (-weight * surrogate + objective.kl_coef * kept_kl - objective.entropy_coef * kept_entropy) * scale;
-  term.coefficient = (-weight * slope + objective.kl_coef * kept_kl_slope) * scale;
-  term.entropy_coefficient = masked > 0.0f ? 0.0f : -objective.entropy_coef * scale;
+  term.loss = (-weight * surrogate + objective.kl_coef * kept(kl) - objective.entropy_coef * entropy) * scale;
+  term.coefficient = (-weight * slope + objective.kl_coef * kept(kl_slope)) * scale;
+  term.entropy_coefficient = pick(has_bonus, -objective.entropy_coef * scale, 0.0f);
   term.kl = kl;
-  term.clipped = masked > 0.0f ? 0.0f : clipped;
-  term.masked = masked > 0.0f ? 1.0f : 0.0f;
+  term.clipped = clipped;
+  term.masked = masked;
+  term.clamped = kept((largest > k3_size ? largest : k3_size) > kLogRatioBound ? 1.0f : 0.0f);
   return term;
 }

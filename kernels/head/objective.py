@@ -5,7 +5,18 @@ from typing import Literal
 
 from torch import Tensor
 
-METRICS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")  # order of csrc's sums
+METRICS = (
+    "loss",
+    "clipped_tokens",
+    "masked_tokens",
+    "clamped_tokens",
+    "entropy",
+    "kl",
+    "tokens",
+)  # order of the kernels' sums
+# Nats. Log-ratios are clamped to +-20 before they are exponentiated, so that an infinite ratio times an advantage of 0 makes no
+# NaN; as verl does for the ratio, k3 and the rollout correction (compute_policy_loss, kl_penalty, SAFETY_BOUND). e^20 = 4.9e8.
+LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,16 @@ class PolicyObjective:
         mpt_probability: in samples whose gate is set, tokens with p >= this are masked (arXiv:2507.19766); None: off.
 
     A masked token loses every term and stays in the normaliser.
+
+    Clamping: the log of r and of d, and the x of k3, are clamped to +-LOG_RATIO_BOUND. Beyond it, as through torch.clamp, no
+    gradient passes through r or k3; that of "cispo", where r is a constant, is unchanged.
+
+    Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
+    token's coefficient too. A token reads its log-prob, advantage, weight and old log-prob where there is one, its
+    rollout_logprobs with a correction, its reference_logprobs with a KL term, its entropy with a bonus. What a token outside the
+    mask, a dropped token, a token masked by the gate or by a correction holds is not read: it adds 0 to loss and gradient. A
+    token is masked by finite numbers only: a d that is not finite is outside no band, a log-prob that is not finite is
+    not above mpt_probability. The means over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
     """
 
     clip_low: float = 0.2
@@ -113,8 +134,9 @@ class PolicyTokens:
 
     advantages [T]; weights [T], None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int; sequence_of, agent_of
     [T] int64; gate [T] bool; dropped [T] bool; old_logprobs, rollout_logprobs, reference_logprobs [T], nats: any float
-    for the reference, float32 and contiguous for row kernels. log_ratio [T] float32: of the sequence, in place of
-    logprobs - old_logprobs. normaliser: number, or one element on the device. None: not given, or not needed.
+    for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: of the sequence, in place
+    of logprobs - old_logprobs and of the log of the token's d. normaliser: number, or one element on the device. None: not
+    given, or not needed.
     Masked tokens are never read: they may hold anything, NaN included.
     """
 
@@ -133,6 +155,7 @@ class PolicyTokens:
     weights: Tensor | None = None
     dropped: Tensor | None = None
     log_ratio: Tensor | None = None
+    log_drift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -143,8 +166,8 @@ class PolicyLoss:
     logprobs, entropy: [T] float32, nats; 0 where the mask is off.
     coefficient: [T] float32, dloss/dlogprobs; 0 where the mask is off.
     agent_sums: {metric: [A] float32} per agent. "loss" adds up to the loss; "clipped_tokens", "masked_tokens" (by the
-        gate, a correction, or dropped; they lost every term) and "tokens" are counts; "entropy" and "kl" are sums in nats over
-        all tokens of the mask.
+        gate, a correction, or dropped; they lost every term), "clamped_tokens" (not masked, with a log of r, of d, or an x of k3
+        beyond LOG_RATIO_BOUND) and "tokens" are counts; "entropy" and "kl" are sums in nats over all tokens of the mask.
     """
 
     loss: Tensor

@@ -1,11 +1,12 @@
 """The fused loss in plain PyTorch: full logits, then the objective, all by autograd. The definition."""
 
+import torch
 from torch import Tensor
 
 from marsrl.kernels.head.objective import PolicyLoss, PolicyTokens
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
-from marsrl.kernels.policy_loss.reference import policy_loss_reference
+from marsrl.kernels.policy_loss.reference import policy_loss_reference, policy_terms
 
 
 def linear_policy_loss_reference(
@@ -18,13 +19,23 @@ def linear_policy_loss_reference(
     support: Support | None = None,
 ) -> PolicyLoss:
     """PolicyLoss whose loss autograd differentiates through hidden [T, H] and weight [V, H]."""
-    if tokens.mask is None:
-        logprobs, entropy = linear_logprob_reference(hidden, weight, targets, temperature, num_columns, support)
-    else:
+
+    def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
+        of_rows = temperature[rows] if isinstance(temperature, Tensor) else temperature
+        drawn_from = None if support is None else support.take(rows)
+        return linear_logprob_reference(hidden[rows], weight, targets[rows], of_rows, num_columns, drawn_from)
+
+    kept = torch.arange(hidden.shape[0], device=hidden.device)
+    if tokens.mask is not None:
         kept = tokens.mask.nonzero()[:, 0]
-        of_kept = temperature[kept] if isinstance(temperature, Tensor) else temperature
-        drawn_from = None if support is None else support.take(kept)
-        logp, ent = linear_logprob_reference(hidden[kept], weight, targets[kept], of_kept, num_columns, drawn_from)
-        logprobs = logp.new_zeros(hidden.shape[0]).index_copy(0, kept, logp)
-        entropy = ent.new_zeros(hidden.shape[0]).index_copy(0, kept, ent)
+    # What is masked whatever its log-prob has no place in the graph: the gradient of a row of NaN times 0 would be NaN.
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    unknown = torch.full(kept.shape, torch.nan, dtype=dtype, device=hidden.device)
+    is_masked = policy_terms(unknown, unknown, tokens, kept).is_masked
+    with torch.no_grad():
+        logp, ent = statistics(kept[is_masked])
+        logprobs = logp.new_zeros(hidden.shape[0]).index_copy(0, kept[is_masked], logp)
+        entropy = ent.new_zeros(hidden.shape[0]).index_copy(0, kept[is_masked], ent)
+    logp, ent = statistics(kept[~is_masked])
+    logprobs, entropy = logprobs.index_copy(0, kept[~is_masked], logp), entropy.index_copy(0, kept[~is_masked], ent)
     return policy_loss_reference(logprobs, entropy, tokens)

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marsrl.kernels.head.objective import METRICS, PolicyLoss, PolicyTokens
+from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, PolicyTokens
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One element a trained token: its loss (differentiable), KL, whether the clip is active, whether it is masked."""
+    """One element a trained token: its loss (differentiable), KL, whether the clip is active, whether it is masked, clamped."""
 
     loss: Tensor
     kl: Tensor
     is_clipped: Tensor
     is_masked: Tensor
+    is_clamped: Tensor
 
 
 def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
@@ -26,7 +27,10 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """The objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype."""
+    """The objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype.
+
+    What a masked token holds is replaced before anything is computed from it: the gradient of NaN times 0 would be NaN.
+    """
     dtype, objective = logp.dtype, tokens.objective
 
     def of_kept(values: Tensor | None) -> Tensor:
@@ -37,12 +41,45 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
         sequence_of = tokens.sequence_of[kept]
         return sequence_means(values, sequence_of, tokens.cu_seqlens.numel() - 1)[sequence_of]
 
-    advantages = of_kept(tokens.advantages)
-    old = logp.detach() if tokens.old_logprobs is None else of_kept(tokens.old_logprobs)
-    log_ratio = logp - old
-    if objective.ratio == "sequence":
-        log_ratio = mean(log_ratio.detach()) + logp - logp.detach()
-    ratio, low, high = log_ratio.exp(), 1 - objective.clip_low, 1 + objective.clip_high
+    zeros = torch.zeros_like(logp)
+    current = logp.detach()
+    old = current if tokens.old_logprobs is None else of_kept(tokens.old_logprobs)
+    log_ratio, log_drift, log_reference = current - old, zeros, zeros
+    if tokens.old_logprobs is None:
+        log_ratio = zeros
+    elif objective.ratio == "sequence":
+        log_ratio = mean(log_ratio)
+    if objective.correction != "none":
+        log_drift = old - of_kept(tokens.rollout_logprobs)
+        if objective.correction == "sequence_mask":
+            log_drift = mean(log_drift)
+    if objective.kl != "none":
+        log_reference = current - of_kept(tokens.reference_logprobs)
+
+    drift = _clamped(log_drift).exp()
+    is_masked = torch.zeros_like(logp, dtype=torch.bool)
+    if tokens.gate is not None and objective.mpt_probability is not None:
+        is_masked = tokens.gate[kept] & (current.exp() >= objective.mpt_probability) & current.isfinite()
+    if tokens.dropped is not None:
+        is_masked = is_masked | tokens.dropped[kept]
+    if objective.correction in ("icepop", "sequence_mask"):
+        is_far = (drift < objective.correction_low) | (drift > objective.correction_high)
+        is_masked = is_masked | (is_far & log_drift.isfinite())
+
+    def read(values: Tensor) -> Tensor:
+        return torch.where(is_masked, zeros, values)
+
+    # From here on NaN and infinity are those that a trained token reads.
+    kl = _divergence(log_reference, objective.kl)  # of all tokens, for the metric
+    moved = read(logp) - read(current)  # 0, with the gradient of logp
+    logp, advantages = read(logp), read(of_kept(tokens.advantages))
+    log_ratio, drift, log_reference = read(log_ratio), read(drift), read(log_reference)
+    bonus = torch.where(is_masked | (objective.entropy_coef == 0), zeros, entropy)
+    scale = read(torch.ones_like(logp) if tokens.weights is None else of_kept(tokens.weights)) / tokens.normaliser
+    total = logp.detach() + advantages + log_ratio + read(log_drift) + log_reference + bonus.detach() + scale
+    scale = torch.where(total.isfinite(), scale, torch.nan)
+
+    ratio, low, high = _clamped(log_ratio + moved).exp(), 1 - objective.clip_low, 1 + objective.clip_high
     if objective.kind == "cispo":
         surrogate = ratio.detach().clamp(low, high) * advantages * logp
         is_clipped = (ratio < low) | (ratio > high)
@@ -54,30 +91,29 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
                 advantages < 0, torch.maximum(surrogate, objective.dual_clip * advantages), surrogate
             )
             is_clipped = is_clipped | ((advantages < 0) & (ratio > objective.dual_clip))
+    if objective.correction == "tis":
+        surrogate = drift.clamp(max=objective.correction_high) * surrogate
+    penalty = objective.kl_coef * _divergence(log_reference + moved, objective.kl)
 
-    is_masked = torch.zeros_like(logp, dtype=torch.bool)
-    if tokens.gate is not None and objective.mpt_probability is not None:
-        is_masked = tokens.gate[kept] & (logp.detach().exp() >= objective.mpt_probability)
-    if tokens.dropped is not None:
-        is_masked = is_masked | tokens.dropped[kept]
-    if objective.correction != "none":
-        log_drift = old - of_kept(tokens.rollout_logprobs)
-        if objective.correction == "tis":
-            surrogate = log_drift.exp().clamp(max=objective.correction_high) * surrogate
-        else:
-            drift = (log_drift if objective.correction == "icepop" else mean(log_drift)).exp()
-            is_masked = is_masked | ~((drift >= objective.correction_low) & (drift <= objective.correction_high))
+    loss = (-surrogate + penalty - objective.entropy_coef * bonus) * scale
+    loss = loss + moved * (scale - scale)  # NaN in scale reaches the gradient of a clipped token too
+    logs = [log_ratio, read(log_drift)] + [log_reference] * (objective.kl == "k3")
+    is_clamped = torch.stack([log.abs() > LOG_RATIO_BOUND for log in logs]).any(0)
+    return Terms(loss, kl, is_clipped, is_masked, is_clamped)
 
-    kl = torch.zeros_like(logp)
-    if objective.kl != "none":
-        x = logp - of_kept(tokens.reference_logprobs)
-        kl = x if objective.kl == "k1" else x * x / 2 if objective.kl == "k2" else torch.expm1(-x) + x
 
-    loss = -surrogate + objective.kl_coef * kl - objective.entropy_coef * entropy
-    loss = torch.where(is_masked, torch.zeros_like(loss), loss) / tokens.normaliser
-    if tokens.weights is not None:
-        loss = loss * of_kept(tokens.weights)
-    return Terms(loss, kl, is_clipped & ~is_masked, is_masked)
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _divergence(x: Tensor, kl: str) -> Tensor:
+    """The estimate of KL(policy || reference) from x = log p - log p of the reference."""
+    if kl == "none":
+        return torch.zeros_like(x)
+    if kl == "k3":
+        x = _clamped(x)
+        return torch.expm1(-x) + x
+    return x if kl == "k1" else x * x / 2
 
 
 def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
@@ -92,10 +128,10 @@ def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyToken
         (slope,) = torch.autograd.grad(policy_terms(leaf, ent.detach(), tokens, kept).loss.sum(), leaf)
 
     agent_of = torch.zeros_like(kept) if tokens.agent_of is None else tokens.agent_of[kept]
-    values = (terms.loss, terms.is_clipped, terms.is_masked, ent, terms.kl, torch.ones_like(ent))
+    values = (terms.loss, terms.is_clipped, terms.is_masked, terms.is_clamped, ent, terms.kl, torch.ones_like(ent))
     sums = {
         name: logp.new_zeros(tokens.num_agents).index_add_(0, agent_of, value.detach().to(logp.dtype))
-        for name, value in zip(METRICS, values)
+        for name, value in zip(METRICS, values, strict=True)
     }
 
     def to_all(values: Tensor) -> Tensor:

@@ -24,15 +24,16 @@ def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, en
     logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. Where needs_whole_sequences holds
     they must be complete before this is called.
     """
-    log_ratio, dropped = _of_whole_sequences(tokens, logprobs)
+    log_ratio, log_drift = _of_whole_sequences(tokens, logprobs)
     prepared: dict[str, Any] = {
         "advantages": _float32(tokens.advantages),
         "log_ratio": log_ratio,
+        "log_drift": log_drift,
         "old_logprobs": _float32(tokens.old_logprobs),
         "rollout_logprobs": _float32(tokens.rollout_logprobs),
         "reference_logprobs": _float32(tokens.reference_logprobs),
         "gate": _contiguous(tokens.gate),
-        "dropped": _contiguous(dropped),
+        "dropped": _contiguous(tokens.dropped),
         "mask": _contiguous(tokens.mask),
         "weights": _float32(tokens.weights),
     }
@@ -41,12 +42,12 @@ def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, en
 
 
 def agent_sums(sums: Tensor) -> dict[str, Tensor]:
-    """{metric: [A] float32} of PolicyTerms.sums [A, 6]."""
+    """{metric: [A] float32} of PolicyTerms.sums."""
     return dict(zip(METRICS, sums.float().unbind(1)))
 
 
 def total_loss(sums: Tensor) -> Tensor:
-    """[] float32: the loss of all agents together, from PolicyTerms.sums [A, 6]."""
+    """[] float32: the loss of all agents together, from PolicyTerms.sums."""
     return sums[:, 0].sum().float()
 
 
@@ -65,22 +66,17 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
     return None if flags is None else flags.contiguous()
 
 
-def _sequence_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
-    """[S] float32: of each sequence the mean of values [T] over its tokens of the mask; 0 without any."""
-    total, count = sequence_sums(values.detach().float(), tokens.mask, tokens.cu_seqlens)
-    return (total / count.clamp(min=1)).float()
-
-
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(log_ratio, dropped): what depends on a sequence as a whole."""
-    objective, log_ratio, dropped = tokens.objective, None, tokens.dropped
+    """(log_ratio, log_drift) [T] float32: means over the tokens of each sequence, None where the token's own counts."""
+    objective, log_ratio, log_drift = tokens.objective, None, None
+
+    def means(values: Tensor) -> Tensor:
+        total, count = sequence_sums(values.detach().float(), tokens.mask, tokens.cu_seqlens)
+        return (total / count.clamp(min=1)).float().index_select(0, tokens.sequence_of)
+
     if objective.ratio == "sequence" and tokens.old_logprobs is not None:
-        log_ratio = _sequence_means(logprobs - tokens.old_logprobs, tokens).index_select(0, tokens.sequence_of)
+        log_ratio = means(logprobs - tokens.old_logprobs)
     if objective.correction == "sequence_mask":
         assert tokens.rollout_logprobs is not None
-        trainer = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        drift = _sequence_means(trainer - tokens.rollout_logprobs, tokens).exp()
-        keeps = (drift >= objective.correction_low) & (drift <= objective.correction_high)
-        leaves = torch.logical_not(keeps).index_select(0, tokens.sequence_of)
-        dropped = leaves if dropped is None else leaves | dropped
-    return log_ratio, dropped
+        log_drift = means((logprobs if tokens.old_logprobs is None else tokens.old_logprobs) - tokens.rollout_logprobs)
+    return log_ratio, log_drift

@@ -12,6 +12,7 @@ from fused_head import (
     linear_policy_loss,
     run_policy_loss,
 )
+from nonfinite_cases import FEW, check_given_logprobs
 
 from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_targets
 from marsrl.kernels.head import chunked_head
@@ -36,6 +37,11 @@ def test_every_objective_equals_its_definition(name, dtype, implementation):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_of_given_logprobs_equals_its_definition(name, implementation):
     compare_policy_loss_of_logprobs(name, 5000, implementation, "cuda")
+
+
+@pytest.mark.parametrize("setting", FEW, ids=str)
+def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting):
+    check_given_logprobs(setting, "triton", "cuda")
 
 
 # Shapes of other projects' suites; odd vocabularies; one row; a block and its neighbours; more rows than a grid axis has

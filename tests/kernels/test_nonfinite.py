@@ -1,7 +1,9 @@
-"""Logits that are not finite, on the CPU."""
+"""Numbers that are not finite, on the CPU."""
+
+from pathlib import Path
 
 import pytest
-from nonfinite_cases import KINDS, check_logprobs, check_loss
+from nonfinite_cases import KINDS, SETTINGS, check_given_logprobs, check_head, check_logprobs, check_loss, documented
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])
@@ -10,3 +12,20 @@ def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implement
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     check_logprobs(kind)
     check_loss(kind)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting, implementation):
+    check_given_logprobs(setting, implementation)
+
+
+@pytest.mark.parametrize("design", ["cpu", "cpu bfloat16", "reference"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_same_of_a_head(setting, design):
+    check_head(setting, design)
+
+
+def test_the_table_is_documented():
+    text = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
+    assert [line for line in documented() if line not in text.splitlines()] == []

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from clamp_cases import CASES, check_clamp
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
 
 from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate, token_marks
@@ -41,6 +42,12 @@ def test_the_clip_stops_the_gradient_only_where_the_ratio_left_in_the_direction_
     assert one(math.log(0.25), -2.0, objective)[:2] == pytest.approx((1.6, 0.0))  # 0.5 clipped to 0.8
     given = {"old_logprobs": torch.tensor([math.log(0.1)])}
     assert one(math.log(0.5), -2.0, objective, **given)[:2] == pytest.approx((6.0, 0.0))  # 5 stopped at 3
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
+    check_clamp(name, implementation)
 
 
 def test_without_old_logprobs_the_gradient_is_that_of_advantage_times_logp():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.data.bad_batches import BadBatch
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
@@ -223,18 +224,32 @@ def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
     assert stats.agent_grad_norms == (None, pytest.approx(stats.grad_norm, rel=1e-6))
 
 
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
-    folder = save_model("qwen3_moe", tmp_path / "m")
+@pytest.mark.parametrize(
+    ("correction", "value"), [("none", math.nan), ("tis", math.nan), ("tis", -math.inf), ("icepop", math.nan)]
+)
+def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float, tmp_path: Path) -> None:
+    """Of an advantage without a correction, else of the rollout log-prob of one token."""
+    folder, objective = (
+        save_model("qwen3_moe", tmp_path / "m"),
+        PolicyObjective(correction=correction, correction_low=0.0),
+    )
     samples = sequences(4)
-    policy, clean = learner(folder), micro_batches(sequences(4), 1)
+    policy, clean = learner(folder, objective=objective), micro_batches(sequences(4), 1)
     before = weights(policy)
-    bad = [dataclasses.replace(samples[0], advantage=math.nan), *samples[1:]]
+    change: dict[str, Any] = {"advantage": value}
+    if correction != "none":
+        assert samples[0].rollout_logprobs is not None
+        rollout = samples[0].rollout_logprobs.copy()
+        rollout[samples[0].is_sampled.nonzero()[0][-1]] = value
+        change = {"rollout_logprobs": rollout}
+    bad = [dataclasses.replace(samples[0], **change), *samples[1:]]
+    assert BadBatch(1, "main", 0, math.nan, math.nan, tuple(bad)).suspects == [samples[0].uid]
     stats = policy.step(micro_batches(bad, 2), normaliser=num_trained(bad))
     assert stats.is_skipped and not stats.is_updated and policy.num_steps == 1
     assert largest_difference(weights(policy), before) == 0.0
     after_bad = policy.step(clean, normaliser=num_trained(samples))
     assert after_bad.is_updated
-    fresh = learner(folder)
+    fresh = learner(folder, objective=objective)
     fresh.step(clean, normaliser=num_trained(samples))
     assert largest_difference(weights(policy), weights(fresh)) == 0.0  # no trace of it in the optimizer either
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marsrl.kernels.head.objective import METRICS
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU 
     from marsrl.trainer.learner.megatron.head import HeadResult
     from marsrl.trainer.learner.megatron.router_replay import ReplayCounts
 
-_KERNEL_SUMS = ("loss", "clipped_tokens", "masked_tokens", "entropy", "kl", "tokens")
 _OUR_SUMS = ("nll", "weighted_nll")
 _NUM_FIRST = 5  # loss, gated samples, compared tokens, sum of |dp|, sum of k3; then the metrics of every agent
 
@@ -30,8 +30,8 @@ class StepStats:
     loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
     is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
     is_empty: no trained token on any rank; nothing was computed.
-    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), entropy and kl
-        (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
+    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
+        entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
@@ -71,7 +71,7 @@ class StepSums:
     def add(self, batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> None:
         """One micro-batch. counts_samples: False on all but one of the ranks that a sample is cut over."""
         head, biggest = _mismatch(batch, result, counts_samples=counts_samples)
-        agents = [result.policy.agent_sums[name].double() for name in _KERNEL_SUMS]
+        agents = [result.policy.agent_sums[name].double() for name in METRICS]
         self._total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
         self._largest = torch.maximum(self._largest, biggest)
 
@@ -123,7 +123,7 @@ class ReducedSums:
             is_updated=is_updated,
             is_skipped=is_skipped,
             is_empty=is_empty,
-            agent_sums={name: rest[i * width : (i + 1) * width] for i, name in enumerate(_KERNEL_SUMS + _OUR_SUMS)},
+            agent_sums={name: rest[i * width : (i + 1) * width] for i, name in enumerate(METRICS + _OUR_SUMS)},
             gated_samples=round(gated) if math.isfinite(gated) else 0,
             prob_diff_mean=difference / compared if compared else math.nan,
             prob_diff_max=self.largest if compared else math.nan,
@@ -142,7 +142,7 @@ def empty_step(num_agents: int, lr: float) -> StepStats:
 
 
 def _size(num_agents: int) -> int:
-    return _NUM_FIRST + (len(_KERNEL_SUMS) + len(_OUR_SUMS)) * num_agents
+    return _NUM_FIRST + (len(METRICS) + len(_OUR_SUMS)) * num_agents
 
 
 def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:

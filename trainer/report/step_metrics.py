@@ -28,6 +28,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
     if tokens:
         metrics["actor/entropy"] = sum(sums["entropy"].values()) / tokens
         metrics["actor/clip_fraction"] = sum(sums["clipped_tokens"].values()) / tokens
+        metrics["actor/clamp_fraction"] = sum(sums["clamped_tokens"].values()) / tokens
         metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
         metrics["mpt/fraction_masked"] = sum(sums["masked_tokens"].values()) / tokens
     if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs were known
@@ -43,6 +44,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
             metrics[f"actor/{agent}/tokens"] = count
             metrics[f"actor/{agent}/entropy"] = sums["entropy"][agent] / count
             metrics[f"actor/{agent}/clip_fraction"] = sums["clipped_tokens"][agent] / count
+            metrics[f"actor/{agent}/clamp_fraction"] = sums["clamped_tokens"][agent] / count
             metrics[f"mpt/{agent}/fraction_masked"] = sums["masked_tokens"][agent] / count
     for agent, norm in zip(agents, stats.agent_grad_norms, strict=bool(stats.agent_grad_norms)):
         if norm is not None:

@@ -16,7 +16,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 
 KINDS = {"clip": 0, "cispo": 1}
-CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 0}  # sequence_mask arrives as `dropped`
+CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # icepop of the sequence's drift
 KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
@@ -148,6 +148,7 @@ def c_tokens(
     return library.Tokens(
         tokens.advantages.data_ptr(),
         address(tokens.log_ratio),
+        address(tokens.log_drift),
         address(tokens.old_logprobs),
         address(tokens.rollout_logprobs),
         address(tokens.reference_logprobs),

@@ -46,7 +46,7 @@ class PolicyTerms(Protocol):
         """Evaluate these tokens, each token once; those outside the mask may be listed and are skipped."""
 
     def sums(self) -> Tensor:
-        """[A, 6] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
+        """[A, len(METRICS)] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
         every run."""
 
 

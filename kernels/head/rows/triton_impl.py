@@ -135,6 +135,7 @@ class TritonPolicyTerms:
                 rows.first,
                 tokens.advantages,
                 tokens.log_ratio,
+                tokens.log_drift,
                 tokens.old_logprobs,
                 tokens.rollout_logprobs,
                 tokens.reference_logprobs,

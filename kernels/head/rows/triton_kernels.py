@@ -14,9 +14,13 @@ and log p and 1 - p keep their last digits.
 import triton
 import triton.language as tl
 
+from marsrl.kernels.head import objective
+
 VARYING = ("num_rows", "first")  # differ from chunk to chunk: no kernel is compiled again for them
 LOWEST = tl.constexpr(-3.4e38)  # stands for "no element yet": minus infinity would make NaN of differences
 NOTHING = tl.constexpr(-1e4)  # an exponent whose exp is 0 and which stays finite when it is multiplied
+LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
+NUM_SUMS = tl.constexpr(len(objective.METRICS))
 
 
 @triton.jit
@@ -207,6 +211,18 @@ def join_pieces(
 
 
 @triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def clamped(log_ratio):
+    """Within LOG_RATIO_BOUND; NaN stays."""
+    log_ratio = tl.where(log_ratio > LOG_RATIO_BOUND, LOG_RATIO_BOUND, log_ratio)
+    return tl.where(log_ratio < -LOG_RATIO_BOUND, -LOG_RATIO_BOUND, log_ratio)
+
+
+@triton.jit
 def divergence(x, KL: tl.constexpr):
     """(estimate of the KL divergence, its slope) from x = log p - log of the reference's p; k1, k2 or k3."""
     if KL == "k1":
@@ -214,15 +230,17 @@ def divergence(x, KL: tl.constexpr):
     elif KL == "k2":
         return 0.5 * x * x, x
     else:
-        m = exact_expm1(-x)  # e^-x + x - 1 without cancellation near 0
-        return m + x, -m
+        bounded = clamped(x)
+        m = exact_expm1(-bounded)  # e^-x + x - 1 without cancellation near 0
+        return m + bounded, tl.where(tl.abs(x) > LOG_RATIO_BOUND, 0.0, -m)
 
 
 @triton.jit
 def clipped_surrogate(
-    ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
+    log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
 ):
     """(surrogate float64, its slope in log p, whether the token was clipped); "clip" or "cispo"."""
+    ratio = exact_exp(clamped(log_ratio))
     low = 1.0 - clip_low
     high = 1.0 + clip_high
     clipped_ratio = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
@@ -236,20 +254,22 @@ def clipped_surrogate(
             is_beyond = (advantage < 0) & (ratio > dual_clip)
             is_clipped = is_clipped | is_beyond
             surrogate = tl.where(is_beyond, (dual_clip * advantage).to(tl.float64), surrogate)
-        return surrogate, tl.where(is_clipped, 0.0, ratio * advantage), is_clipped
+        is_flat = is_clipped | (tl.abs(log_ratio) > LOG_RATIO_BOUND)
+        return surrogate, tl.where(is_flat, 0.0, ratio * advantage), is_clipped
 
 
 @triton.jit
-def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, entropy, kl):
-    """To at [num_agents, 6] float64 the sums over the tokens of each agent, in the order of objective.METRICS."""
+def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, is_clamped, entropy, kl):
+    """To at [num_agents, NUM_SUMS] float64 the sums over the tokens of each agent, in the order of objective.METRICS."""
     for a in range(num_agents):
         is_mine = is_kept & (agent == a)
-        tl.store(at + 6 * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
-        tl.store(at + 6 * a + 1, tl.sum((is_mine & is_clipped).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 2, tl.sum((is_mine & is_masked).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 3, tl.sum(tl.where(is_mine, entropy, 0.0).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 4, tl.sum(tl.where(is_mine, kl, 0.0).to(tl.float64), axis=0))
-        tl.store(at + 6 * a + 5, tl.sum(is_mine.to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
+        tl.store(at + NUM_SUMS * a + 1, tl.sum((is_mine & is_clipped).to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a + 2, tl.sum((is_mine & is_masked).to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a + 3, tl.sum((is_mine & is_clamped).to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a + 4, tl.sum(tl.where(is_mine, entropy, 0.0).to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a + 5, tl.sum(tl.where(is_mine, kl, 0.0).to(tl.float64), axis=0))
+        tl.store(at + NUM_SUMS * a + 6, tl.sum(is_mine.to(tl.float64), axis=0))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -260,6 +280,7 @@ def policy_terms(
     # packed arrays [T], None where not given
     advantages,
     log_ratio,
+    log_drift,
     old_logprobs,
     rollout_logprobs,
     reference_logprobs,
@@ -273,7 +294,7 @@ def policy_terms(
     inverse_normaliser,  # [1] float32
     coefficient,
     entropy_coefficient,
-    sums,  # [programs, num_agents, 6] float64
+    sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
     clip_low,
     clip_high,
@@ -305,36 +326,48 @@ def policy_terms(
     old = logp
     if old_logprobs is not None:
         old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)
-
+    # Of the policy to that before the update, of that to the one that decoded, of the policy to the reference.
+    of_ratio = tl.zeros_like(logp)
+    if log_ratio is not None:
+        of_ratio = tl.load(log_ratio + tokens, mask=is_kept, other=0.0)
+    elif old_logprobs is not None:
+        of_ratio = logp - old
+    of_drift = tl.zeros_like(logp)
+    if log_drift is not None:
+        of_drift = tl.load(log_drift + tokens, mask=is_kept, other=0.0)
+    elif CORRECTION != "none":
+        of_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
+    of_reference = tl.zeros_like(logp)
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":
-        kl, kl_slope = divergence(logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0), KL)
+        of_reference = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
+        kl, kl_slope = divergence(of_reference, KL)
 
+    # A drift or log-prob that is not finite masks nothing: whoever reads it makes the loss NaN, below.
     is_masked = tl.zeros(logp.shape, tl.int1)
     if dropped is not None:
         is_masked = tl.load(dropped + tokens, mask=is_kept, other=0) != 0
     if gate is not None:
         is_gated = tl.load(gate + tokens, mask=is_kept, other=0) != 0
-        is_masked = is_masked | (is_gated & (exact_exp(logp) >= mpt_probability))
+        is_masked = is_masked | (is_gated & (exact_exp(logp) >= mpt_probability) & is_finite(logp))
+    drift = exact_exp(clamped(of_drift))
+    if (CORRECTION == "icepop") | (CORRECTION == "sequence_mask"):
+        is_masked = is_masked | (((drift < correction_low) | (drift > correction_high)) & is_finite(of_drift))
     weight = tl.full(logp.shape, 1.0, tl.float32)
-    if (CORRECTION == "tis") | (CORRECTION == "icepop"):
-        drift = exact_exp(old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0))
-        if CORRECTION == "tis":
-            weight = tl.where(drift < correction_high, drift, correction_high)
-        else:
-            is_masked = is_masked | ~((drift >= correction_low) & (drift <= correction_high))
+    if CORRECTION == "tis":
+        weight = tl.where(drift > correction_high, correction_high, drift)
 
-    ratio = tl.full(logp.shape, 1.0, tl.float32)
-    if log_ratio is not None:
-        ratio = exact_exp(tl.load(log_ratio + tokens, mask=is_kept, other=0.0))
-    elif old_logprobs is not None:
-        ratio = exact_exp(logp - old)
     surrogate, slope, is_clipped = clipped_surrogate(
-        ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
+        of_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
     )
-
-    loss = (-weight * surrogate + (kl_coef * kl).to(tl.float64) - (entropy_coef * ent).to(tl.float64)) * scale
+    read = logp + of_ratio + of_drift + of_reference + advantage + scale
+    bonus = tl.zeros_like(logp)
+    if HAS_ENTROPY:
+        bonus = entropy_coef * ent
+        read += ent
+    scale = tl.where(is_finite(read), scale, float("nan"))
+    loss = (-weight * surrogate + (kl_coef * kl).to(tl.float64) - bonus.to(tl.float64)) * scale
     loss = tl.where(is_masked, 0.0, loss)
     c = tl.where(is_masked, 0.0, (-weight * slope + kl_coef * kl_slope) * scale)
     tl.store(coefficient + tokens, c, mask=is_kept)
@@ -342,11 +375,16 @@ def policy_terms(
         e = tl.where(is_masked, 0.0, tl.zeros_like(logp) - entropy_coef * scale)
         tl.store(entropy_coefficient + tokens, e, mask=is_kept)
 
+    is_clamped = (tl.abs(of_ratio) > LOG_RATIO_BOUND) | (tl.abs(of_drift) > LOG_RATIO_BOUND)
+    if KL == "k3":
+        is_clamped = is_clamped | (tl.abs(of_reference) > LOG_RATIO_BOUND)
     agent = tl.zeros_like(tokens)
     if agent_of is not None:
         agent = tl.load(agent_of + tokens, mask=is_kept, other=0)
-    at = sums + tl.program_id(0).to(tl.int64) * num_agents * 6
-    put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped & ~is_masked, is_masked, ent, kl)
+    at = sums + tl.program_id(0).to(tl.int64) * num_agents * NUM_SUMS
+    put_agent_sums(
+        at, num_agents, agent, is_kept, loss, is_clipped & ~is_masked, is_masked, is_clamped & ~is_masked, ent, kl
+    )
 
 
 @triton.jit(do_not_specialize=VARYING)

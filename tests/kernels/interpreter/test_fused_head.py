@@ -6,6 +6,7 @@ these vocabularies.
 
 import pytest
 import torch
+from clamp_cases import CASES, check_clamp
 from fused_head import (
     arguments_for,
     compare_logprob,
@@ -66,6 +67,11 @@ def test_columns_that_were_not_drawn_from_are_left_out(name, dtype, monkeypatch)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_of_given_logprobs_equals_its_definition(name):
     compare_policy_loss_of_logprobs(name, 20)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_ratios_are_clamped_to_20_nats_and_counted(name):
+    check_clamp(name, "triton")
 
 
 # one block; an odd vocabulary of several pieces; the largest that is interpreted
