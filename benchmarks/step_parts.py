@@ -46,7 +46,7 @@ MODULES = {
     "TransformerLayer": "residuals",
     "FusedHead": "head and loss",
 }
-FUNCTIONS = {"_Swiglu": "activation", "AccumulateGrad": "gradients into their buffers"}  # by the name of an event
+FUNCTIONS = {"swiglu": "activation", "AccumulateGrad": "gradients into their buffers"}  # by the name of an event
 METHODS = {"zero_grad": "gradients set to 0", "grad_norm": "gradient norm", "apply": "optimizer"}  # of our Optimizer
 REST = "packing, statistics and the rest"
 

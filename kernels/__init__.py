@@ -1,11 +1,14 @@
-"""Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl."""
+"""Fast tensor operations for multi-agent RL. Knows torch and nothing else of marsrl.
+
+The import registers some of them with torch, as torch.ops.marsrl.*, and does nothing else.
+"""
 
 from marsrl.kernels.attention_decode import attention_decode
 from marsrl.kernels.attention_varlen import attention_choice, attention_varlen
 from marsrl.kernels.dispatch import Explanation, explain
 from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
-from marsrl.kernels.head.bad_targets import raise_bad_targets
+from marsrl.kernels.head.bad_values import raise_bad_values
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyObjective
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
@@ -38,7 +41,7 @@ __all__ = [
     "mpt_gate",
     "pack",
     "policy_loss",
-    "raise_bad_targets",
+    "raise_bad_values",
     "rms_norm",
     "swiglu",
     "token_marks",

@@ -18,7 +18,10 @@ def check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and the device."""
+    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and the device; RuntimeError
+    under a transform of torch.func, for which no op has a rule."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op} has no rule for torch.func's transforms (vmap, grad, jvp): call it outside of them")
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
     found = tensor.shape

@@ -21,13 +21,23 @@ class Implementation:
     """One way to compute an op.
 
     run takes the op's arguments; why_not takes the same and returns None where run may be called with them, else the
-    reason. machine_lacks says the same about this machine, before any tensor is known.
+    reason. machine_lacks says the same about this machine, before any tensor is known. load: the Kernels of
+    differentiable.py that run takes; None: PyTorch differentiates run, or the op has no gradient.
     """
 
     name: str
     run: Callable[..., Any]
-    why_not: Callable[..., str | None] = lambda *args, **kwargs: None
+    why_not: Callable[..., str | None] = lambda *args: None
     machine_lacks: Callable[[], str | None] = lambda: None
+    load: Callable[[], Any] | None = None
+
+
+def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
+    """function(...) with autocast off: an op's arithmetic is its own choice, whatever the caller's region asks of PyTorch."""
+    if not torch._C._is_any_autocast_enabled():
+        return function(*args)
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        return function(*args)
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
@@ -47,19 +57,19 @@ class Op:
         object.__setattr__(self, "by_name", {each.name: each for each in self.implementations})
         _OPS[self.name] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():  # what calls this is traced; nobody else pays for the way around the tracer
-            return self._run_untraced(*args, **kwargs)
-        return self._run(*args, **kwargs)
+            return self._run_untraced(*args)
+        return self._run(*args)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.choose(*args, **kwargs).run(*args, **kwargs)
+    def _run(self, *args: Any) -> Any:
+        return without_autocast(self.choose(*args).run, *args)
 
-    # torch.compile breaks its graph here: it would look into ctypes calls and launches that it cannot see through.
-    # torch.compiler.disable does the same and imports torch._dynamo at once.
+    # Dynamo would look into ctypes calls and launches that it cannot see through. torch.compiler.disable does the same
+    # and imports torch._dynamo at once.
     _run_untraced = torch._disable_dynamo(_run)
 
-    def choose(self, *args: Any, **kwargs: Any) -> Implementation:
+    def choose(self, *args: Any) -> Implementation:
         """The implementation that serves these arguments.
 
         Raises:
@@ -74,13 +84,13 @@ class Op:
                     f"unset {ENVIRONMENT} or name one of these"
                 )
             implementation = self.by_name[forced]
-            reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
+            reason = implementation.machine_lacks() or implementation.why_not(*args)
             if reason is not None:
                 raise RuntimeError(f"{ENVIRONMENT}={forced} cannot serve this call of {self.name}: {reason}")
             return implementation
         reasons = []
         for implementation in self.implementations:
-            reason = implementation.machine_lacks() or implementation.why_not(*args, **kwargs)
+            reason = implementation.machine_lacks() or implementation.why_not(*args)
             if reason is None:
                 return implementation
             reasons.append(f"{implementation.name}: {reason}")

@@ -8,6 +8,7 @@ from torch import Tensor
 from marsrl.kernels.attention_decode.cpu import attention_decode_cpu
 from marsrl.kernels.attention_decode.reference import attention_decode_reference
 from marsrl.kernels.attention_decode.torch_impl import attention_decode_torch
+from marsrl.kernels.attention_varlen import positive_scale
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
@@ -25,7 +26,7 @@ def attention_decode(
             Any strides: a cache that lies head by head is given as a transposed view. Behind lengths[s] anything
             finite may stand (a masked NaN would still poison a product).
         lengths: [S] int, 1..L; on a GPU its values are not read by the host.
-        scale: None = 1 / sqrt(D).
+        scale: any finite number; None = 1 / sqrt(D).
 
     There is no gradient. On a GPU a row's bits depend neither on the other rows nor on L.
 
@@ -33,6 +34,7 @@ def attention_decode(
         ValueError: names the argument, what was found and what was expected.
     """
     check("attention_decode", "q", q, (None, None, None), FLOATS)
+    q, scale = positive_scale("attention_decode", q, scale)
     num_sequences, num_heads, head_size = q.shape
     check("attention_decode", "k_cache", k_cache, (num_sequences, None, None, head_size), (q.dtype,), q.device)
     check("attention_decode", "v_cache", v_cache, tuple(k_cache.shape), (q.dtype,), q.device)
@@ -49,7 +51,7 @@ def attention_decode(
             raise ValueError(
                 f"attention_decode: lengths lie in {shortest}..{longest}, expected 1..{k_cache.shape[1]} (k_cache's L)"
             )
-    return _OP(q, k_cache, v_cache, lengths, head_size**-0.5 if scale is None else scale)
+    return _OP(q, k_cache, v_cache, lengths, scale)
 
 
 def _why_not_cpu(q: Tensor, *_: object) -> str | None:

@@ -1,7 +1,8 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
+from marsrl.kernels.differentiable import Gradient, Kernels
 from marsrl.kernels.dispatch import Explanation, Implementation, Op, why_not_host
+from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -33,7 +36,7 @@ def attention_varlen(
         q: [T, N, D] float; k, v: [T_k, N_kv, D], N a multiple of N_kv (grouped queries).
         cu_seqlens: [S+1] int, boundaries of the queries; empty sequences are allowed.
         cu_seqlens_k: [S+1] int, of the keys where they differ: a sequence has at least as many keys as queries.
-        scale: None = 1 / sqrt(D).
+        scale: any finite number; None = 1 / sqrt(D).
         causal: a query sees no later key; the last query of a sequence stands at its last key.
         max_seqlen: at least the length of the longest sequence, where the host knows it: flash-attn launches fewer
             blocks then. None: the number of tokens.
@@ -46,6 +49,36 @@ def attention_varlen(
         ValueError: names the argument, what was found and what was expected.
     """
     check("attention_varlen", "q", q, (None, None, None), FLOATS)
+    q, scale = positive_scale("attention_varlen", q, scale)
+    given = (q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic)
+    if torch.compiler.is_compiling():
+        traced: Tensor = torch.ops.marsrl.attention_varlen(*given)[0]
+        return traced
+    return _OP(*_checked(*given))
+
+
+def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Queries [..., D] and a scale above 0 that have the same products: kernels look for the largest before they scale."""
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    if not isfinite(scale):
+        raise ValueError(f"{op}: scale is {scale}, expected a finite number or None")
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    causal: bool,
+    max_seqlen: int | None,
+    deterministic: bool,
+) -> tuple[Any, ...]:
     num_tokens, num_heads, head_size = q.shape
     check("attention_varlen", "k", k, (None, None, head_size), (q.dtype,), q.device)
     check("attention_varlen", "v", v, tuple(k.shape), (q.dtype,), q.device)
@@ -60,8 +93,12 @@ def attention_varlen(
         check_cu_seqlens("attention_varlen", cu_seqlens_k, k.shape[0], q.device, "cu_seqlens_k")
         if q.device.type == "cpu":
             _check_keys_suffice(cu_seqlens.tolist(), cu_seqlens_k.tolist())
-    scale = head_size**-0.5 if scale is None else scale
-    return _OP(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic=deterministic)
+    return q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic
+
+
+def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of each head and query."""
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -83,7 +120,7 @@ def attention_choice(
     q = _Queries(torch.device(device), dtype, (1, 1, head_size))
 
     def why_not(each: Implementation) -> str | None:
-        return each.machine_lacks() or each.why_not(q, deterministic=deterministic)
+        return each.machine_lacks() or each.why_not(q, deterministic)
 
     return _OP.explain(why_not)
 
@@ -98,11 +135,11 @@ def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
             )
 
 
-def _why_not_cpu(q: Tensor, *_: object, **__: object) -> str | None:
+def _why_not_cpu(q: Tensor, *_: object) -> str | None:
     return why_not_host("q", q)
 
 
-def _why_not_triton(q: Tensor, *_: object, **__: object) -> str | None:
+def _why_not_triton(q: Tensor, *_: object) -> str | None:
     head_size = q.shape[2]
     if q.dtype == torch.float64:
         return "float64 input, the kernels add in float32"
@@ -111,12 +148,14 @@ def _why_not_triton(q: Tensor, *_: object, **__: object) -> str | None:
     return why_not_triton("q", q)
 
 
-def _triton(*args: Any, deterministic: bool) -> Tensor:  # it always is
-    from marsrl.kernels.attention_varlen.triton_impl import attention_varlen_triton
+@cache
+def _triton() -> Kernels:
+    from marsrl.kernels.attention_varlen.triton_impl import TritonAttention  # Triton is imported when it first runs
 
-    return attention_varlen_triton(*args)
+    return TritonAttention()
 
 
+_GRADIENT = Gradient("attention_varlen", num_tensors=5, saves_outputs=True)
 _OP = Op(
     "attention_varlen",
     (
@@ -135,8 +174,17 @@ _OP = Op(
             torch_impl.why_not_varlen_attn,
             torch_impl.machine_lacks_varlen_attn,
         ),
-        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
+        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
         Implementation("cpu", attention_varlen_cpu, _why_not_cpu),
-        Implementation("reference", attention_varlen_reference),
+        _GRADIENT.reference(attention_varlen_reference),
     ),
+)
+register(
+    _OP,
+    _GRADIENT,
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, float scale, bool causal, "
+    "SymInt? max_seqlen, bool deterministic",
+    _results,
+    2,
+    _checked,
 )

@@ -45,7 +45,6 @@ def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     return tuple(padded)
 
 
-@torch.autocast("cpu", enabled=False)  # the dtype is that of q, however many buckets there are
 def attention_varlen_cpu(
     q: Tensor,
     k: Tensor,
@@ -58,6 +57,8 @@ def attention_varlen_cpu(
     deterministic: bool = False,
 ) -> Tensor:
     """[T, N, D] as the reference defines it."""
+    if q.shape[0] == 0:
+        return q + 0 * (k.sum() + v.sum())  # no element, and all three have a gradient: 0
     bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is not cu_seqlens:
         bounds_k = cu_seqlens_k.tolist()
@@ -95,4 +96,4 @@ def _per_segment(
         query, key, value = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs) if outputs else torch.zeros_like(q)
+    return torch.cat(outputs)

@@ -44,15 +44,16 @@ def machine_lacks(version: Version) -> str | None:
     return function if isinstance(function, str) else None
 
 
-def why_not(version: Version, q: Tensor, *_: object, deterministic: bool = False) -> str | None:
-    """None where this version can serve these tensors, else the reason; after machine_lacks."""
+def why_not(version: Version, q: Tensor, *others: Any) -> str | None:
+    """None where this version can serve these arguments, of which `deterministic` is the last, else the reason; after
+    machine_lacks."""
     reason = why_not_flash_kernels(q, version.most_head_size)
     if reason is not None:
         return reason
     major, minor = torch.cuda.get_device_capability(q.device)
     if major not in version.generations:
         return f"the GPU has compute capability {major}.{minor}, this version is for {_listed(version.generations)}"
-    if deterministic:
+    if others[-1]:
         if major not in version.deterministic:
             return f"its backward is not deterministic at compute capability {major}.{minor}"
         if "deterministic" not in _words(version.module):
@@ -93,6 +94,8 @@ def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
     """What all of flash-attn's kernels ask for, PyTorch's copy of them too."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
+    if q.shape[0] == 0:
+        return "q has no tokens"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn takes bfloat16 and float16"
     if q.shape[2] % 8 or q.shape[2] > most_head_size:

@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ def machine_lacks_varlen_attn() -> str | None:
     return f"varlen_attn of PyTorch {torch.__version__} lacks {', '.join(sorted(missing))}" if missing else None
 
 
-def why_not_varlen_attn(q: Tensor, *_: object, deterministic: bool = False) -> str | None:
-    """None where it can serve these tensors, else the reason."""
-    if deterministic and not torch.are_deterministic_algorithms_enabled():
+def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
+    """None where it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
     return why_not_flash_kernels(q, _MOST_HEAD_SIZE)
 

@@ -1,5 +1,6 @@
-"""Packed attention on a GPU by our Triton kernels: launches, tile sizes, autograd. Nothing waits for the device."""
+"""Packed attention on a GPU by our Triton kernels: launches and tile sizes. Nothing waits for the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, log2
 from typing import Any
@@ -12,7 +13,6 @@ from marsrl.kernels.attention_varlen.triton_kernels import (
     attention_key_gradients,
     attention_query_gradient,
 )
-from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
@@ -47,80 +47,70 @@ def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
     return TilePlan(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2))
 
 
-class AttentionVarlen(torch.autograd.Function):
-    @staticmethod
+class TritonAttention:
+    """Kernels of attention_varlen; the results are the output and the log-sum-exp [N, T] of each query."""
+
     def forward(
-        ctx: Any,
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
+        cu_seqlens: Tensor,
         cu_seqlens_k: Tensor,
         scale: float,
         causal: bool,
-        plan: TilePlan,
-    ) -> Tensor:
-        q, k, v = (_rows_contiguous(x) for x in (q, k, v))
-        num_tokens, num_heads, _ = q.shape
+        max_seqlen: int | None,  # the grid does not need it
+        deterministic: bool,  # it always is
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, cu_seqlens, cu_seqlens_k = _as_read(q, k, v, cu_seqlens, cu_seqlens_k)
+        num_tokens, num_heads, head_size = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        ctx.scale, ctx.causal, ctx.plan = scale, causal, plan
-        tiles = plan.forward
+        tiles = plan_tiles(head_size, q.dtype).forward
         if num_tokens:
             with on_device_of(q):
-                attention_forward[(_num_tiles(q, cu_seqlens_q, tiles.m) * num_heads,)](
-                    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
-                    cu_seqlens_q.numel() - 1, num_tokens, num_heads, scale * LOG2_E,
+                attention_forward[(_num_tiles(q, cu_seqlens, tiles.m) * num_heads,)](
+                    q, k, v, out, lse, cu_seqlens, cu_seqlens_k,
+                    cu_seqlens.numel() - 1, num_tokens, num_heads, scale * LOG2_E,
                     *_strides(q), *_strides(k), *_strides(v),
                     **_constants(q, k, causal, tiles),
                 )  # fmt: skip
-        return out
+        return out, lse
 
-    @staticmethod
-    @first_derivative_only("attention_varlen")
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        grad_out = _rows_contiguous(grad_out)
-        num_tokens, num_heads, _ = q.shape
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, cu_seqlens, cu_seqlens_k = _as_read(*args[:5])
+        scale, causal = args[5:7]
+        out, lse = saved
+        grad_out = _rows_contiguous(grads[0])
+        num_tokens, num_heads, head_size = q.shape
         num_key_heads = k.shape[1]
         delta = torch.empty_like(lse)
         of_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-        sizes = (cu_seqlens_q.numel() - 1, num_tokens)
-        scales = (ctx.scale, ctx.scale * LOG2_E)
+        sizes = (cu_seqlens.numel() - 1, num_tokens)
+        scales = (scale, scale * LOG2_E)
         strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad_out))
-        plan: TilePlan = ctx.plan
+        plan = plan_tiles(head_size, q.dtype)
         with on_device_of(q):
             if num_tokens:
-                attention_query_gradient[(_num_tiles(q, cu_seqlens_q, plan.of_q.m) * num_heads,)](
-                    q, k, v, out, grad_out, lse, delta, of_q, cu_seqlens_q, cu_seqlens_k,
+                attention_query_gradient[(_num_tiles(q, cu_seqlens, plan.of_q.m) * num_heads,)](
+                    q, k, v, out, grad_out, lse, delta, of_q, cu_seqlens, cu_seqlens_k,
                     *sizes, num_heads, *scales, *strides,
-                    **_constants(q, k, ctx.causal, plan.of_q),
+                    **_constants(q, k, causal, plan.of_q),
                 )  # fmt: skip
             if k.shape[0]:
                 attention_key_gradients[(_num_tiles(k, cu_seqlens_k, plan.of_k.n) * num_key_heads,)](
-                    q, k, v, grad_out, lse, delta, of_k, of_v, cu_seqlens_q, cu_seqlens_k,
+                    q, k, v, grad_out, lse, delta, of_k, of_v, cu_seqlens, cu_seqlens_k,
                     *sizes, num_key_heads, *scales, *strides,
-                    **_constants(q, k, ctx.causal, plan.of_k),
+                    **_constants(q, k, causal, plan.of_k),
                 )  # fmt: skip
-        return of_q, of_k, of_v, None, None, None, None, None
+        return of_q, of_k, of_v, None, None
 
 
-def attention_varlen_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    causal: bool,
-    max_seqlen: int | None = None,  # the grid does not need it
-    plan: TilePlan | None = None,
-) -> Tensor:
-    """[T, N, D] as the reference defines it."""
-    plan = plan or plan_tiles(q.shape[-1], q.dtype)
-    return AttentionVarlen.apply(q, k, v, cu_seqlens.contiguous(), cu_seqlens_k.contiguous(), scale, causal, plan)
+def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
+    return *(_rows_contiguous(x) for x in (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

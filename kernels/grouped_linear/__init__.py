@@ -1,17 +1,18 @@
 """grouped_linear: each expert's linear layer on its own rows."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
+from marsrl.kernels.differentiable import Gradient, Kernels
 from marsrl.kernels.dispatch import Implementation, Op, why_not_host
-from marsrl.kernels.grouped_linear.counts import Counts
-from marsrl.kernels.grouped_linear.cpu import grouped_linear_cpu
+from marsrl.kernels.grouped_linear.cpu import CpuGroupedLinear
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
 from marsrl.kernels.grouped_linear.torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
+from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -32,24 +33,29 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Seque
     """
     check("grouped_linear", "x", x, (None, None), FLOATS)
     check("grouped_linear", "weights", weights, (None, None, x.shape[1]), (x.dtype,), x.device)
-    return _OP(x, weights, _counts(tokens_per_expert, weights.shape[0], x))
+    if not isinstance(tokens_per_expert, Tensor):
+        tokens_per_expert = torch.tensor(tokens_per_expert, dtype=torch.int64, device="cpu")
+    if torch.compiler.is_compiling():
+        return torch.ops.marsrl.grouped_linear(x, weights, tokens_per_expert)
+    return _OP(*_checked(x, weights, tokens_per_expert))
 
 
-def _counts(tokens_per_expert: Tensor | Sequence[int], num_experts: int, x: Tensor) -> Counts:
-    if isinstance(tokens_per_expert, Tensor):
-        on_gpu = None if tokens_per_expert.device.type == "cpu" else x.device
-        check("grouped_linear", "tokens_per_expert", tokens_per_expert, (num_experts,), INTEGERS, on_gpu)
-        if on_gpu is not None:
-            return Counts(None, tokens_per_expert)
+def _checked(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_experts, is_on_host = weights.shape[0], tokens_per_expert.device.type == "cpu"
+    device = None if is_on_host else x.device
+    check("grouped_linear", "tokens_per_expert", tokens_per_expert, (num_experts,), INTEGERS, device)
+    if is_on_host:
         counts = tokens_per_expert.tolist()
-    else:
-        counts = list(tokens_per_expert)
-    if len(counts) != num_experts or sum(counts) != x.shape[0] or any(count < 0 for count in counts):
-        raise ValueError(
-            f"grouped_linear: tokens_per_expert is {counts}, "
-            f"expected {num_experts} counts that add up to {x.shape[0]} rows"
-        )
-    return Counts(counts, None)
+        if sum(counts) != x.shape[0] or any(count < 0 for count in counts):
+            raise ValueError(
+                f"grouped_linear: tokens_per_expert is {counts}, "
+                f"expected {num_experts} counts that add up to {x.shape[0]} rows"
+            )
+    return x, weights, tokens_per_expert
+
+
+def _results(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor]:
+    return (x.new_empty(x.shape[0], weights.shape[1]),)
 
 
 def _why_not_cpu(x: Tensor, *_: object) -> str | None:
@@ -60,18 +66,21 @@ def _why_not_triton(x: Tensor, *_: object) -> str | None:
     return "float64 input, the kernels add in float32" if x.dtype == torch.float64 else why_not_triton("x", x)
 
 
-def _triton(*args: Any) -> Tensor:
-    from marsrl.kernels.grouped_linear.triton_impl import grouped_linear_triton
+@cache
+def _triton() -> Kernels:
+    from marsrl.kernels.grouped_linear.triton_impl import TritonGroupedLinear  # Triton is imported when it first runs
 
-    return grouped_linear_triton(*args)
+    return TritonGroupedLinear()
 
 
+_GRADIENT = Gradient("grouped_linear", num_tensors=3)
 _OP = Op(
     "grouped_linear",
     (
         Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
-        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", grouped_linear_cpu, _why_not_cpu),
-        Implementation("reference", grouped_linear_reference),
+        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
+        _GRADIENT.implementation("cpu", CpuGroupedLinear, _why_not_cpu),
+        _GRADIENT.reference(grouped_linear_reference),
     ),
 )
+register(_OP, _GRADIENT, "Tensor x, Tensor weights, Tensor tokens_per_expert", _results, 1, _checked)

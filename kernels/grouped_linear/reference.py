@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.grouped_linear.counts import Counts
 
-
-def grouped_linear_reference(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-    """[T, N]: the rows of expert e, counts[e] of them, times weights[e].T."""
-    return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts.on_host()), weights)])
+def grouped_linear_reference(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """[T, N]: the rows of expert e, tokens_per_expert[e] of them, times weights[e].T."""
+    parts = [rows @ weight.t() for rows, weight in zip(x.split(tokens_per_expert.tolist()), weights)]
+    return torch.cat(parts) if parts else x.new_empty(0, weights.shape[1])

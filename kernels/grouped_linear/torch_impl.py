@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.grouped_linear.counts import ends_on
 
 ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
@@ -15,7 +15,7 @@ def machine_lacks_grouped_mm() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 
-def why_not_grouped_mm(x: Tensor, weights: Tensor, counts: Counts) -> str | None:
+def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> str | None:
     """None where torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, this one is for CUDA"
@@ -31,6 +31,8 @@ def why_not_grouped_mm(x: Tensor, weights: Tensor, counts: Counts) -> str | None
     return None
 
 
-def grouped_linear_torch(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+def grouped_linear_torch(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """[T, N] as the reference defines it; autograd is PyTorch's."""
-    return torch._grouped_mm(x.contiguous(), weights.contiguous().transpose(1, 2), offs=counts.ends_on(x.device))
+    return torch._grouped_mm(
+        x.contiguous(), weights.contiguous().transpose(1, 2), offs=ends_on(tokens_per_expert, x.device)
+    )

@@ -1,13 +1,13 @@
-"""Grouped linear layers on a GPU by our Triton kernels: launches, tile sizes, autograd. Nothing waits for the device."""
+"""Grouped linear layers on a GPU by our Triton kernels: launches and tile sizes. Nothing waits for the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marsrl.kernels.first_derivative import first_derivative_only
-from marsrl.kernels.grouped_linear.counts import Counts
+from marsrl.kernels.grouped_linear.counts import ends_on
 from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
 from marsrl.kernels.triton_machine import on_device_of
 
@@ -54,30 +54,24 @@ def _matrix_gradients(x: Tensor, grad_out: Tensor, ends: Tensor, tiles: Tiles) -
     return out
 
 
-class GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ends: Tensor, tiles: Tiles) -> Tensor:
-        x = _rows_contiguous(x)
-        ctx.save_for_backward(x, weights, ends)
-        ctx.tiles = tiles
-        return _rows_times_matrices(x, weights, ends, tiles)
+class TritonGroupedLinear:
+    """Kernels of grouped_linear."""
 
-    @staticmethod
-    @first_derivative_only("grouped_linear")
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weights, ends = ctx.saved_tensors
-        grad_out = _rows_contiguous(grad_out)
+    def forward(self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor]:
+        ends = ends_on(tokens_per_expert, x.device)
+        return (_rows_times_matrices(_rows_contiguous(x), weights, ends, plan_tiles(x.dtype)),)
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weights, tokens_per_expert = args
+        ends, grad_out, tiles = ends_on(tokens_per_expert, x.device), _rows_contiguous(grads[0]), plan_tiles(x.dtype)
         of_x = of_weights = None
-        if ctx.needs_input_grad[0]:
-            of_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, ctx.tiles)
-        if ctx.needs_input_grad[1]:
-            of_weights = _matrix_gradients(x, grad_out, ends, ctx.tiles)
-        return of_x, of_weights, None, None
-
-
-def grouped_linear_triton(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-    """[T, N] as the reference defines it."""
-    return GroupedLinear.apply(x, weights, counts.ends_on(x.device), plan_tiles(x.dtype))
+        if needs[0]:
+            of_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, tiles)
+        if needs[1]:
+            of_weights = _matrix_gradients(_rows_contiguous(x), grad_out, ends, tiles)
+        return of_x, of_weights, None
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def make_head(
     real_vocab_size: int | None,
     support: Support | None = None,
 ) -> Head:
-    """Checks the arguments that every fused head takes; ValueError names the argument, what was found and expected."""
+    """Checks the arguments that every fused head takes, but no tensor's values (bad_values.py does); ValueError names the
+    argument, what was found and expected."""
     check(op, "hidden", hidden, (None, None), FLOATS)
     check(op, "weight", weight, (None, hidden.shape[1]), FLOATS, hidden.device)
     check(op, "targets", targets, (hidden.shape[0],), INTEGERS, hidden.device)
@@ -88,8 +90,8 @@ def make_head(
         if temperature.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: temperature requires a gradient, and this op has none of it; detach it")
         inverse = temperature.detach().float().reciprocal().contiguous()
-    elif not temperature > 0:
-        raise ValueError(f"{op}: temperature is {temperature}, expected a positive number or a tensor [T]")
+    elif not 0 < temperature < inf:
+        raise ValueError(f"{op}: temperature is {temperature}, expected a positive, finite number or a tensor [T]")
     else:
         inverse_of_all = 1.0 / temperature
     return Head(

@@ -1,14 +1,15 @@
 """linear_logprob: log-prob of the target and entropy of a linear head, without ever holding the logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
-from marsrl.kernels.head.bad_targets import check_targets
+from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import Wanted
@@ -19,6 +20,7 @@ from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
+from marsrl.kernels.traced_op import register
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def linear_logprob(
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
         weight: [V, H]; under tp_group this rank's shard of equal size, in rank order.
         targets: [T] int, ids in the whole vocabulary.
-        temperature: positive number, or [T] float. It gets no gradient.
+        temperature: positive, finite number, or [T] float of such. It gets no gradient.
         tp_group: process group over which the vocabulary is cut; hidden and targets are the same on its ranks. The
             gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
             copy_to / gather_from regions do.
@@ -56,68 +58,127 @@ def linear_logprob(
             nothing: a CUDA graph can capture it.
 
     Raises:
-        ValueError: names the argument, what was found and what was expected; a target out of range by its token.
+        ValueError: names the argument, what was found and what was expected; a target out of range by its token,
+            a temperature that is none too; on a device raise_bad_values does.
     """
+    if torch.compiler.is_compiling():
+        if tp_group is None:
+            per_token, of_all = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+            ids, starts, counts, most = (None, None, None, 0) if support is None else vars(support).values()
+            logprobs, entropy, *_ = torch.ops.marsrl.linear_logprob(
+                hidden, weight, targets, per_token, ids, starts, counts, of_all, real_vocab_size, most, compacts
+            )
+            return LogProb(logprobs, entropy)
+        torch._dynamo.graph_break(msg="linear_logprob has a tp_group, which is no argument for an op of torch.library")
+    return LogProb(*_OP(*_checked(hidden, weight, targets, temperature, tp_group, real_vocab_size, support, compacts)))
+
+
+def _checked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    tp_group: Any,
+    real_vocab_size: int | None,
+    support: Support | None,
+    compacts: bool,
+) -> tuple[Any, ...]:
     head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
-    check_targets(head.op, head.targets, None, head.vocab_size)
-    return _OP(hidden, weight, head, temperature, compacts)
+    return hidden, weight, head, check_values(head, temperature, None), compacts
 
 
-class _LinearLogProb(torch.autograd.Function):
-    """Keeps four numbers a token; the backward computes the logits again."""
+def _from_schema(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    per_token: Tensor | None,
+    ids: Tensor | None,
+    starts: Tensor | None,
+    counts: Tensor | None,
+    of_all: float,
+    real_vocab_size: int | None,
+    most: int,
+    compacts: bool,
+) -> tuple[Any, ...]:
+    """The op's arguments of those that a schema can have; per_token, of_all: the temperature."""
+    temperature = of_all if per_token is None else per_token
+    support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
+    return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support, compacts)
 
-    @staticmethod
+
+def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """The statistics of each token, two of which are the op's outputs."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(4))
+
+
+class _Kernels:
+    """Kernels of the op: four numbers a token are kept, and the backward computes the logits again."""
+
+    def __init__(self, rows: RowKernels):
+        self._rows = rows
+
     @products_in_full_float32()
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, kernels: RowKernels, head: Head, compacts: bool
-    ) -> tuple[Tensor, Tensor]:
-        statistics = head_statistics(kernels, head, hidden, Rows.of(None, hidden.shape[0]))
-        ctx.save_for_backward(hidden, weight, *vars(statistics).values())
-        ctx.kernels, ctx.head, ctx.compacts = kernels, head, compacts
-        return statistics.logprobs, statistics.entropy
+        self, hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool
+    ) -> tuple[Tensor, ...]:
+        return tuple(vars(head_statistics(self._rows, head, hidden, Rows.of(None, hidden.shape[0]))).values())
 
-    @staticmethod
-    @first_derivative_only("linear_logprob")
     @products_in_full_float32()
     def backward(
-        ctx: Any, logprobs_gradient: Tensor, entropy_gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, *statistics = ctx.saved_tensors
-        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight, head, _, compacts = args
+        wants_hidden, wants_weight = needs
+        of_logprobs, of_entropy = (each.float().contiguous() for each in grads)
         gradients = head_gradients(
-            ctx.kernels,
-            ctx.head,
+            self._rows,
+            head,
             hidden.detach(),
-            Statistics(*statistics),
-            logprobs_gradient.float().contiguous(),
-            entropy_gradient.float().contiguous(),
+            Statistics(*saved),
+            of_logprobs,
+            of_entropy,
             Wanted(wants_hidden, wants_weight, weight.dtype),
-            ctx.compacts,
+            compacts,
         )
         of_weight = gradients.of_weight
         if wants_weight:
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
-        return gradients.of_hidden, of_weight, None, None, None
+        return gradients.of_hidden, of_weight
+
+
+_GRADIENT = Gradient("linear_logprob", num_tensors=2, num_outputs=2, saves_outputs=True)
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def run(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool) -> LogProb:
-        return LogProb(*_LinearLogProb.apply(hidden, weight, provider.load(), head, compacts))
-
-    def why_not(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool) -> str | None:
+    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
         return provider.why_not_head(hidden, weight, head, has_entropy=True)
 
-    return Implementation(provider.name, run, why_not, provider.machine_lacks)
+    def load() -> _Kernels:
+        return _Kernels(provider.load())
+
+    return _GRADIENT.implementation(provider.name, load, why_not, provider.machine_lacks)
 
 
-def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, _: bool) -> LogProb:
-    return LogProb(*linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns, head.support))
+def _reference(
+    hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool
+) -> tuple[Tensor, Tensor]:
+    return linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns, head.support)
 
 
 _OP = Op(
     "linear_logprob",
     (
         *map(_on_rows, HEAD_PROVIDERS),
-        Implementation("reference", _reference, lambda hidden, weight, head, *_: why_not_reference_head(head)),
+        _GRADIENT.reference(_reference, lambda hidden, weight, head, *_: why_not_reference_head(head)),
     ),
+)
+register(
+    _OP,
+    _GRADIENT,
+    "Tensor hidden, Tensor weight, Tensor targets, Tensor? per_token, Tensor? ids, Tensor? starts, Tensor? counts, "
+    "float of_all, SymInt? real_vocab_size, int most, bool compacts",
+    _results,
+    4,
+    _from_schema,
 )

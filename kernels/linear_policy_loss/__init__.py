@@ -9,7 +9,7 @@ from torch import Tensor
 from marsrl.kernels.checks import check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.first_derivative import first_derivative_only
-from marsrl.kernels.head.bad_targets import check_targets
+from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
@@ -59,6 +59,9 @@ def linear_policy_loss(
         compacts: False: on a device every row takes all three products, masked ones too, whose hidden must be finite, and
             the host waits for nothing: a CUDA graph can capture forward and backward.
 
+    torch.compile breaks its graph here: an op of torch.library gives its backward nothing but tensors, and has no place
+    for a gradient that the forward formed for one backward, for main_grad, or for a process group.
+
     Returns:
         PolicyLoss; the gradients reach hidden and weight through .loss only. A loss can be differentiated once.
 
@@ -66,13 +69,15 @@ def linear_policy_loss(
         ValueError: names the argument, what was found and what was expected.
         RuntimeError: no implementation can serve the call; with the reasons.
     """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
     elif grad_output is not None:
         raise ValueError(f"linear_policy_loss: grad_output is {grad_output} without main_grad, expected None")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
-    check_targets(head.op, head.targets, inputs.mask, head.vocab_size)
+    temperature = check_values(head, temperature, inputs.mask)
     return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, grad_output, compacts))
 
 

@@ -3,10 +3,14 @@
 import torch
 from torch import Tensor
 
+from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.head.objective import PolicyLoss, PolicyTokens
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.policy_loss.reference import policy_loss_reference, policy_terms
+
+# One node: its products are outside of the caller's autocast in the backward too.
+_logprobs = Gradient("linear_policy_loss", num_tensors=2, num_outputs=2).reference(linear_logprob_reference).run
 
 
 def linear_policy_loss_reference(
@@ -23,7 +27,8 @@ def linear_policy_loss_reference(
     def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
         of_rows = temperature[rows] if isinstance(temperature, Tensor) else temperature
         drawn_from = None if support is None else support.take(rows)
-        return linear_logprob_reference(hidden[rows], weight, targets[rows], of_rows, num_columns, drawn_from)
+        found: tuple[Tensor, Tensor] = _logprobs(hidden[rows], weight, targets[rows], of_rows, num_columns, drawn_from)
+        return found
 
     kept = torch.arange(hidden.shape[0], device=hidden.device)
     if tokens.mask is not None:

@@ -1,17 +1,19 @@
 """rms_norm: rows divided by the root of their mean square, in one walk over memory each way."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check
-from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Op
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.rms_norm.cpu import CpuRmsNorm
 from marsrl.kernels.rms_norm.reference import rms_norm_reference
+from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at once
@@ -41,9 +43,13 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = F
     """
     check("rms_norm", "x", x, (*x.shape[:-1], None), FLOATS)
     check("rms_norm", "weight", weight, (x.shape[-1],), FLOATS, x.device)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    out: Tensor = _OP(rows, weight, eps, float(is_zero_centred))
+    args = _dense(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, eps, float(is_zero_centred))
+    out: Tensor = torch.ops.marsrl.rms_norm(*args)[0] if torch.compiler.is_compiling() else _OP(*args)
     return out.view(x.shape)
+
+
+def _dense(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor, float, float]:
+    return rows if rows.stride(1) == 1 else rows.contiguous(), weight, eps, offset
 
 
 class RowsOfRmsNorm(Protocol):
@@ -58,35 +64,35 @@ class RowsOfRmsNorm(Protocol):
         """Gradients of rows [R, N], contiguous, and weight [N] float32, from the forward's scales [R] and grad [R, N]."""
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, eps: float, offset: float, kernels: RowsOfRmsNorm) -> Tensor:
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out, scales = kernels.forward(rows, weight, eps, offset)
-        ctx.kernels, ctx.offset = kernels, offset
-        ctx.save_for_backward(rows, weight, scales)
-        return out
+class _Kernels:
+    """Kernels of the op by such an implementation."""
 
-    @staticmethod
-    @first_derivative_only("rms_norm")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows, weight, scales = ctx.saved_tensors
-        of_rows, of_weight = ctx.kernels.gradients(rows, weight, ctx.offset, scales, grad.contiguous())
-        return of_rows, of_weight.to(weight.dtype), None, None, None
+    def __init__(self, rows: RowsOfRmsNorm):
+        self.forward = rows.forward
+        self._gradients = rows.gradients
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor]:
+        rows, weight, _, offset = args
+        of_rows, of_weight = self._gradients(rows, weight, offset, saved[0], grads[0].contiguous())
+        return of_rows, of_weight.to(weight.dtype)
 
 
-def _on(load: Callable[[], RowsOfRmsNorm]) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    def run(rows: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        out: Tensor = _RmsNorm.apply(rows, weight, eps, offset, load())
-        return out
-
-    return run
+@cache
+def _cpu() -> _Kernels:
+    return _Kernels(CpuRmsNorm())
 
 
-def _triton() -> RowsOfRmsNorm:
+@cache
+def _triton() -> _Kernels:
     from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm  # Triton is imported when it first runs
 
-    return TritonRmsNorm()
+    return _Kernels(TritonRmsNorm())
+
+
+def _results(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
 def _why_not_cpu(rows: Tensor, weight: Tensor, *_: float) -> str | None:
@@ -105,11 +111,13 @@ def _why_not_wide(weight: Tensor) -> str | None:
     return "weight is float64, the kernels compute in float32" if weight.dtype == torch.float64 else None
 
 
+_GRADIENT = Gradient("rms_norm", num_tensors=2)
 _OP = Op(
     "rms_norm",
     (
-        Implementation("triton", _on(_triton), _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", _on(CpuRmsNorm), _why_not_cpu, why_no_cpu_library),
-        Implementation("reference", rms_norm_reference),
+        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
+        _GRADIENT.implementation("cpu", _cpu, _why_not_cpu, why_no_cpu_library),
+        _GRADIENT.reference(rms_norm_reference),
     ),
 )
+register(_OP, _GRADIENT, "Tensor rows, Tensor weight, float eps, float offset", _results, 2, _dense)

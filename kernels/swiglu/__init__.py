@@ -1,17 +1,19 @@
 """swiglu: the activation between the two projections of an MLP or of an expert, in one walk over memory each way."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check
-from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Op
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
+from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
@@ -36,8 +38,13 @@ def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
     if weights is not None:
         check("swiglu", "weights", weights, tuple(products.shape[:-1]), FLOATS, products.device)
     rows = products.reshape(products.shape[:-1].numel(), products.shape[-1])
-    out: Tensor = _OP(rows, None if weights is None else weights.reshape(-1))
+    args = _dense(rows, None if weights is None else weights.reshape(-1))
+    out: Tensor = torch.ops.marsrl.swiglu(*args) if torch.compiler.is_compiling() else _OP(*args)
     return out.view(*products.shape[:-1], products.shape[-1] // 2)
+
+
+def _dense(products: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return products.contiguous(), weights
 
 
 class RowsOfSwiglu(Protocol):
@@ -50,38 +57,41 @@ class RowsOfSwiglu(Protocol):
         """Gradients of products [R, 2 F] and weights [R] float32 (None where there are none), from grad [R, F]."""
 
 
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, products: Tensor, weights: Tensor | None, kernels: RowsOfSwiglu) -> Tensor:
-        rows = products.contiguous()
-        ctx.kernels, ctx.dtype = kernels, None if weights is None else weights.dtype
-        ctx.save_for_backward(rows, weights)
-        return kernels.forward(rows, _as_read(weights))
+class _Kernels:
+    """Kernels of the op by such an implementation."""
 
-    @staticmethod
-    @first_derivative_only("swiglu")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        products, weights = ctx.saved_tensors
-        of_products, of_weights = ctx.kernels.gradients(products, _as_read(weights), grad.contiguous())
-        return of_products, None if of_weights is None else of_weights.to(ctx.dtype), None
+    def __init__(self, rows: RowsOfSwiglu):
+        self._rows = rows
+
+    def forward(self, products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
+        return (self._rows.forward(products, _as_read(weights)),)
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        products, weights = args
+        of_products, of_weights = self._rows.gradients(products, _as_read(weights), grads[0].contiguous())
+        return of_products, None if of_weights is None else of_weights.to(weights.dtype)
 
 
 def _as_read(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.float().contiguous()
 
 
-def _on(load: Callable[[], RowsOfSwiglu]) -> Callable[[Tensor, Tensor | None], Tensor]:
-    def run(products: Tensor, weights: Tensor | None) -> Tensor:
-        out: Tensor = _Swiglu.apply(products, weights, load())
-        return out
-
-    return run
+@cache
+def _cpu() -> _Kernels:
+    return _Kernels(CpuSwiglu())
 
 
-def _triton() -> RowsOfSwiglu:
+@cache
+def _triton() -> _Kernels:
     from marsrl.kernels.swiglu.triton_impl import TritonSwiglu  # Triton is imported when it first runs
 
-    return TritonSwiglu()
+    return _Kernels(TritonSwiglu())
+
+
+def _results(products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
+    return (products.new_empty(products.shape[0], products.shape[1] // 2),)
 
 
 def _why_not_cpu(products: Tensor, weights: Tensor | None) -> str | None:
@@ -99,11 +109,13 @@ def _why_not_wide(weights: Tensor | None) -> str | None:
     return "weights is float64, the kernels compute in float32" if is_wide else None
 
 
+_GRADIENT = Gradient("swiglu", num_tensors=2)
 _OP = Op(
     "swiglu",
     (
-        Implementation("triton", _on(_triton), _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", _on(CpuSwiglu), _why_not_cpu, why_no_cpu_library),
-        Implementation("reference", swiglu_reference),
+        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
+        _GRADIENT.implementation("cpu", _cpu, _why_not_cpu, why_no_cpu_library),
+        _GRADIENT.reference(swiglu_reference),
     ),
 )
+register(_OP, _GRADIENT, "Tensor products, Tensor? weights", _results, 1, _dense)

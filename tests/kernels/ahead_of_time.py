@@ -1,7 +1,7 @@
 """Compile Triton kernels for GPUs that this machine does not have, and read what the compiler made of them.
 
 with compiled_launches(90) as reports:          # what an op would launch, with its true specialisation
-    attention_varlen_triton(q, ...)             # q etc. on device="meta": any size, no memory, nothing runs
+    TritonAttention().forward(q, ...)           # q etc. on device="meta": any size, no memory, nothing runs
 report = compile_kernel(kernel, 90, {"x": "*bf16", "n": "i32"}, {"BLOCK": 128}, num_warps=4)
 assert_compiled_well(report, dots=True)
 """

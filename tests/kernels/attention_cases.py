@@ -10,6 +10,7 @@ from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 Attention = Callable[..., Tensor]
+SCALES = (-0.7, -1e-3, 0.0, 3.0)
 
 
 def run(
@@ -66,3 +67,11 @@ def compare(
     again = run(ours, (q, k, v), upstream, dtype) if repeats else found
     for name, one, other in zip(("output", "q.grad", "k.grad", "v.grad"), found, again):
         assert torch.equal(one, other), f"{name} differs between two runs"
+
+
+def check_scale(scale: float) -> None:
+    """With and without a causal mask, over segments that are padded and keys that are not the queries'."""
+    for dtype in (torch.float32, torch.bfloat16):
+        compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
+    compare([6, 0, 3], scale=scale, causal=False, head_size=16)
+    compare([3, 1], [5, 6], scale=scale, head_size=16)

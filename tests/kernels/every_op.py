@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from marsrl.kernels import (
     Support,
     attention_decode,
     attention_varlen,
+    explain,
     group_advantage,
     grouped_linear,
     kept_rows,
@@ -163,6 +165,84 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
     "swiglu": _of_activation,
     "rms_norm": _of_norm,
 }
+
+
+def force(monkeypatch: pytest.MonkeyPatch, name: str, tier: str) -> None:
+    """The op of this call is served by that implementation."""
+    monkeypatch.setenv("MARSRL_KERNELS", ",".join(f"{op}={tier}" for op in _ops(name)))
+
+
+def _ops(name: str) -> tuple[str, ...]:
+    """What Op calls the op of a call of that name."""
+    op = name.split(",")[0]
+    return {"pack": ("pack", "kept_rows"), "mpt_gate": ("sequence_sums",)}.get(op, (op,))
+
+
+def that_run_here(name: str) -> list[str]:
+    """Implementations that this machine does not lack, unless they are Triton's: the interpreter's tests take these."""
+    found = next(each for each in explain() if each.op == _ops(name)[0])
+    preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
+    return [tier for tier in (found.chosen, *preferred) if tier is not None and not tier.startswith("triton")]
+
+
+TIERS = [(name, tier) for name in CALLS for tier in that_run_here(name)]
+
+
+def check_autocast_changes_nothing(name: str) -> None:
+    """Of forward and backward, dtypes and bits."""
+    expected = CALLS[name]()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = CALLS[name]()
+    same(found, expected)
+
+
+def _no_keys(cu_seqlens: Tensor, num_keys: int = 0) -> tuple[Tensor, list[Tensor]]:
+    q, k, v = _leaf(0, 4, 16), _leaf(num_keys, 2, 16), _leaf(num_keys, 2, 16)
+    bounds_k = _ints(0, num_keys) if num_keys else None
+    return attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=bounds_k), [q, k, v]
+
+
+def _of_empty_head(has_loss: bool) -> tuple[Tensor, list[Tensor]]:
+    hidden, weight = _leaf(0, SIZE), _leaf(VOCAB, SIZE)
+    if has_loss:
+        inputs = LossInputs(PolicyObjective(), _ints(0, 0), 7.0, advantages=_numbers(1))
+        return linear_policy_loss(hidden, weight, _ints(), inputs).loss, [hidden, weight]
+    found = linear_logprob(hidden, weight, _ints())
+    return found.logprobs.sum() + found.entropy.sum(), [hidden, weight]
+
+
+def _of_no_logprobs() -> tuple[Tensor, list[Tensor]]:
+    logprobs, entropy = _leaf(0), _leaf(0)
+    inputs = LossInputs(PolicyObjective(entropy_coef=0.1), _ints(0, 0), 7.0, advantages=_numbers(1))
+    return policy_loss(logprobs, entropy, inputs).loss, [logprobs, entropy]
+
+
+def _of_rows(function: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return function(*leaves), list(leaves)
+
+
+EMPTY: dict[str, Callable[[], tuple[Tensor, list[Tensor]]]] = {
+    "linear_policy_loss": lambda: _of_empty_head(has_loss=True),
+    "linear_logprob": lambda: _of_empty_head(has_loss=False),
+    "policy_loss": _of_no_logprobs,
+    "attention_varlen": lambda: _no_keys(_ints(0, 0)),
+    "attention_varlen, no sequence": lambda: _no_keys(_ints(0)),
+    "attention_varlen, keys alone": lambda: _no_keys(_ints(0, 0), num_keys=3),
+    "grouped_linear": lambda: _of_rows(lambda x, w: grouped_linear(x, w, [0, 0]), _leaf(0, 16), _leaf(2, 8, 16)),
+    "grouped_linear, no expert": lambda: _of_rows(lambda x, w: grouped_linear(x, w, []), _leaf(0, 16), _leaf(0, 8, 16)),
+    "swiglu": lambda: _of_rows(swiglu, _leaf(0, SIZE), _leaf(0)),
+    "rms_norm": lambda: _of_rows(lambda x, weight: rms_norm(x, weight, eps=1e-6), _leaf(0, SIZE), _leaf(SIZE)),
+}
+"""name -> (output, leaves) of a batch without tokens."""
+EMPTY_TIERS = [(name, tier) for name in EMPTY for tier in that_run_here(name)]
+
+
+def check_an_empty_batch_has_gradients_of_zero(name: str) -> None:
+    out, leaves = EMPTY[name]()
+    assert out.requires_grad
+    for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape and not grad.any()
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> None:

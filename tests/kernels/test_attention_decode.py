@@ -16,6 +16,13 @@ def test_each_row_sees_its_own_keys(implementation, heads, dtype, monkeypatch):
     compare([64, 65, 150, 3], 160, heads, 40, dtype)  # around the C++ block of 64 keys
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("scale", [-0.6, 0.0])
+def test_any_finite_scale_is_served(scale, implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    compare([7, 1, 16, 12], 16, (4, 2), 8, scale=scale)
+
+
 def test_several_threads_change_nothing(monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "cpu")
     q, cache = torch.randn(16, 4, 64), torch.randn(16, 40, 2, 64)
@@ -71,6 +78,7 @@ def test_no_sequences():
         ({"lengths": torch.tensor([0, 3])}, r"lengths lie in 0..3, expected 1..5"),
         ({"lengths": torch.tensor([1, 6])}, r"lengths lie in 1..6, expected 1..5"),
         ({"lengths": torch.ones(2)}, "lengths has dtype float32, expected int64 or int32"),
+        ({"scale": float("nan")}, "scale is nan, expected a finite number or None"),
         ({"q": torch.zeros(2, 4, 8, requires_grad=True)}, "requires a gradient, expected a call under torch.no_grad"),
     ],
 )

@@ -5,17 +5,18 @@ import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
-from marsrl.kernels.attention_varlen.triton_impl import attention_varlen_triton
+from marsrl.kernels.attention_varlen.triton_impl import TritonAttention
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_packed_attention(target):
-    q = torch.empty(65_537, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    k = torch.empty(65_537, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    q = torch.empty(65_537, 16, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(65_537, 8, 128, dtype=torch.bfloat16, device="meta")
     cu_seqlens = torch.empty(33, dtype=torch.int32, device="meta")
     with compiled_launches(target) as reports:
-        output = attention_varlen_triton(q, k, k, cu_seqlens, cu_seqlens, 0.1, True)
-        output.backward(torch.empty_like(output))
+        kernels, args = TritonAttention(), (q, k, k, cu_seqlens, cu_seqlens, 0.1, True, None, False)
+        output, lse = kernels.forward(*args)
+        kernels.backward(args, (output, lse), (output,), (True, True, True, False, False))
     names = ["attention_forward", "attention_query_gradient", "attention_key_gradients"]
     assert [report.kernel for report in reports] == names
     for report in reports:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import compare
+from attention_cases import SCALES, check_scale, compare
 
 from marsrl.kernels import attention_choice, attention_varlen
 
@@ -21,6 +21,20 @@ def test_causal_self_attention(lengths, dtype):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 def test_head_groupings_and_scale(heads):
     compare([6, 3], heads=heads, scale=0.7)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_any_finite_scale_is_served(scale, implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    check_scale(scale)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_is_not_finite_is_named(scale):
+    x = torch.randn(3, 2, 8)
+    with pytest.raises(ValueError, match=f"attention_varlen: scale is {scale}, expected a finite number or None"):
+        attention_varlen(x, x, x, torch.tensor([0, 3]), scale=scale)
 
 
 def test_every_key_is_seen_without_causal():

@@ -14,7 +14,7 @@ from fused_head import (
 )
 from nonfinite_cases import FEW, check_given_logprobs
 
-from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_targets
+from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_values
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.testing import OBJECTIVES
 
@@ -217,9 +217,9 @@ def test_a_target_out_of_range_is_named_when_it_is_asked_for(target, implementat
     with forced(implementation):
         result = linear_policy_loss(hidden, weight, targets, **arguments)
     with pytest.raises(ValueError, match=rf"linear_policy_loss: targets\[1234\] is {target}, expected 0..151935"):
-        raise_bad_targets()
+        raise_bad_values()
     assert result.logprobs[1234].isnan() and result.logprobs[:1234].isfinite().all()
-    raise_bad_targets()
+    raise_bad_values()
 
 
 def test_extra_memory_at_65536_tokens_is_768_rows_of_logits_and_4224_of_their_gradients(implementation):

@@ -16,7 +16,6 @@ from marsrl.kernels import attention_choice
 from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
-from marsrl.kernels.grouped_linear.counts import Counts
 from marsrl.kernels.head.rows import subset
 
 # What each release takes beside q, k, v, cu_seqlens_q and cu_seqlens_k; the second of version 4 is an early one.
@@ -209,17 +208,17 @@ class Stranger:
 
 def test_grouped_mm_is_called_as_ours():
     def function(x, weights, counts):
-        return grouped_mm.grouped_linear_torch(x, weights, Counts(None, torch.tensor(counts)))
+        return grouped_mm.grouped_linear_torch(x, weights, torch.tensor(counts))
 
     compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=function)
 
 
 def test_the_reasons_against_peers_of_grouped_linear(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    known, unknown = Counts([4], None), Counts(None, torch.tensor([4]))
+    counts = torch.tensor([4])
     why_not = grouped_mm.why_not_grouped_mm
-    assert why_not(Stranger(4, 16), Stranger(1, 8, 16), unknown) is None
-    assert "multiples of 8" in why_not(Stranger(4, 12), Stranger(1, 8, 12), unknown)
-    assert "takes bfloat16" in why_not(Stranger(4, 16, dtype=torch.float16), Stranger(1, 8, 16), unknown)
+    assert why_not(Stranger(4, 16), Stranger(1, 8, 16), counts) is None
+    assert "multiples of 8" in why_not(Stranger(4, 12), Stranger(1, 8, 12), counts)
+    assert "takes bfloat16" in why_not(Stranger(4, 16, dtype=torch.float16), Stranger(1, 8, 16), counts)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "below 9.0" in grouped_mm.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), known)
+    assert "below 9.0" in grouped_mm.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), counts)

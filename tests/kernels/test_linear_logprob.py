@@ -4,8 +4,8 @@ import pytest
 import torch
 from fused_head import chunks_of, compare_logprob
 
-from marsrl.kernels import linear_logprob, raise_bad_targets
-from marsrl.kernels.head import bad_targets, gemms
+from marsrl.kernels import LossInputs, PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_values
+from marsrl.kernels.head import bad_values, gemms
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 # (T, H, V): nothing, one row, odd sizes, a block boundary of 4096 columns, real vocabularies
@@ -82,13 +82,6 @@ def test_a_frozen_input_gets_no_gradient_and_the_other_the_same(frozen):
     assert torch.equal(kept.grad, expected) and other.grad is None
 
 
-def test_autocast_does_not_lower_the_precision():
-    hidden, weight, targets = torch.randn(6, 8), torch.randn(40, 8), torch.randint(0, 40, (6,))
-    expected = linear_logprob(hidden, weight, targets).logprobs
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(linear_logprob(hidden, weight, targets).logprobs, expected)
-
-
 @pytest.mark.parametrize("target", [-1, 40])
 def test_a_target_out_of_range_is_named(target):
     targets = torch.tensor([0, 1, target, target])
@@ -96,19 +89,57 @@ def test_a_target_out_of_range_is_named(target):
         linear_logprob(torch.randn(4, 8), torch.randn(40, 8), targets)
 
 
+NO_TEMPERATURES = [0.0, -1.5, float("nan"), float("inf")]
+
+
+def with_temperature(name, temperature, mask=None):
+    """The op of that name on four tokens."""
+    hidden, weight, targets = torch.randn(4, 8), torch.randn(40, 8), torch.zeros(4, dtype=torch.int64)
+    if name == "linear_logprob":
+        return linear_logprob(hidden, weight, targets, temperature=temperature).logprobs
+    inputs = LossInputs(PolicyObjective(), torch.tensor([0, 4]), 4.0, advantages=torch.ones(1), mask=mask)
+    return linear_policy_loss(hidden, weight, targets, inputs, temperature=temperature).loss
+
+
+@pytest.mark.parametrize("name", ["linear_logprob", "linear_policy_loss"])
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("value", NO_TEMPERATURES)
+def test_a_temperature_that_is_none_is_named(name, implementation, value, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    with pytest.raises(ValueError, match=f"{name}: temperature is {value}, expected a positive, finite number"):
+        with_temperature(name, value)
+    for dtype in (torch.float32, torch.bfloat16):
+        of_tokens = torch.tensor([1.0, 1.0, value, 1.0], dtype=dtype)
+        message = rf"{name}: temperature\[2\] is {value}, expected a positive, finite number"
+        with pytest.raises(ValueError, match=message):
+            with_temperature(name, of_tokens)
+    of_tokens, mask = torch.tensor([1.0, 1.0, value, 1.0]), torch.tensor([True, True, False, True])
+    if name == "linear_policy_loss":  # that of a masked token is not read
+        assert with_temperature(name, of_tokens, mask).isfinite()
+
+
+def test_bad_temperatures_of_a_device_are_kept_until_they_are_asked_for():
+    temperature = torch.tensor([1.0, -1.5, float("nan")])
+    for is_bad in (temperature.isnan(), ~(temperature > 0)):  # two calls; the earliest token of both is named
+        bad_values._keep_first("linear_logprob", "temperature", temperature, is_bad, "a positive, finite number")
+    with pytest.raises(ValueError, match=r"temperature\[1\] is -1.5, expected a positive, finite number"):
+        raise_bad_values()
+    raise_bad_values()
+
+
 def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
     targets = torch.tensor([0, 7, -100, 9])
     for mask in (targets < 0, targets >= 7):  # two calls; the earliest token of both is named
-        bad_targets._keep_first("linear_logprob", targets, mask, 5)
+        bad_values._keep_first("linear_logprob", "targets", targets, mask, "0..4")
     with pytest.raises(ValueError, match=r"linear_logprob: targets\[1\] is 7, expected 0..4"):
-        raise_bad_targets()
-    raise_bad_targets()  # said once
-    bad_targets._keep_first("linear_logprob", targets, targets < 0, 5)
+        raise_bad_values()
+    raise_bad_values()  # said once
+    bad_values._keep_first("linear_logprob", "targets", targets, targets < 0, "0..4")
     with pytest.raises(ValueError, match=r"targets\[2\] is -100"):
-        raise_bad_targets()
-    bad_targets._keep_first("linear_logprob", targets, targets < -100, 5)
-    bad_targets._keep_first("linear_logprob", targets[:0], targets[:0] < 0, 5)
-    raise_bad_targets()
+        raise_bad_values()
+    bad_values._keep_first("linear_logprob", "targets", targets, targets < -100, "0..4")
+    bad_values._keep_first("linear_logprob", "targets", targets[:0], targets[:0] < 0, "0..4")
+    raise_bad_values()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +149,7 @@ def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
         ({"weight": torch.randn(40, 9)}, r"weight has shape \[40, 9\], expected \[any, 8\]"),
         ({"targets": torch.zeros(5, dtype=torch.int64)}, r"targets has shape \[5\], expected \[4\]"),
         ({"targets": torch.zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
-        ({"temperature": 0.0}, r"temperature is 0.0, expected a positive number"),
+        ({"temperature": 0.0}, r"temperature is 0.0, expected a positive, finite number"),
         ({"temperature": torch.ones(3)}, r"temperature has shape \[3\], expected \[4\]"),
         ({"temperature": torch.ones(4, requires_grad=True)}, r"temperature requires a gradient"),
         ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),

@@ -362,15 +362,6 @@ def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeyp
     gemms.HeadGemms(weight, torch.float32)
 
 
-def test_autocast_changes_nothing():
-    hidden, weight, targets, arguments = simple()
-    expected = linear_policy_loss(hidden, weight, targets, **arguments).logprobs
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = linear_policy_loss(hidden, weight, targets, **arguments)
-        result.loss.backward()
-    assert torch.equal(result.logprobs, expected) and hidden.grad.dtype == torch.float32
-
-
 def test_non_contiguous_hidden_and_weight_give_the_same():
     hidden, weight, targets, arguments = simple()
     expected = linear_policy_loss(hidden, weight, targets, **arguments)

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from every_op import CALLS, HEADS, check_the_defaults_are_not_used, same
+from every_op import (
+    CALLS,
+    EMPTY_TIERS,
+    HEADS,
+    TIERS,
+    check_an_empty_batch_has_gradients_of_zero,
+    check_autocast_changes_nothing,
+    check_the_defaults_are_not_used,
+    force,
+    same,
+)
 
 from marsrl.kernels import (
     LossInputs,
@@ -14,25 +24,22 @@ from marsrl.kernels import (
     rms_norm,
     swiglu,
 )
-from marsrl.kernels.head import bad_targets, host_memory
-
-IMPLEMENTATIONS = ["cpu", "reference"]
+from marsrl.kernels.head import bad_values, host_memory
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def call(request, name, monkeypatch):
-    """The op's name, with the implementation taken; packing has none of its own on the CPU."""
-    if name != "pack" or request.param != "cpu":
-        monkeypatch.setenv("MARSRL_KERNELS", request.param)
+@pytest.fixture
+def call(name, tier, monkeypatch):
+    """The call's name, its op served by that implementation."""
+    force(monkeypatch, name, tier)
     return name
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name, tier", TIERS)
 def test_the_defaults_are_not_used(call):
     check_the_defaults_are_not_used(call)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name, tier", TIERS)
 def test_deterministic_algorithms_serve_and_change_nothing(call):
     expected = CALLS[call]()
     torch.manual_seed(0)
@@ -43,13 +50,14 @@ def test_deterministic_algorithms_serve_and_change_nothing(call):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_autocast_changes_nothing(name):
-    expected = CALLS[name]()
-    torch.manual_seed(0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = CALLS[name]()
-    same(found, expected)
+@pytest.mark.parametrize("name, tier", TIERS)
+def test_autocast_changes_nothing(call):
+    check_autocast_changes_nothing(call)
+
+
+@pytest.mark.parametrize("name, tier", EMPTY_TIERS)
+def test_an_empty_batch_has_gradients_of_zero(call):
+    check_an_empty_batch_has_gradients_of_zero(call)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -62,13 +70,13 @@ def test_a_learner_may_come_after_an_evaluation_in_inference_mode(name, monkeypa
 
 
 def test_a_flag_of_bad_targets_may_be_made_in_inference_mode(monkeypatch):
-    monkeypatch.setattr(bad_targets, "_FLAGS", {})
+    monkeypatch.setattr(bad_values, "_FLAGS", {})
     targets = torch.tensor([0, 7])
     with torch.inference_mode():
-        bad_targets._keep_first("op", targets, targets < 0, 5)
-    bad_targets._keep_first("op", targets, targets > 4, 5)
+        bad_values._keep_first("op", "targets", targets, targets < 0, "0..4")
+    bad_values._keep_first("op", "targets", targets, targets > 4, "0..4")
     with pytest.raises(ValueError, match=r"op: targets\[1\] is 7"):
-        bad_targets.raise_bad_targets()
+        bad_values.raise_bad_values()
 
 
 DIFFERENTIABLE = {
@@ -85,8 +93,22 @@ def inputs():
     return LossInputs(PolicyObjective(), torch.tensor([0, 9]), 9.0, advantages=torch.ones(1))
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_a_second_derivative_is_refused_and_not_zero(name):
+# The reference of policy_loss has no product: PyTorch differentiates it, as often as it is asked to.
+DIFFERENTIABLE_TIERS = [
+    (name, tier) for name, tier in TIERS if name in DIFFERENTIABLE and (name, tier) != ("policy_loss", "reference")
+]
+
+
+@pytest.mark.parametrize("name, tier", DIFFERENTIABLE_TIERS)
+def test_a_second_derivative_is_refused_and_not_zero(call):
     x = torch.randn(9, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match=f"{name}: create_graph=True asks for a second derivative"):
-        torch.autograd.grad(DIFFERENTIABLE[name](x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{call}: create_graph=True asks for a second derivative"):
+        torch.autograd.grad(DIFFERENTIABLE[call](x), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_a_transform_of_torch_func_is_refused_by_name(name, transform):
+    x = torch.randn(2, 9, 16) if transform is torch.vmap else torch.randn(9, 16)
+    with pytest.raises(RuntimeError, match=f"{name} has no rule for torch.func's transforms"):
+        transform(DIFFERENTIABLE[name], **({"randomness": "same"} if transform is torch.vmap else {}))(x)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marsrl.kernels import LossInputs, PolicyObjective, raise_bad_targets
+from marsrl.kernels import LossInputs, PolicyObjective, raise_bad_values
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
@@ -203,7 +203,7 @@ class Learner:
             for batch, result in zip(batches, results, strict=True):
                 sums.add(batch, result, counts_samples=self._context_group.rank() == 0)
         reduced = sums.reduced()
-        raise_bad_targets()  # here, where the host waits for the sums anyway
+        raise_bad_values()  # here, where the host waits for the sums anyway
         grad_norm = self._optimizer.grad_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(reduced.loss)
         if is_finite:

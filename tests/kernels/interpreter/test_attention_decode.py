@@ -15,6 +15,11 @@ def test_each_row_sees_its_own_keys(dtype, monkeypatch):
     compare([1, 60, 64, 130], 150, (6, 2), 16, dtype)
 
 
+@pytest.mark.parametrize("scale", [-0.6, 0.0])
+def test_any_finite_scale_is_served(scale):
+    compare([1, 13], 16, (2, 1), 16, scale=scale)
+
+
 def test_a_row_depends_on_nothing_but_itself(monkeypatch):
     monkeypatch.setattr(triton_impl, "SPLIT", 64)
     q, cache = torch.randn(3, 2, 16), torch.randn(3, 200, 1, 16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import compare
+from attention_cases import SCALES, check_scale, compare
 
 from marsrl.kernels import attention_varlen
 from marsrl.kernels.attention_varlen import triton_impl
@@ -25,6 +25,11 @@ def test_causal_self_attention(lengths, small_tiles):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype, small_tiles):
     compare([9, 4], dtype=dtype, heads=(2, 1), head_size=16, scale=0.7)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_any_finite_scale_is_served(scale, small_tiles):
+    check_scale(scale)
 
 
 def test_every_head_has_its_own_keys(small_tiles):

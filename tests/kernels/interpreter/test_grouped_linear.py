@@ -6,8 +6,7 @@ from grouped_linear_cases import compare
 
 from marsrl.kernels import grouped_linear
 from marsrl.kernels.grouped_linear import triton_impl
-from marsrl.kernels.grouped_linear.counts import Counts
-from marsrl.kernels.grouped_linear.triton_impl import Tiles, grouped_linear_triton
+from marsrl.kernels.grouped_linear.triton_impl import Tiles
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +21,9 @@ def test_each_expert_sees_its_own_rows(counts, dtype):
     compare(counts, 10, 16, dtype, given=counts)
 
 
-def test_counts_that_only_the_device_knows():
-    def on_device(x, weights, counts):
-        return grouped_linear_triton(x, weights, Counts(None, counts))
-
+def test_counts_in_a_tensor():
     counts = [0, 6, 1, 0, 2]
-    compare(counts, 8, 5, torch.float32, given=torch.tensor(counts), function=on_device)
+    compare(counts, 8, 5, torch.float32, given=torch.tensor(counts))
 
 
 def test_rows_and_weights_are_read_in_place():

@@ -1,0 +1,112 @@
+"""The gradient of an op: one autograd node around the forward and the backward of an implementation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.dispatch import Implementation, without_autocast
+from marsrl.kernels.first_derivative import first_derivative_only
+
+
+class Kernels(Protocol):
+    """Forward and backward of an op by one implementation."""
+
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
+        """The op's outputs, followed by tensors that only the backward reads."""
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the leading arguments, one for each of needs; None where it is not needed."""
+
+
+class Recomputed:
+    """Kernels of a function that PyTorch can differentiate: the backward computes it again.
+
+    The products of the backward then run inside one node, where autocast is off; autograd would run them as nodes of
+    the caller's graph, in the caller's autocast.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return _as_tuple(self._function(*args))
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        leaves = [each.detach().requires_grad_() if needed else each for each, needed in zip(args, needs)]
+        wanted = [leaf for leaf, needed in zip(leaves, needs) if needed]
+        with torch.enable_grad():
+            outputs = _as_tuple(self._function(*leaves, *args[len(needs) :]))
+        if outputs[0].requires_grad:
+            found = iter(torch.autograd.grad(outputs, wanted, tuple(grads), materialize_grads=True))
+        else:  # nothing was computed: the batch is empty
+            found = map(torch.zeros_like, wanted)
+        return [next(found) if needed else None for needed in needs]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the node of an op keeps for its backward.
+
+    num_tensors: the leading arguments that are tensors, or None. Those that require a gradient get one; all are saved.
+    num_outputs: the results of Kernels.forward that the caller sees. saves_outputs: the backward reads them as well.
+    """
+
+    op: str
+    num_tensors: int
+    num_outputs: int = 1
+    saves_outputs: bool = False
+    node: Any = field(init=False)  # a torch.autograd.Function with the op's name: profilers show it
+
+    def __post_init__(self) -> None:
+        num_tensors, num_outputs, first_saved = self.num_tensors, self.num_outputs, self.first_saved
+
+        def forward(ctx: Any, kernels: Kernels, *args: Any) -> Tensor | tuple[Tensor, ...]:
+            results = kernels.forward(*args)
+            ctx.save_for_backward(*args[:num_tensors], *results[first_saved:])
+            ctx.kernels, ctx.constants = kernels, args[num_tensors:]
+            return results[0] if num_outputs == 1 else results[:num_outputs]
+
+        @first_derivative_only(self.op)
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : 1 + num_tensors]
+            args = (*tensors[:num_tensors], *ctx.constants)
+            gradients = without_autocast(ctx.kernels.backward, args, tensors[num_tensors:], grads, needs)
+            return (None, *gradients, *(None for _ in ctx.constants))
+
+        functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        object.__setattr__(self, "node", type(self.op, (torch.autograd.Function,), functions))
+
+    @property
+    def first_saved(self) -> int:
+        """The first result that is saved for the backward."""
+        return 0 if self.saves_outputs else self.num_outputs
+
+    def implementation(
+        self,
+        name: str,
+        load: Callable[[], Kernels],
+        why_not: Callable[..., str | None] = lambda *args: None,
+        machine_lacks: Callable[[], str | None] = lambda: None,
+    ) -> Implementation:
+        """An implementation by Kernels, which load returns where they are used."""
+
+        def run(*args: Any) -> Any:
+            return self.node.apply(load(), *args)
+
+        return Implementation(name, run, why_not, machine_lacks, load)
+
+    def reference(self, function: Callable[..., Any], why_not: Callable[..., str | None] = lambda *args: None) -> Any:
+        """The implementation called reference, by a function that PyTorch can differentiate."""
+        return self.implementation("reference", lambda: Recomputed(function), why_not)
+
+
+def _as_tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)

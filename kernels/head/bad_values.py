@@ -1,0 +1,93 @@
+"""Targets outside the vocabulary, temperatures that are none: an error at once on the CPU, on a device a flag that is read
+once a step."""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.head.vocabulary import Head
+
+_NONE = torch.iinfo(torch.int64).max
+
+
+@dataclass
+class _Flag:
+    """first: [1] int64 on the device, token * 2^32 + (number + 2^31) of the earliest bad value; _NONE: all were good. The
+    number is the target, or the bits of the temperature in float32."""
+
+    first: Tensor
+    expected: str
+
+
+_FLAGS: dict[tuple[str, str, torch.device], _Flag] = {}
+
+
+def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -> float | Tensor:
+    """Raise ValueError for the first token inside mask [T] whose target is not in the vocabulary, or whose temperature is
+    not a positive, finite number.
+
+    On a device nothing is read: the finding is kept until raise_bad_values, and that token's log-prob is NaN. So head
+    and the temperature that is returned have NaN in place of a bad one.
+    """
+    is_bad = (head.targets < 0) | (head.targets >= head.vocab_size)
+    expected = f"0..{head.vocab_size - 1}; mask the tokens that have no target"
+    _check(head.op, "targets", head.targets, _inside(is_bad, mask), expected)
+    if head.inverse_temperature is None or not isinstance(temperature, Tensor):
+        return temperature
+    is_bad = _inside(~((temperature > 0) & (temperature < torch.inf)), mask)
+    _check(head.op, "temperature", temperature, is_bad, "a positive, finite number")
+    if temperature.device.type == "cpu":
+        return temperature
+    head.inverse_temperature.masked_fill_(is_bad, torch.nan)
+    return temperature.masked_fill(is_bad, torch.nan)
+
+
+def _inside(is_bad: Tensor, mask: Tensor | None) -> Tensor:
+    return is_bad if mask is None else is_bad & mask
+
+
+def _check(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) -> None:
+    if values.device.type != "cpu":
+        _keep_first(op, name, values, is_bad, expected)
+    elif is_bad.any():
+        token = int(is_bad.nonzero()[0])
+        raise ValueError(_message(op, name, token, values[token].item(), expected))
+
+
+def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) -> None:
+    """Queue the update of the op's flag; the host waits for nothing."""
+    if values.numel() == 0:
+        return
+    key = (op, name, values.device)
+    if key not in _FLAGS:
+        with torch.inference_mode(False):  # whoever calls first: the flag is written outside of it too
+            _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=values.device), expected)
+    flag = _FLAGS[key]
+    flag.expected = expected
+    if values.is_floating_point():
+        values = values.detach().float().view(torch.int32).long()
+    tokens = torch.arange(values.numel(), device=values.device)
+    codes = (tokens << 32) + (values.clamp(-(2**31), 2**31 - 1) + 2**31)
+    torch.minimum(flag.first, torch.where(is_bad, codes, _NONE).min(), out=flag.first)
+
+
+def raise_bad_values() -> None:
+    """Raise ValueError where a call on a device since the last time had a target outside the vocabulary, or a temperature
+    that is not a positive, finite number.
+
+    Waits for the device: call it where the host waits anyway, say when a step's loss is read. Every rank of a
+    vocabulary-parallel group finds the same.
+    """
+    for (op, name, _), flag in _FLAGS.items():
+        code = int(flag.first)
+        if code != _NONE:
+            flag.first.fill_(_NONE)
+            number = (code & 0xFFFFFFFF) - 2**31
+            value = number if name == "targets" else struct.unpack("f", struct.pack("i", number))[0]
+            raise ValueError(_message(op, name, code >> 32, value, flag.expected))
+
+
+def _message(op: str, name: str, token: int, value: float, expected: str) -> str:
+    return f"{op}: {name}[{token}] is {value}, expected {expected}"

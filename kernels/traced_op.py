@@ -1,0 +1,100 @@
+"""Ops for callers that torch.compile traces: each is torch.ops.marsrl.<name>, with a fake kernel and a gradient.
+
+    eager                               traced
+    op(...)                             torch.ops.marsrl.<name>(...), in the backward torch.ops.marsrl.<name>_backward(...)
+      the node of differentiable.py       op.choose, when the compiled code runs
+        Kernels.forward, .backward          Kernels.forward, .backward
+
+A call of such an op takes 17 us of Python more than that of the node (rms_norm, forward): eager callers go past it.
+Registering the ops is the one effect that importing marsrl.kernels has: torch.compile has to find them before the first call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.differentiable import Gradient, Kernels, Recomputed
+from marsrl.kernels.dispatch import Op, without_autocast
+from marsrl.kernels.first_derivative import first_derivative_only
+
+_LIBRARY = torch.library.Library("marsrl", "FRAGMENT")
+
+
+def register(
+    op: Op,
+    gradient: Gradient,
+    arguments: str,
+    results: Callable[..., tuple[Tensor, ...]],
+    num_results: int,
+    prepare: Callable[..., tuple[Any, ...]] = lambda *given: given,
+) -> None:
+    """Make torch.ops.marsrl.<name> of an op.
+
+    arguments: in the language of torch.library's schemas, the leading ones those of gradient. prepare: turns them, real
+    tensors, into what `op` takes, and checks them. results: of Kernels.forward for them, uninitialised; also for fake
+    tensors.
+    """
+    name, num_tensors = f"marsrl::{op.name}", gradient.num_tensors
+    types = ", ".join(["Tensor"] * num_results)
+    _LIBRARY.define(f"{op.name}({arguments}) -> ({types})")
+    _LIBRARY.define(f"{op.name}_backward(Tensor[] grads, Tensor[] saved, bool[] needs, {arguments}) -> Tensor[]")
+    backward_op = getattr(torch.ops.marsrl, f"{op.name}_backward")
+
+    def forward(*given: Any) -> Any:
+        args = prepare(*given)
+        found = without_autocast(_kernels(op, args).forward, *args)
+        # Recomputed keeps nothing for the backward. Were that another implementation's, MARSRL_KERNELS having changed in
+        # between, no gradient would be finite.
+        unread = (each.fill_(-torch.inf) for each in results(*given)[len(found) :])
+        return _one_or_all((*map(_own, found), *unread))
+
+    def backward(grads: list[Tensor], saved: list[Tensor], needs: list[bool], *given: Any) -> list[Tensor]:
+        args = prepare(*given)
+        found = without_autocast(_kernels(op, args).backward, args, saved, grads, needs)
+        return [_own(each) for each in found if each is not None]
+
+    def fake(*given: Any) -> Any:
+        return _one_or_all(results(*given))
+
+    def fake_backward(grads: list[Tensor], saved: list[Tensor], needs: list[bool], *given: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x, needed in zip(given, needs) if needed]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*found[gradient.num_outputs :])
+        ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
+        ctx.constants = [each for each in inputs if not isinstance(each, Tensor)]
+        tensors = (each for each in inputs if isinstance(each, Tensor))
+        ctx.num_saved = len(found) - gradient.first_saved
+        ctx.save_for_backward(*found[gradient.first_saved :], *tensors)
+
+    @first_derivative_only(op.name)
+    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, tensors = list(ctx.saved_tensors[: ctx.num_saved]), iter(ctx.saved_tensors[ctx.num_saved :])
+        constants = iter(ctx.constants)
+        inputs = [next(tensors) if is_tensor else next(constants) for is_tensor in ctx.is_tensor]
+        needs = list(ctx.needs_input_grad[:num_tensors])
+        found = iter(backward_op(list(grads[: gradient.num_outputs]), saved, needs, *inputs))
+        return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+    for suffix, kernel, of_fakes in (("", forward, fake), ("_backward", backward, fake_backward)):
+        _LIBRARY.impl(op.name + suffix, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(name + suffix, of_fakes, lib=_LIBRARY)
+    torch.library.register_autograd(name, differentiate, setup_context=setup_context, lib=_LIBRARY)
+
+
+def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
+    chosen = op.choose(*args)
+    return Recomputed(chosen.run) if chosen.load is None else chosen.load()
+
+
+def _own(result: Tensor) -> Tensor:
+    """The result with memory of its own, laid out as the fake kernel says; copied only where it is a view."""
+    is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
+    return result if is_whole else result.clone(memory_format=torch.contiguous_format)
+
+
+def _one_or_all(results: tuple[Tensor, ...]) -> Any:
+    return results if len(results) > 1 else results[0]
