@@ -36,7 +36,7 @@ def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(name, t
 def test_autocast_changes_nothing_in_compiled_code(name, tier, monkeypatch):
     force(monkeypatch, name, tier)
     x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    compiled = torch.compile(CALLERS[name], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(CALLERS[name], fullgraph=True, backend="eager")  # others run outside of autocast anyway
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
