@@ -3,6 +3,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Which set .venv gets, cuda or cpu: asked once, it holds until the other is asked. Empty: by whether nvidia-smi lists a GPU.
+INSTALLED_DEVICE := $(shell cat $(STAMP) 2>/dev/null)
+MARSRL_DEVICE ?= $(INSTALLED_DEVICE)
+export MARSRL_DEVICE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -12,25 +16,46 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
 
-.PHONY: help install train test cluster parity mutations check bench clean
+# The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
+TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
+OTHER_TRITON := build/triton-$(TRITON)
+# Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
+TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
+
+.PHONY: help install lock train test test-triton cluster parity mutations check bench clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP)  ## .venv with the pinned libraries and marsrl
+install: $(STAMP)  ## .venv with the locked libraries and marsrl; MARSRL_DEVICE=cuda or cpu chooses their builds
 
-$(STAMP): constraints/install.sh constraints/cpu.txt constraints/gpu.txt constraints/dev.txt setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
+ifneq ($(MARSRL_DEVICE),$(INSTALLED_DEVICE))
+.PHONY: $(STAMP)
+endif
+$(STAMP): constraints/install.sh constraints/cpu.txt constraints/cuda.txt setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 	constraints/install.sh
-	@touch $@
+	@echo "$(MARSRL_DEVICE)" >$@
+
+lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in ask for; versions in them stay where they can
+	for set in cpu cuda; do uv pip compile -q --no-header --annotation-style line --only-binary :all: \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
+	  $$([ $$set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$$set.in -o constraints/$$set.txt || exit; done
 
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
-test: install  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
+test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
 	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	tests/all.sh
+
+$(OTHER_TRITON):
+	python -m pip install -q --no-deps --target $@ triton==$(TRITON)
+
+test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and compiled for GPUs, with another Triton (TRITON=3.7.1)
+	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
+	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton or layouts" -q
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
 	tests/apt.sh ip iproute2 "so no cluster in a box"

@@ -35,7 +35,8 @@ def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
         "run.name=first", f"run.steps={STEPS}", "run.checkpoint_every=0", "run.evaluate=false", f"rollout.engine={engine}",
         "rollout.prompts_per_step=2", f"rollout.max_response_tokens={tokens}", "loss.entropy_coef=0.01",
     ]  # fmt: skip
-    return [*changed, "rollout.group_size=2", "rollout.picks=1", "orchestration=solver"] if is_tiny else changed
+    for_cpu = ["run.device=auto", "rollout.group_size=2", "rollout.picks=1", "orchestration=solver"]
+    return [*changed, *for_cpu] if is_tiny else changed
 
 
 def main() -> int:

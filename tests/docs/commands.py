@@ -128,6 +128,9 @@ MIXED = (
 ON_GPUS = "policies.main.model=/models/%s data.train=problems.jsonl"
 
 WAYS = {
+    "make install": make("to its end, with stand-ins for the wheels: tests/install/test_install.py"),
+    "make lock": make("what it made: tests/install/test_locks.py"),
+    "make test-triton": make("some of it: tests/kernels/test_other_triton.py"),
     "make train": make("its torchrun line: the row of `torchrun trainer/main.py`"),
     "make test": make("it is what runs these tests"),
     "make bench": make("rows of the benchmarks"),

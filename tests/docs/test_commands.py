@@ -130,6 +130,12 @@ def test_a_run_on_gpus_passes_its_checks(
     )
     monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("MARSRL_DEVICE", raising=False)
+    assert call([*words, "--dry-run"]) == 2
+    assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err
+    if "configs/single_gpu.yaml" in command:  # as it would be on a CPU
+        assert call([*words, "--dry-run", "run.device=cpu"]) == 0, capsys.readouterr().err
+        assert "CPU: rank 0" in capsys.readouterr().out
     # What vLLM and Megatron say: tests/plan/test_presets.py.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -283,10 +289,23 @@ def test_a_benchmark_starts_by_itself(script: str) -> None:
 
 
 MAKES = {
+    "make install": ["make: Nothing to be done for 'install'."],
+    "make lock": [
+        "for set in cpu cuda; do uv pip compile -q --no-header --annotation-style line --only-binary :all: \\",
+        "  --python-version 3.11 --python-platform x86_64-manylinux_2_31 "
+        "--find-links https://download.pytorch.org/whl/cpu/torch/ \\",
+        "  $([ $set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$set.in "
+        "-o constraints/$set.txt || exit; done",
+    ],
     "make train": ["torchrun --nproc-per-node 1 trainer/main.py"],  # torchrun's default is one process, too
     "make test": [
         "tests/report/chromium.sh install", 'tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"',
         'tests/apt.sh ip iproute2 "so no cluster in a box"', "tests/all.sh",
+    ],
+    "make test-triton": [
+        "PYTHONPATH=build/triton-x TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q",
+        'PYTHONPATH=build/triton-x python -m pytest tests/kernels -m "not gpu and not multi_gpu" '
+        '--ignore tests/kernels/interpreter -k "ahead or triton or layouts" -q',
     ],
     "make cluster": ['tests/apt.sh ip iproute2 "so no cluster in a box"', "python tests/cluster/all_cases.py"],
     "make parity": ["python benchmarks/parity.py"],
@@ -301,8 +320,9 @@ def test_make_runs_commands_that_are_tested() -> None:
     commands = run_by("test_make_runs_commands_that_are_tested")
     assert set(commands) == set(MAKES)
     for command in commands:
-        installed = ["--dry-run", "--no-print-directory", "--assume-old", ".venv/.installed"]
-        done = subprocess.run([*shlex.split(command), *installed], cwd=ROOT, capture_output=True, text=True)
+        installed = ["--dry-run", "--no-print-directory", "TRITON=x", "--assume-old", "build/triton-x", "--assume-old"]
+        words = [*shlex.split(command), "MARSRL_DEVICE=$(INSTALLED_DEVICE)", *installed, ".venv/.installed"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.stdout.splitlines() == MAKES[command], done.stderr
     for line in MAKES["make bench"]:
         assert line in WAYS

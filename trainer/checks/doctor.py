@@ -13,6 +13,7 @@ import torch
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
+from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.node_findings import (
     Finding,
     Ranks,
@@ -35,13 +36,12 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
         config: also what would become of it here; None: what the settings' defaults need.
         num_nodes, ranks_per_node: torchrun's words; None: a rank for each GPU that engines leave.
     """
-    installed = library_versions(LIBRARIES)
+    installed, settings = library_versions(LIBRARIES), config or RunConfig()
     findings = [
         Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})"),
         Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
-        Finding("machine", "gpu", torch.cuda.is_available(), _gpu()),
+        Finding("machine", "gpu", torch.cuda.is_available(), _gpu(settings)),
     ]
-    settings = config or RunConfig()
     findings += memory_findings(settings)
     parent = parent_of(settings.sync.directory)
     if left := left_behind(parent):
@@ -78,7 +78,9 @@ def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def _gpu() -> str:
+def _gpu(settings: RunConfig) -> str:
+    if (reason := why_not_device(settings.run.device)) is not None:
+        return f"refused: {reason}"
     if not torch.cuda.is_available():
         return f"none seen by torch {torch.__version__}: everything runs on the CPU"
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -101,7 +103,7 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
             has_vllm,
             f"serves: {who_draws(VllmOptions(), 'cuda' if torch.cuda.is_available() else 'cpu')} (rollout.vllm.sampler=auto)"
             if has_vllm
-            else "not installed: pip install vllm (GPU) or see constraints/cpu.txt",
+            else "not installed: see docs/install.md",
         ),
         Finding(
             "engines",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ import torch
 from marsrl.rollout.config import is_started_here
 from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.environment import environment
+from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.weights.files import parent_of
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,8 @@ def gpu_findings() -> list[Finding]:
 
 
 def _driver() -> Finding:
-    try:
-        first = _DRIVER.read_text(encoding="utf-8").splitlines()[0]
-    except OSError:
-        return Finding("gpu", "driver", False, f"{_DRIVER} cannot be read: its version is not known")
-    return Finding("gpu", "driver", True, " ".join(first.partition(":")[2].split()))
+    version = driver_version()
+    return Finding("gpu", "driver", version is not None, version or f"{KERNEL_MODULE} and nvidia-smi say no version")
 
 
 def _libraries() -> list[Finding]:

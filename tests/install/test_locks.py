@@ -1,0 +1,64 @@
+"""constraints/cpu.txt and cuda.txt hold all that is needed, for the Pythons that we support; nothing is installed for that."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints"
+LINE = re.compile(r"([a-z0-9-]+==[\w.+]+) +# via (([a-z0-9-]+|-r constraints/\w+\.in)(, |$))+")
+
+
+def locked(device: str) -> list[str]:
+    return [line.split()[0] for line in (CONSTRAINTS / f"{device}.txt").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lock_names_versions_and_no_place_to_get_them_from(device: str) -> None:
+    lines = (CONSTRAINTS / f"{device}.txt").read_text().splitlines()
+    assert not [line for line in lines if not LINE.fullmatch(line)]
+
+
+def torch_of_cpu(folder: Path) -> None:
+    """A wheel of PyTorch for CPUs that has only its metadata, as the resolver reads no more: PyPI has none."""
+    installed = distribution("torch")
+    if installed.version not in {pin.partition("==")[2] for pin in locked("cpu")}:
+        pytest.skip(f"PyTorch {installed.version} is installed, and what that for CPUs needs is not known")
+    stem = f"torch-{installed.version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{stem}.dist-info/METADATA", installed.read_text("METADATA") or "")
+        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
+    """Asked for the lock and for what it was made of, a resolver adds nothing, finds nothing in conflict, and a wheel of each."""
+    words = ["--find-links", str(tmp_path), "--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
+    if device == "cpu":
+        torch_of_cpu(tmp_path)
+        words += ["--excludes", str(CONSTRAINTS / "cpu.excludes")]
+    files = [str(CONSTRAINTS / f"{device}.{kind}") for kind in ("in", "txt")]
+    uv = [
+        Path(sys.executable).with_name("uv"),
+        "pip",
+        "compile",
+        "--only-binary",
+        ":all:",
+        "--no-header",
+        "--no-annotate",
+    ]
+    environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never"}
+    done = subprocess.run([*uv, *files, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == locked(device)

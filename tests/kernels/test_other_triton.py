@@ -1,0 +1,33 @@
+"""Triton kernels with the Triton that the CUDA set brings: all of them interpreted, those of the head compiled for GPUs.
+
+`make test-triton` compiles the others, too. `make test` fetches that Triton into build/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", ["interpreter", "test_first_gemm_ahead_of_time.py"])
+def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str) -> None:
+    (other,) = re.findall(r"^triton==(\S+)", (ROOT / "constraints/cuda.txt").read_text(), re.MULTILINE)
+    if other == version("triton"):
+        pytest.skip(f"Triton {other} is the one that all tests run with here")
+    folder = ROOT / f"build/triton-{other}"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: make build/triton-{other}")
+    environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1" if tests == "interpreter" else "0"}
+    script = f"import pytest, sys, triton; assert triton.__version__ == {other!r}; sys.exit(pytest.main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, f"tests/kernels/{tests}", "-q", "-m", "not gpu and not multi_gpu"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
