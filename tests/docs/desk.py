@@ -18,6 +18,7 @@ import torch
 from documents import ROOT, config_blocks, python_blocks
 from forked import PYTHON
 from safetensors.torch import load_file, save_file
+from small_run import SEED
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
@@ -93,7 +94,7 @@ class Desk:
 
     def until_version_1(self, words: list[str]) -> Path:
         """Started, and stopped by Ctrl-C when the first step is logged: the run's directory."""
-        process = self.start(words)
+        process = self.start([*words, *SEED])
         deadline = time.monotonic() + 1200
         try:
             while not (rows := [each for each in self.folder.glob("runs/*/metrics.jsonl") if each.stat().st_size]):

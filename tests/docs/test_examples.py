@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import run_by
 from desk import Desk, boxing_model
+from small_run import SEED
 
 from marsrl.trainer import cli
 from marsrl.trainer.main import main
@@ -28,7 +29,7 @@ def test_an_example_trains(command: str, desk: Desk) -> None:
     """With a model that says 7 or 8 by a coin, until its first agent's samples are trained."""
     model = boxing_model(desk.folder / "model")
     first, steps = ("first", 3) if "own_team" in command else ("solver", 1)
-    own = [f"policies.main.model={model}", f"run.steps={steps}", "run.evaluate=false"]
+    own = [f"policies.main.model={model}", f"run.steps={steps}", "run.evaluate=false", *SEED]
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert main([*desk.words(command, Path)[2:], *own]) == 0

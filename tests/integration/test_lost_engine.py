@@ -129,8 +129,9 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
         Counter(r.agent for r in samples)["solver"] == last * 2 * 4
         and max(Counter(r.uid for r in samples).values()) == 1
     )
-    # the new engine decodes with the weights of its version: the trainer gives its tokens the same probabilities
-    assert all(row["train_rollout/prob_diff_max"] < 1e-4 for row in rows.values())
+    # the new engine decodes with the weights of its version: the trainer gives its tokens the same probabilities, but to
+    # those whose routers find two experts equally good
+    assert all(row["train_rollout/prob_diff_mean"] < 1e-5 for row in rows.values())
     assert all(row["actor/empty_steps"] == 0 for row in rows.values())
     assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
     latest = directory.latest_checkpoint()

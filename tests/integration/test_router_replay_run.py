@@ -9,6 +9,8 @@ import pytest
 from small_run import run_here
 
 from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.runs.directory import RunDirectory
 
 
 @pytest.mark.slow
@@ -23,7 +25,18 @@ def test_a_run_with_the_local_engine_forces_the_experts_of_decoding(tmp_path: Pa
     ]  # fmt: skip
     run_here(words)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    differ = [step["router/replayed_differ"] for step in steps if "router/replayed_differ" in step]
-    assert len(differ) == 2  # the first stage ends with every sample in the middle
-    assert 0 < differ[1] < 1  # samples of two segments, of which the second was decoded by newer weights
-    assert all(step["train_rollout/prob_diff_mean"] < 0.05 for step in steps if "router/replayed_differ" in step)
+    samples = [list(read_samples(file)) for file in sample_files(RunDirectory(tmp_path / "run")).values()]
+    assert [len(of_step) for of_step in samples] == [step["rollout/samples"] for step in steps]
+    for step, of_step in zip(steps, samples, strict=True):
+        # the first stage ends with most samples in the middle, and seldom with a group that has come to its end
+        assert ("router/replayed_differ" in step) == bool(of_step)
+        if of_step:
+            versions = {segment.version for sample in of_step for segment in sample.segments}
+            if len(versions) > 1:  # more than half of what older weights have decoded
+                assert 0 < step["router/replayed_differ"] < 1
+            else:
+                assert (
+                    step["router/replayed_differ"] < 1e-2
+                )  # of 200 tokens and more: rounding alone makes next to none
+            assert step["train_rollout/prob_diff_mean"] < 0.05
+    assert sum(map(len, samples)) > 0

