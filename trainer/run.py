@@ -95,7 +95,11 @@ class Run:
     def shard_of_this_rank(self) -> BatchShard:
         learner = next(iter(self.learners.values()))
         return BatchShard(
-            learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align
+            learner.data_rank,
+            learner.data_size,
+            self.config.trainer.max_tokens_per_micro_batch,
+            learner.align,
+            learner.routes,
         )
 
     @property

@@ -12,6 +12,7 @@ import datetime
 import queue
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ COLLECTIVE_S = 1800.0
 model from one slow disk end apart."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes that each rank brings to one all_gather: a few MB of one rank would else be as many on the device for every rank
-that there is."""
+"""Bytes that each rank brings to one all_gather, or gets of one scatter: a few MB of one rank would else be as many on the
+device for every rank that there is."""
 
 _LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 
@@ -106,6 +107,54 @@ def broadcast_bytes(data: bytes | None) -> bytes:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
     return data if data is not None else bytes(buffer.cpu().numpy().tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Groups by which bytes for a data rank go to all its ranks: along `across`, then inside each replica.
+
+    across: rank 0's group, with the first rank of every `inside`; None on ranks that are not in it.
+    inside: this rank's, whose members have one data rank.
+    """
+
+    across: dist.ProcessGroup | None
+    inside: dist.ProcessGroup
+
+
+def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
+    """This rank's part. Collective, in the middle of others: whoever begins meets first (`barrier`).
+
+    parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank. Rank 0's device holds PIECE_BYTES of each rank of
+    `across` at a time, another device as many once.
+    """
+    device = _device()
+    sizes = torch.zeros(max(data_ranks) + 1, dtype=torch.int64, device=device)
+    if parts is not None:
+        sizes.copy_(torch.tensor([len(part) for part in parts]))
+    dist.broadcast(sizes, src=0)
+    ends = sizes.tolist()
+    whole = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
+    for begin in range(0, max(ends), PIECE_BYTES):
+        piece = torch.zeros(min(PIECE_BYTES, max(ends) - begin), dtype=torch.uint8, device=device)
+        if routes.across is not None:
+            pieces = None
+            if parts is not None:
+                of_data_rank = [_piece(part, begin, len(piece)).to(device) for part in parts]
+                pieces = [of_data_rank[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
+            dist.scatter(piece, pieces, src=0, group=routes.across)
+        if routes.inside.size() > 1:
+            dist.broadcast(piece, group_src=0, group=routes.inside)
+        mine = whole[begin : begin + len(piece)]
+        mine.copy_(piece[: len(mine)])
+    return memoryview(whole.numpy())
+
+
+def _piece(part: bytes, begin: int, size: int) -> torch.Tensor:
+    """[size] uint8, 0 where the part has ended."""
+    piece = torch.zeros(size, dtype=torch.uint8)
+    if here := bytearray(memoryview(part)[begin : begin + size]):
+        piece[: len(here)] = torch.frombuffer(here, dtype=torch.uint8)
+    return piece
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
