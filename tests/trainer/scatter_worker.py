@@ -22,7 +22,7 @@ from marsrl.trainer.runs.collective import Routes, all_true, gather_bytes, rank
 
 MAX_TOKENS = 64
 LAYERS, TOP_K = 24, 8
-LONG, NUM_LONG = 4096, 24  # of the batch whose memory is counted
+LONG, NUM_LONG, SENT_BYTES = 4096, 24, 1 << 16  # of the batch whose memory is counted
 
 
 def sequence(i: int, num_tokens: int) -> TrainSequence:
@@ -74,17 +74,19 @@ def share_is_as_planned(batches: tuple[MiniBatch, ...], shard: BatchShard) -> li
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation or a collective has given or been given."""
+    """Bytes of the largest tensor of any operation, and of the tensors of the largest collective together."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = 0
+        self.tensor = self.sent = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(each, torch.Tensor):
-                self.num_bytes = max(self.num_bytes, each.nbytes)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        tensors = {each.data_ptr(): each.nbytes for each in leaves if isinstance(each, torch.Tensor)}
+        self.tensor = max(self.tensor, *tensors.values(), 0)
+        if function.namespace == "c10d":
+            self.sent = max(self.sent, sum(tensors.values()))
         return result
 
 
@@ -102,7 +104,9 @@ def memory(shard: BatchShard) -> dict[str, int]:
     return {
         "batch": NUM_LONG * arrays,
         "micro_batch": arrays,
-        "largest": largest.num_bytes,
+        "largest": largest.tensor,
+        "sent": largest.sent,
+        "most_sent": 3 * SENT_BYTES // 2,  # on rank 0 the parts, and its own as it arrives
         "beside": peak - kept,
         "sequences": len(uids),
     }
@@ -146,14 +150,14 @@ def job() -> list[dict[str, Any]]:
         "data": BatchShard(rank(), 2, MAX_TOKENS, 1, Routes(world, alone[rank()])),
         "replica": BatchShard(0, 1, MAX_TOKENS, 8, Routes(alone[0] if rank() == 0 else None, world)),
     }
-    whole_piece = collective.PIECE_BYTES
+    whole = collective.SCATTER_BYTES
     for way, shard in ways.items():
         for name, batches in BATCHES.items():
-            for piece in (1000, whole_piece):
-                collective.PIECE_BYTES = piece
-                found[f"{way}, {name}, {piece}"] = share_is_as_planned(batches, shard)
+            for most in (1000, whole):
+                collective.SCATTER_BYTES = most
+                found[f"{way}, {name}, {most}"] = share_is_as_planned(batches, shard)
     long = dataclasses.replace(ways["data"], max_tokens=LONG)
-    collective.PIECE_BYTES = 1 << 16
+    collective.SCATTER_BYTES = SENT_BYTES
     found["memory"] = memory(long)
     for r in range(2):
         found[f"pack fails on rank {r}"] = fails("pack", r, 1, ways["data"])

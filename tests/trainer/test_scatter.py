@@ -28,6 +28,7 @@ def test_no_rank_holds_more_than_micro_batches_beside_its_share(found: list[dict
     room = 1.3 * first["micro_batch"]  # tokens, log-probs and the like come with the experts
     for own in (first, other):
         assert own["largest"] < room  # of tensors
+        assert 0 < own["sent"] <= own["most_sent"]
     # of everything: both ranks' encoded parts and its own part received, then its part decoded and laid end to end
     assert first["beside"] < 5 * room < first["batch"] / 3
     assert other["beside"] < 3 * room

@@ -1,7 +1,7 @@
 """Rank 0 knows the batch; every data-parallel rank gets its micro-batches, all their arrays, and nobody else's.
 
-One micro-batch of every data rank is on its way at a time. Rank 0 holds data_size of them encoded, another rank one, a device
-collective.PIECE_BYTES of each. A micro-batch of max_tokens tokens takes some 13 bytes a token, and layers x top_k more with
+One micro-batch of every data rank is on its way at a time. Rank 0 holds data_size of them encoded, another rank one, a device no
+more than collective.SCATTER_BYTES. A micro-batch of max_tokens tokens takes some 13 bytes a token, and layers x top_k more with
 the experts of decoding: 37 MiB for 98,304 tokens of Qwen3-30B-A3B.
 """
 

@@ -24,8 +24,11 @@ COLLECTIVE_S = 1800.0
 model from one slow disk end apart."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes that each rank brings to one all_gather, or gets of one scatter: a few MB of one rank would else be as many on the
-device for every rank that there is."""
+"""Bytes that each rank brings to one all_gather: a few MB of one rank would else be as many on the device for every rank
+that there is."""
+
+SCATTER_BYTES = 64 << 20
+"""Bytes of all parts together that rank 0's device holds for one scatter; other devices hold those of one part."""
 
 _LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 
@@ -124,8 +127,7 @@ class Routes:
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
     """This rank's part. Collective, in the middle of others: whoever begins meets first (`barrier`).
 
-    parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank. Rank 0's device holds PIECE_BYTES of each rank of
-    `across` at a time, another device as many once.
+    parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank.
     """
     device = _device()
     sizes = torch.zeros(max(data_ranks) + 1, dtype=torch.int64, device=device)
@@ -134,27 +136,24 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
     dist.broadcast(sizes, src=0)
     ends = sizes.tolist()
     whole = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
-    for begin in range(0, max(ends), PIECE_BYTES):
-        piece = torch.zeros(min(PIECE_BYTES, max(ends) - begin), dtype=torch.uint8, device=device)
+    size = min(max(ends), SCATTER_BYTES // len(ends))
+    piece = torch.empty(size, dtype=torch.uint8, device=device)
+    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # rank 0's host
+    for begin in range(0, max(ends), size or 1):
         if routes.across is not None:
             pieces = None
             if parts is not None:
-                of_data_rank = [_piece(part, begin, len(piece)).to(device) for part in parts]
-                pieces = [of_data_rank[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
+                for row, part in zip(outgoing.numpy(), parts, strict=True):
+                    here = memoryview(part)[begin : begin + size]
+                    row[: len(here)] = here  # what stands behind a part's end is not read
+                rows = outgoing.to(device)
+                pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
             dist.scatter(piece, pieces, src=0, group=routes.across)
         if routes.inside.size() > 1:
             dist.broadcast(piece, group_src=0, group=routes.inside)
-        mine = whole[begin : begin + len(piece)]
+        mine = whole[begin : begin + size]
         mine.copy_(piece[: len(mine)])
-    return memoryview(whole.numpy())
-
-
-def _piece(part: bytes, begin: int, size: int) -> torch.Tensor:
-    """[size] uint8, 0 where the part has ended."""
-    piece = torch.zeros(size, dtype=torch.uint8)
-    if here := bytearray(memoryview(part)[begin : begin + size]):
-        piece[: len(here)] = torch.frombuffer(here, dtype=torch.uint8)
-    return piece
+    return whole.numpy().data
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
