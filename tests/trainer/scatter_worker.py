@@ -17,10 +17,13 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.trainer.data import scatter as module
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch, Update, micro_batches, scatter
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import Routes, all_true, gather_bytes, rank
 
 MAX_TOKENS = 64
+ONE = Layout(tensor=1, expert=1, expert_tensor=1, pipeline=1, context=1)
 LAYERS, TOP_K = 24, 8
 LONG, NUM_LONG, SENT_BYTES = 4096, 24, 1 << 16  # of the batch whose memory is counted
 
@@ -156,6 +159,12 @@ def job() -> list[dict[str, Any]]:
             for most in (1000, whole):
                 collective.SCATTER_BYTES = most
                 found[f"{way}, {name}, {most}"] = share_is_as_planned(batches, shard)
+    for axis in ("data", "tensor", "pipeline", "context"):
+        parallel.start(ONE if axis == "data" else dataclasses.replace(ONE, **{axis: 2}), seed=0)
+        num_shares = 2 if axis == "data" else 1
+        shard = BatchShard(rank() % num_shares, num_shares, MAX_TOKENS, 4, parallel.routes())
+        found[f"layout, {axis}"] = share_is_as_planned(BATCHES["uneven"], shard)
+        parallel.stop(keep_world=True)
     long = dataclasses.replace(ways["data"], max_tokens=LONG)
     collective.SCATTER_BYTES = SENT_BYTES
     found["memory"] = memory(long)

@@ -160,11 +160,7 @@ class Learner:
     @property
     def routes(self) -> Routes:
         """The way from rank 0 to the ranks of every data-parallel place."""
-        from megatron.core import parallel_state
-
-        across = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        has_rank_0 = 0 in dist.get_process_group_ranks(across)
-        return Routes(across if has_rank_0 else None, parallel_state.get_model_parallel_group())
+        return parallel.routes()
 
     def step(
         self,
