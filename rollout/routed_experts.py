@@ -2,8 +2,9 @@
 
     [tokens, MoE layers, top_k], one byte an expert (two where a model has more than 255)
 
-They take layers x top_k bytes a token: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens, and as much
-again while they are packed and sent. A token that the model was never fed, as the last one of a completion, has no record.
+They take layers x top_k bytes a token: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens; of those of a
+step, data ranks get their shares alone (trainer/data/scatter.py). A token that the model was never fed, as the last one of a
+completion, has no record.
 """
 
 from __future__ import annotations

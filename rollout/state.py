@@ -21,7 +21,7 @@ def encode(value: object) -> bytes:
     return msgpack.packb(_plain(value), use_bin_type=True)
 
 
-def decode(kind: type[State], data: bytes) -> State:
+def decode(kind: type[State], data: bytes | memoryview) -> State:
     """The value of type `kind` that `encode` was given.
 
     Raises:

@@ -298,10 +298,13 @@ class Team:
         model = self.judge.model
         return [*self.pools.values(), *([] if model is None else [model.pool])]
 
-    def sleep(self) -> None:
-        """All engines give their memory to the trainer, where they share its GPUs; else nothing happens."""
-        for pool in self.pools.values():
-            pool.sleep()
+    def sleep(self, renewed: Collection[str]) -> None:
+        """All engines give their memory to the trainer, where they share its GPUs; else nothing happens.
+
+        renewed: policies whose engines get weights before anything else is asked of them: they need not keep the old ones.
+        """
+        for policy, pool in self.pools.items():
+            pool.sleep(keeps_weights=policy not in renewed)
         if self.judge.model is not None:
             self.judge.model.sleep()
 

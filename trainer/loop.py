@@ -43,12 +43,12 @@ def train(run: Run) -> None:
                         mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
                     )
                 updates = scatter(batches, run.shard_of_this_rank)
-            with run.engines_asleep(), run.timed("step"):
+            with run.engines_asleep(policy), run.timed("step"):
                 stats = train_step(learner, updates, by_agent=run.measures_agents, keep=kept)
                 run.note_step(policy, stats, batches)
-            if stats.is_updated:
+            if stats.is_updated or run.engines_drop_weights:
                 with run.timed("publish"):
-                    run.publish(policy)  # version + 1, engines hold it and have proven it
+                    run.publish(policy, is_new=stats.is_updated)  # version + 1, engines hold it and have proven it
         run.evaluate_if_due(step)
         run.record(step, batch)
         run.stop_if_diverged()

@@ -95,7 +95,11 @@ class Run:
     def shard_of_this_rank(self) -> BatchShard:
         learner = next(iter(self.learners.values()))
         return BatchShard(
-            learner.data_rank, learner.data_size, self.config.trainer.max_tokens_per_micro_batch, learner.align
+            learner.data_rank,
+            learner.data_size,
+            self.config.trainer.max_tokens_per_micro_batch,
+            learner.align,
+            learner.routes,
         )
 
     @property
@@ -197,18 +201,25 @@ class Run:
             chosen = encode(self.driver.log.choose_kept(credited, self.step) if credited is not None else [])
         return frozenset(decode(list[str], broadcast_bytes(chosen)))
 
+    @property
+    def engines_drop_weights(self) -> bool:
+        """Do engines keep no weights while their policy is trained, so that they need some after a skipped step too?"""
+        return self.config.rollout.placement == "colocated"
+
     @contextmanager
-    def engines_asleep(self) -> Iterator[None]:
+    def engines_asleep(self, policy: str) -> Iterator[None]:
         """With rollout.placement=colocated the GPUs' memory is the trainer's in the body. Collective then.
 
-        Whoever asks something of the engines next wakes them: the publish, or the next stage.
+        Whoever asks something of the engines next wakes them: of this policy, and of those whose turn to train is still to
+        come in this step, the publish, so that they drop their weights; of others the next stage.
         """
-        if self.config.rollout.placement != "colocated":
+        if not self.engines_drop_weights:
             yield
             return
         if self.driver is not None:
+            policies = list(self.learners)
             with self.timed("sleep"):
-                self.driver.team.sleep()
+                self.driver.team.sleep(renewed=policies[policies.index(policy) :])
         barrier()
         yield
         if torch.cuda.is_available():
@@ -276,9 +287,9 @@ class Run:
                     "lower the learning rate, or take out the samples that they have in common"
                 )
 
-    def publish(self, policy: str) -> None:
-        """One version more, in the engines too."""
-        self.versions[policy] += 1
+    def publish(self, policy: str, *, is_new: bool) -> None:
+        """One version more, in the engines too; where the step changed nothing, the same version once more."""
+        self.versions[policy] += is_new
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:

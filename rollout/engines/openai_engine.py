@@ -126,7 +126,7 @@ class OpenAIEngine:
     def forget_prefixes(self) -> None:
         """A server's cache is its own."""
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool) -> None:
         """A server's memory is its own."""
 
     def wake(self, part: MemoryPart) -> None:

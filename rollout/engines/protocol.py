@@ -199,8 +199,8 @@ class EngineLost(RuntimeError):
 
 
 class Engine(Protocol):
-    """One replica of one policy. One thread decodes (collect, score, update_weights); `submit`, `abort` and
-    `num_decoded` may be called by another meanwhile."""
+    """One replica of one policy. One thread makes it and calls it; `submit`, `abort` and `num_decoded`, which touch no device,
+    may be called by another meanwhile."""
 
     def info(self) -> EngineInfo: ...
 
@@ -229,13 +229,14 @@ class Engine(Protocol):
     def forget_prefixes(self) -> None:
         """Drop every cached prefix. Nothing is under way."""
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool) -> None:
         """Give the device's memory to others: weights go to the host, caches are dropped. Nothing is under way.
 
         Until it is awake again an engine serves nothing; update_weights needs its weights awake.
+        keeps_weights: False where update_weights comes before anything is decoded or scored: weights may be dropped.
         """
 
     def wake(self, part: MemoryPart) -> None:
-        """Take memory back, one part after the other: weights (as they were), then the cache. Does nothing when awake."""
+        """Take memory back, one part after the other: weights (as they were, if kept), then the cache; nothing when awake."""
 
     def close(self) -> None: ...

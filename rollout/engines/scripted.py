@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marsrl.rollout.engines.protocol import (
+    TORN,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
@@ -142,6 +143,8 @@ class ScriptedEngine:
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
         self._need("weights", "kv_cache")
+        if self._version == TORN:
+            raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")
         return [self._score(s) if self._score else scripted_logprobs(s[1:], 1) for s in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -158,10 +161,12 @@ class ScriptedEngine:
     def forget_prefixes(self) -> None:
         """Nothing is cached."""
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_weights: bool) -> None:
         if self._under_way:
             raise RuntimeError(f"ScriptedEngine.sleep: {len(self._under_way)} requests are under way; abort them first")
         self._asleep = {"weights", "kv_cache"}
+        if not keeps_weights:
+            self._version = TORN
 
     def wake(self, part: MemoryPart) -> None:
         self._asleep.discard(part)

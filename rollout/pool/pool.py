@@ -358,8 +358,11 @@ class EnginePool:
         self._wake()
         self._call("forget_prefixes")
 
-    def sleep(self) -> None:
-        """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens."""
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens.
+
+        keeps_weights: False where update_weights is the next that is asked of them. Those that sleep already go on as they do.
+        """
         if not self._sleeps or self._asleep:
             return
         if self.num_under_way:
@@ -367,7 +370,7 @@ class EnginePool:
                 f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way"
             )
         self._dispatch.forget_homes()
-        self._call("sleep")
+        self._call("sleep", (keeps_weights,))
         self._asleep = ("weights", "kv_cache")
 
     def _wake(self, *parts: MemoryPart) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,16 +29,18 @@ _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _LONGEST_START = 10  # times that, where its process answers all the while
-_CALLS_AT_ONCE = _COLLECTS + 3  # beside them num_decoded, is_there, and submit or abort
+_CALLS_BESIDE = 3  # num_decoded, is_there, and submit or abort
+_ON_DEVICE = ray.method(concurrency_group="device")
 
 
 class EngineActor:
-    """What runs in the actor's process. One thread decodes; num_decoded, submit and abort are answered meanwhile."""
+    """What runs in the actor's process. The thread of the group "device" makes the engine and all calls that may touch its
+    device, one after the other: in each thread vLLM has a CUDA stream of its own. The others are answered meanwhile."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._decoding = threading.Lock()
 
+    @_ON_DEVICE
     def start(self) -> Timed:
         """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
 
@@ -50,6 +51,7 @@ class EngineActor:
 
         return timed(make)
 
+    @_ON_DEVICE
     def info(self) -> Timed:
         return timed(self._engine.info)
 
@@ -62,30 +64,34 @@ class EngineActor:
     def submit(self, requests: RequestBatch, version: int) -> None:
         self._engine.submit(requests.unpack(), version=version)
 
+    @_ON_DEVICE
     def collect(self, timeout_s: float) -> Timed:
-        with self._decoding:
-            return timed(lambda: ResultBatch.pack(self._engine.collect(timeout_s)))
+        return timed(lambda: ResultBatch.pack(self._engine.collect(timeout_s)))
 
     def abort(self) -> None:
         self._engine.abort()
 
+    @_ON_DEVICE
     def score(self, sequences: list[IntArray], temperature: float) -> Timed:
-        with self._decoding:
-            return timed(lambda: self._engine.score(sequences, temperature))
+        return timed(lambda: self._engine.score(sequences, temperature))
 
+    @_ON_DEVICE
     def update_weights(self, update: WeightUpdate) -> Timed:
-        with self._decoding:
-            return timed(lambda: self._engine.update_weights(update))
+        return timed(lambda: self._engine.update_weights(update))
 
+    @_ON_DEVICE
     def forget_prefixes(self) -> Timed:
         return timed(self._engine.forget_prefixes)
 
-    def sleep(self) -> Timed:
-        return timed(self._engine.sleep)
+    @_ON_DEVICE
+    def sleep(self, keeps_weights: bool) -> Timed:
+        return timed(lambda: self._engine.sleep(keeps_weights))
 
+    @_ON_DEVICE
     def wake(self, part: MemoryPart) -> Timed:
         return timed(lambda: self._engine.wake(part))
 
+    @_ON_DEVICE
     def close(self) -> None:
         self._engine.close()
 
@@ -222,11 +228,12 @@ class RayReplicas:
 
     def _start(self, spec: EngineSpec) -> Any:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
-        options = ray.remote(EngineActor).options(
+        remote = ray.remote(concurrency_groups={"device": 1})  # type: ignore[call-overload]  # not in Ray's stubs
+        options = remote(EngineActor).options(
             num_cpus=0,
             num_gpus=self._resources.get(GPU, 0.0),
             resources={name: amount for name, amount in self._resources.items() if name != GPU},
-            max_concurrency=_CALLS_AT_ONCE,
+            max_concurrency=_CALLS_BESIDE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
             runtime_env={"env_vars": spec.environment()},
         )

@@ -174,7 +174,7 @@ class ModelJudge:
         """As EnginePool.sleep, once nothing is drawn any more: also what was given up holds its engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not (self._queue or self._drawing))
-        self.pool.sleep()
+        self.pool.sleep(keeps_weights=True)
 
     def close(self) -> None:
         """End the thread and drop what is under way; may be called twice. The pool is left open."""

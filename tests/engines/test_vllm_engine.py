@@ -43,6 +43,51 @@ GROUPS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
+def test_an_engine_that_need_not_keep_its_weights_drops_them_and_decodes_nothing_until_others_come(
+    vllm_engine, checkpoint, kind, monkeypatch
+):
+    engine, levels = vllm_engine(kind), []
+    monkeypatch.setattr(engine._llm, "sleep", lambda *, level: levels.append(level))  # vLLM has none on a CPU
+    publish_again = WeightUpdate(str(checkpoint(kind)), 0)
+    engine.update_weights(publish_again)
+    engine.sleep(keeps_weights=True)
+    engine.submit([], version=0)
+    engine.sleep(keeps_weights=False)
+    with pytest.raises(WrongVersion, match="version -1 is loaded"):
+        engine.submit([], version=0)
+    engine.update_weights(publish_again)
+    engine.submit([], version=0)
+    assert levels == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_tied"])
+def test_what_vllm_drops_at_level_2_comes_back_with_its_buffers_or_with_an_update(vllm_engine, checkpoint, kind):
+    """vLLM saves the model's buffers then; parameters are lost, as is any tensor that is neither."""
+    engine = vllm_engine(kind)
+    update = WeightUpdate(str(checkpoint(kind)), 0)
+    asks = [request("a", prompt(40), 12)]
+    engine.update_weights(update)
+    (before,) = decoded(engine, asks)
+    model = engine._core.model_executor.driver_worker.worker.model_runner.get_model()
+    tensors = {id(each) for each in (*model.parameters(), *model.buffers())}
+    neither = {
+        name
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and id(value) not in tensors
+    }
+    on_the_host = {"_q_scale_cpu", "_k_scale_cpu", "_v_scale_cpu"}
+    assert neither - on_the_host <= {"kv_cache"}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    engine.update_weights(update)
+    (after,) = decoded(engine, asks)
+    np.testing.assert_array_equal(after.token_ids, before.token_ids)
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+
+
 def publish(engine, tensors, judge, directory, version, cache_dtype=None):
     settings = read_shape(directory).settings()
     engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)

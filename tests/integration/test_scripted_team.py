@@ -12,6 +12,7 @@ import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("update_weights")
         return super().update_weights(update)
 
-    def sleep(self) -> None:
-        CALLS.append("sleep")
-        super().sleep()
+    def sleep(self, keeps_weights: bool) -> None:
+        CALLS.append("sleep, weights kept" if keeps_weights else "sleep")
+        super().sleep(keeps_weights)
 
     def wake(self, part: MemoryPart) -> None:
         CALLS.append(f"wake {part}")
@@ -453,15 +454,29 @@ def test_colocated_engines_sleep_while_the_trainer_trains(play: Play, monkeypatc
 
     def noted_step(*arguments: Any, **options: Any) -> Any:
         CALLS.append("train")
-        return step(*arguments, **options)
+        stats = step(*arguments, **options)
+        return replace(stats, is_updated=CALLS.count("train") != 2)  # as where the second step is skipped
 
     monkeypatch.setattr(loop, "train_step", noted_step)
     together = play("run.steps=3", "run.evaluate=false", "rollout.placement=colocated")
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake
-    assert CALLS[3:] == ["submit", "sleep", "train", *sync] * 3
+    assert CALLS[3:] == ["submit", "sleep", "train", *sync] * 3  # no weights kept, and after each step there are some
     rows = [row.values for row in read_metrics(together / "metrics.jsonl")]
     assert all(row["timing_s/sleep"] > 0 and row["actor/empty_steps"] == 0 for row in rows)
+    last = read_samples(sample_files(RunDirectory(together))[3])
+    assert {segment.version for sample in last for segment in sample.segments} == {1}
+
+
+def test_engines_keep_the_weights_that_no_publish_follows(play: Play, tmp_path: Path) -> None:
+    """Two policies: the first one's engine has its new weights already when the second is trained."""
+    second = (f"policies.second.model={tmp_path / 'model'}", "policies.second.dtype=float32")
+    verifiers = ("agents.verifier1.policy=second", "agents.verifier2.policy=second")
+    play("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *second, *verifiers)
+    calls = [call for call in CALLS if call != "submit"]
+    sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
+    step = ["sleep", "sleep", *sync, "sleep, weights kept", *sync]
+    assert calls[6:] == [*step, "wake weights", "wake kv_cache", *step]
 
 
 def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:

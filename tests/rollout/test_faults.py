@@ -375,7 +375,7 @@ def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool(sleeps=True)
     pool.update_weights(WeightUpdate("version_1", 1))
-    pool.sleep()
+    pool.sleep(keeps_weights=True)
     replicas.dead.add(1)
     assert all(map(is_whole, served(pool, asks(6), "generate", version=1))) and replicas.restarts == [1]
 

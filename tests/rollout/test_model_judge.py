@@ -359,6 +359,6 @@ def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(de
     team, _, _ = team_with(judged)
     assert team.all_pools == [team.pools["main"], judged.judge.pool]
     assert judged.rewards("Lima")[0].value == 1
-    team.sleep()
+    team.sleep(renewed=())
     assert judged.engine._asleep == {"weights", "kv_cache"}
     assert judged.rewards("Rome")[0].value == 0 and not judged.engine._asleep

@@ -56,13 +56,13 @@ def test_twice_the_samples_take_twice_the_work_and_bytes(measured: list[dict[str
         assert (small["samples"], large["samples"]) == (144, 288)
         for count in ("num_calls", "segments"):
             assert large[count] <= 2.2 * small[count], (count, small[count], large[count])
-        for part in ("to engines", "from engines", "to the ranks (broadcast)", "samples log"):
+        for part in ("to engines", "from engines", "to the data ranks", "samples log"):
             assert large["bytes"][part] <= 2.2 * small["bytes"][part], part
 
 
 def test_a_batch_has_nine_bytes_a_token_and_some_hundreds_a_sample(measured: list[dict[str, Any]]) -> None:
     for each in measured:
-        num_prompts = each["bytes"]["to the ranks (broadcast)"] - 9 * each["tokens"]
+        num_prompts = each["bytes"]["to the data ranks"] - 9 * each["tokens"]
         assert 0 < num_prompts < each["samples"] * 9000  # ids of a byte each, four bytes an id, and the fields' names
 
 

@@ -36,6 +36,7 @@ from marsrl.trainer.learner.passes import Passes
 from marsrl.trainer.learner.step_stats import StepStats, StepSums, empty_step
 from marsrl.trainer.learner.trained_tokens import TrainedTokens, marks_of, tokens_of
 from marsrl.trainer.machine import training_device
+from marsrl.trainer.runs.collective import Routes
 from marsrl.trainer.runs.directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
@@ -155,6 +156,11 @@ class Learner:
         from megatron.core import parallel_state
 
         return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    def routes(self) -> Routes:
+        """The way from rank 0 to the ranks of every data-parallel place."""
+        return parallel.routes()
 
     def step(
         self,

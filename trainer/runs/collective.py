@@ -12,6 +12,7 @@ import datetime
 import queue
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ model from one slow disk end apart."""
 PIECE_BYTES = 1 << 20
 """Bytes that each rank brings to one all_gather: a few MB of one rank would else be as many on the device for every rank
 that there is."""
+
+SCATTER_BYTES = 64 << 20
+"""Bytes of all parts together that rank 0's device holds for one scatter; other devices hold those of one part."""
 
 _LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
 
@@ -106,6 +110,50 @@ def broadcast_bytes(data: bytes | None) -> bytes:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
     return data if data is not None else bytes(buffer.cpu().numpy().tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Groups by which bytes for a data rank go to all its ranks: along `across`, then inside each replica.
+
+    across: rank 0's group, with the first rank of every `inside`; None on ranks that are not in it.
+    inside: this rank's, whose members have one data rank.
+    """
+
+    across: dist.ProcessGroup | None
+    inside: dist.ProcessGroup
+
+
+def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
+    """This rank's part. Collective, in the middle of others: whoever begins meets first (`barrier`).
+
+    parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank.
+    """
+    device = _device()
+    sizes = torch.zeros(max(data_ranks) + 1, dtype=torch.int64, device=device)
+    if parts is not None:
+        sizes.copy_(torch.tensor([len(part) for part in parts]))
+    dist.broadcast(sizes, src=0)
+    ends = sizes.tolist()
+    whole = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
+    size = min(max(ends), SCATTER_BYTES // len(ends))
+    piece = torch.empty(size, dtype=torch.uint8, device=device)
+    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # rank 0's host
+    for begin in range(0, max(ends), size or 1):
+        if routes.across is not None:
+            pieces = None
+            if parts is not None:
+                for row, part in zip(outgoing.numpy(), parts, strict=True):
+                    here = memoryview(part)[begin : begin + size]
+                    row[: len(here)] = here  # what stands behind a part's end is not read
+                rows = outgoing.to(device)
+                pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
+            dist.scatter(piece, pieces, src=0, group=routes.across)
+        if routes.inside.size() > 1:
+            dist.broadcast(piece, group_src=0, group=routes.inside)
+        mine = whole[begin : begin + size]
+        mine.copy_(piece[: len(mine)])
+    return whole.numpy().data
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

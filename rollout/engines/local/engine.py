@@ -146,8 +146,8 @@ class LocalEngine:
     def forget_prefixes(self) -> None:
         """Caches live as long as their requests."""
 
-    def sleep(self) -> None:
-        """Weights to the host; caches live as long as their requests. On a CPU nothing moves."""
+    def sleep(self, keeps_weights: bool) -> None:
+        """Weights to the host in any case; caches live as long as their requests. On a CPU nothing moves."""
         if self._batch is not None or self._inbox:
             raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
         self._move_weights(torch.device("cpu"))

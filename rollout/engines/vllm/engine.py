@@ -281,10 +281,12 @@ class VllmEngine:
         self._settle()
         self._reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """vLLM's level 1: weights to the host's memory. Level 2 drops them, and a step that is skipped sends no new ones."""
+    def sleep(self, keeps_weights: bool) -> None:
+        """vLLM's level 1, or its level 2, which drops the parameters; buffers come back with wake("weights") at both."""
         self._settle()
-        self._llm.sleep(level=1)
+        if not keeps_weights:
+            self._version = TORN
+        self._llm.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: MemoryPart) -> None:
         self._llm.wake_up(tags=[part])

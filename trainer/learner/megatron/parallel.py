@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import Layout
-from marsrl.trainer.runs.collective import COLLECTIVE_S
+from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
 
 _current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
 _own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
@@ -63,6 +63,15 @@ def start(layout: Layout, seed: int) -> None:
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _current.append(layout)
+
+
+def routes() -> Routes:
+    """From rank 0 to every data-parallel place: the first tensor and pipeline rank of each, then the others of its replica."""
+    from megatron.core import parallel_state
+
+    across = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    has_rank_0 = 0 in dist.get_process_group_ranks(across)
+    return Routes(across if has_rank_0 else None, parallel_state.get_model_parallel_group())
 
 
 @contextlib.contextmanager
