@@ -1,0 +1,46 @@
+"""Buckets through memory that two processes map: CUDA IPC on one GPU, a file on a CPU. About 5 s; needs torch alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.connections import SharedBuffer, TransferStore, site_of
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the suite of benchmarks/ runs this file without conftest.py
+from shared_buffer_shard import MARK, meeting
+
+SIZES = (1 << 16, 1, 40_003)  # numbers: a full buffer, the smallest bucket, an odd one
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=ON_A_GPU)], ids=str)
+def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_it(device: torch.device) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    rendezvous = meeting(server.port, max(SIZES))
+    words = [sys.executable, HERE / "shared_buffer_shard.py", server.port, device, *SIZES]
+    with subprocess.Popen([str(word) for word in words]) as engine:
+        try:
+            store, relay = TransferStore(rendezvous), SharedBuffer(rendezvous, 0, device, is_relay=True)
+            site = site_of(device)
+            assert store.get("site0") == f"{site.host}\n{site.gpu}"  # one host, and where there is one the same GPU
+            generator = torch.Generator().manual_seed(0)
+            for number, size in enumerate(SIZES):
+                values = torch.randn(size, generator=generator).to(device, torch.bfloat16)
+                slot = relay.slot(size)
+                slot.copy_(values)
+                relay.hand_over()
+                assert store.get(f"checksum{number}") == f"{device.type} {checksum(values)}"
+                assert slot[-1].item() == MARK and torch.equal(slot[:-1], values[:-1])  # theirs is this memory, no copy
+            assert engine.wait(60) == 0
+            relay.close()
+        finally:
+            engine.kill()
