@@ -1,12 +1,14 @@
-"""Everything that one GPU can tell about marsrl, in one command and under 9 minutes.
+"""Everything that one GPU can tell about marsrl, in one command and under 10 minutes.
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
-Is each op right, how fast is the fused loss and its parts, which GPU tests fail, do two steps of training run, and last the
-other benchmarks. Needs torch >= 2.11, triton >= 3.6, numpy and g++, no network and no installation; --wheels adds packages
-(megatron-core, config libraries, peers, pytest). What cannot run is listed with the missing module. Each part is a process
-of its own with a time limit (on a GPU), and a part that fails is recorded and the rest goes on. After each part --out holds
-report.md and results.tar.gz, which has everything. --device cpu --quick goes the same way with tiny sizes on a CPU.
+Is each op right, which GPU tests fail, how fast is the fused loss, do two steps of training run, do two processes share a
+buffer by CUDA IPC, how fast are attention and grouped GEMM: these have their time however long each of them takes. Then the
+other benchmarks, each of which is started only where its whole limit is left. Needs torch >= 2.11, triton >= 3.6, numpy and
+g++, no network and no installation; --wheels adds packages (collect_wheels.py makes them). What cannot run is listed with the
+missing module. Each part is a process of its own with a time limit (on a GPU), and a part that fails is recorded and the rest
+goes on. On a GPU other processes fill Triton's cache until the first timed part. After each part --out holds report.md and
+results.tar.gz, which has everything. --device cpu --quick goes the same way with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from suite_report import report
 from wheels import importable
 
 HERE = Path(__file__).resolve().parent
-TOTAL_S = 525.0
-KILL_AFTER_S = 5.0
+TOTAL_S = 560.0
+KILL_AFTER_S = 5.0  # beyond its limit that a part may take to end
+LAST_PROMISED = "grouped linear"  # the parts up to this one all have their time, however long each of them takes
+UNTIMED = ("surroundings", "build", "smoke", "tests")  # beside these Triton's cache is filled
 LOG_BYTES = 200_000  # of each log, its end: all of them together stay far below a megabyte once packed
 TRAINING_MODULES = (
     "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron.core", "msgpack",
@@ -43,8 +47,7 @@ TRAINING_MODULES = (
 HEADLINE = "T=16,384, H=2,048, V=151,936"  # all rows active, and half of them masked
 OTHER_HEADS = ("T=1,024", "T=4,096", "T=65,536", "V=75,968", "V=37,984")
 CASES = (
-    "linear_logprob", "attention_varlen", "grouped_linear", "swiglu", "rms_norm", "attention_decode", "policy_loss",
-    "group_advantage", "mpt_gate", "packing",
+    "linear_logprob", "swiglu", "rms_norm", "attention_decode", "policy_loss", "group_advantage", "mpt_gate", "packing",
 )  # fmt: skip
 NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan/test_memory.py")
 
@@ -65,12 +68,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: ok, failed, timeout or skipped; reason: in words unless ok."""
+    """status: ok, failed, timeout or skipped; reason: in words unless ok. compiled: kernels that Triton's cache lacked; None:
+    not known, for others filled it meanwhile."""
 
     name: str
     status: str
     seconds: float
     reason: str = ""
+    compiled: int | None = None
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
@@ -84,6 +89,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
         memory = [] if gpu else ["--no-memory"]  # on a CPU it takes a process for each table
         words = ["--device", device, "--json", str(folder / f"{name.replace(' ', '_')}.json"), *quick, *memory, *more]
+        words += ["--budget", "0.1"] if is_quick else []  # the last one counts
         return script(name, limit_s, "run.py", case, *words)
 
     def one_by_one(
@@ -106,18 +112,22 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     model = "slice_tiny" if tiny else "qwen3_30b_a3b_slice"
     engine = ["--engine", "local"] if is_quick else []
     step = ["--model", model, "--no-dmmpt", "--repeats", "1" if is_quick else "3"]
+    shared_buffer = ["tests/engines/test_shared_buffer.py", "--noconftest", "-m", "gpu" if gpu else "not gpu"]
     return [
-        script("surroundings", 40, "record.py", "--device", device, *to("surroundings")),
-        script("build", 60, "native.py"),
-        one_by_one("smoke", 110, 40, "smoke.py", "--device", device),
-        bench("headline", "linear_policy_loss", 100, "--budget", "8", *rounds, *headline),
+        script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
+        script("build", 30, "native.py"),
+        one_by_one("smoke", 75, 40, "smoke.py", "--device", device),
+        one_by_one("tests", 100, 30, "gpu_tests.py", *tests, modules=("pytest",)),
+        bench("headline", "linear_policy_loss", 95, "--budget", "8", *rounds, *headline),
+        script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
+               modules=TRAINING_MODULES),
+        one_by_one("two processes", 25, 20, "gpu_tests.py", *shared_buffer, modules=("pytest",)),
+        bench("attention varlen", "attention_varlen", 35, "--budget", "2"),
+        bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
         bench("head gemms", "head_gemms", 45, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
-        script("dz rows", 45, "dz_rows.py", "--device", device, *quick, *to("dz_rows")),
         script("profile", 40, "profile_top.py", "--device", device, *quick, *to("profile")),
-        one_by_one("tests", 130, 30, "gpu_tests.py", *tests, modules=("pytest",)),
-        script("first steps", 110, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
-               modules=TRAINING_MODULES),
+        script("dz rows", 45, "dz_rows.py", "--device", device, *quick, *to("dz_rows")),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
         script("step parts", 60, "step_parts.py", "--model", model, "--steps", "1", *to("step_parts"), modules=TRAINING_MODULES),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
@@ -128,16 +138,18 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     ]  # fmt: skip
 
 
-def run_part(part: Part, environment: dict[str, str], folder: Path, limit_s: float | None) -> Outcome:
+def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: float | None) -> Outcome:
     """Runs it with its output in folder/<name>.log; a part that takes too long is ended with all its children.
 
-    limit_s: None where it may take as long as it takes (on a CPU, whose time is not lent).
+    left_s: of the suite's time; a part with a longer limit is not started. None: as long as it takes (on a CPU, whose time is
+    not lent).
     """
+    limit_s = None if left_s is None else part.limit_s
     missing = missing_modules(part.modules, environment)
     if missing:
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
-    if limit_s is not None and limit_s <= 0:
-        return Outcome(part.name, "skipped", 0.0, f"the {TOTAL_S:.0f} s of the suite are over")
+    if left_s is not None and left_s < part.limit_s + KILL_AFTER_S:
+        return Outcome(part.name, "skipped", 0.0, f"needs up to {part.limit_s:.0f} s, {max(left_s, 0):.0f} s are left")
     log = folder / f"{part.file_name}.log"
     start = time.monotonic()
     with log.open("w") as stream:
@@ -158,6 +170,32 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, limit_s: flo
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:] or ["no output"]
         return Outcome(part.name, "failed", seconds, f"exit code {code}: {last[0][:200]}; see {log.name}")
     return Outcome(part.name, "ok", seconds)
+
+
+class CacheFiller:
+    """fill_cache.py beside the parts that are not timed, and the number of kernels in Triton's cache."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self._cache, self._start = Path(environment["TRITON_CACHE_DIR"]), time.monotonic()
+        self.is_running = True
+        with (folder / "fill_cache.log").open("w") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "fill_cache.py"), "--device", "cuda", "--shape", HEADLINE],
+                stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+
+    def end(self) -> Outcome:
+        """Before something is timed; ends what still runs."""
+        code, seconds = self._process.poll(), time.monotonic() - self._start
+        _kill_group(self._process)
+        self.is_running = False
+        name, told = "fill cache", f"{self.num_kernels()} kernels"
+        if code is None:
+            return Outcome(name, "timeout", seconds, f"{told}; ended before the first timed part, see fill_cache.log")
+        return Outcome(name, "failed" if code else "ok", seconds, f"{told}; see fill_cache.log")
+
+    def num_kernels(self) -> int:
+        return sum(1 for _ in self._cache.rglob("*.cubin"))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -203,6 +241,10 @@ def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
     (out / "report.md").write_text(text)
 
 
+def tell(outcome: Outcome) -> None:
+    print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="folder for report.md and results.tar.gz")
@@ -227,6 +269,7 @@ def main() -> int:
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *inherited]), "HF_HUB_OFFLINE": "1"}
         environment |= {"PYTHONUNBUFFERED": "1"}
+        environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
         if words.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"cmake: {shutil.which('cmake')}; results in {out}", flush=True)
@@ -234,14 +277,23 @@ def main() -> int:
         if words.only:
             chosen = [part for part in chosen if any(word in part.name for word in words.only)]
         outcomes: list[Outcome] = []
+        filler = CacheFiller(environment, folder) if words.device == "cuda" else None
         suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
         for part in chosen:
-            left = min(part.limit_s, TOTAL_S - (time.monotonic() - start)) if words.device == "cuda" else None
+            if filler and filler.is_running and part.name not in UNTIMED:
+                outcomes.append(filler.end())
+                tell(outcomes[-1])
+            left = TOTAL_S - (time.monotonic() - start) if words.device == "cuda" else None
+            before = filler.num_kernels() if filler else 0
             outcome = run_part(part, environment, folder, left)
+            if filler and not filler.is_running:
+                outcome = dataclasses.replace(outcome, compiled=filler.num_kernels() - before)
             outcomes.append(outcome)
-            print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
+            tell(outcome)
             suite |= {"parts": [dataclasses.asdict(each) for each in outcomes], "after": gpu_state()}
             pack(folder, out, suite)
+        if filler and filler.is_running:
+            filler.end()
     print(f"{out / 'report.md'}: {time.monotonic() - start:.0f} s")
     return 1 if any(outcome.status in ("failed", "timeout") for outcome in outcomes) else 0
 

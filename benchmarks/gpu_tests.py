@@ -72,11 +72,14 @@ def main() -> int:
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("tests", nargs="+", help="files or folders below the checkout")
     parser.add_argument("-m", dest="marker", required=True)
+    parser.add_argument("--noconftest", action="store_true", help="of tests that need no fixture and so torch alone")
     words = parser.parse_args()
     os.chdir(ROOT)
     torch.set_num_threads(1)
     given = ["-q", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", words.marker]
-    if all(Path(test).parts[:2] == ("tests", "kernels") for test in words.tests):
+    if words.noconftest:
+        given.append("--noconftest")
+    elif all(Path(test).parts[:2] == ("tests", "kernels") for test in words.tests):
         given.append("--confcutdir=tests/kernels")
     code = pytest.main([*given, *words.tests], plugins=[Recorder(Journal(words.journal))])
     return 0 if code in NOTHING_WRONG_WITH_PYTEST else int(code)

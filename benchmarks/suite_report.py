@@ -25,10 +25,10 @@ def report(folder: Path, suite: dict[str, Any]) -> str:
     lines += [f"- {', '.join(f'{name} {version}' for name, version in where.get('versions', {}).items())}"]
     if where.get("memory_bytes"):
         lines.append(f"- memory: {where['memory_bytes'] / 1e9:,.0f} GB/s by clock and width")
-    lines += ["", "| part | status | s | |", "|---|---|---|---|"]
-    lines += [
-        f"| {each['name']} | {each['status']} | {each['seconds']:.0f} | {each['reason']} |" for each in suite["parts"]
-    ]
+    lines += ["", "| part | status | s | kernels compiled | |", "|---|---|---|---|---|"]
+    for each in suite["parts"]:
+        compiled = "-" if each["compiled"] is None else each["compiled"]
+        lines.append(f"| {each['name']} | {each['status']} | {each['seconds']:.0f} | {compiled} | {each['reason']} |")
     for file in sorted(folder.glob("*.jsonl")):
         lines += ["", *_journal(file)]
     found = {file.stem: _json(file) for file in sorted(folder.glob("*.json"))}

@@ -188,6 +188,125 @@ def test_the_tests_of_kernels_run_where_the_rest_of_the_package_cannot(
     assert len(checks) > 10 and {check.status for check in checks} == {"passed"}, done.stdout + done.stderr
 
 
+def test_what_is_promised_has_its_time_however_long_each_part_takes(suite: ModuleType, tmp_path: Path) -> None:
+    found = suite.parts("cuda", False, tmp_path, tmp_path)
+    names = [part.name for part in found]
+    promised = found[: names.index(suite.LAST_PROMISED) + 1]
+    assert [part.name for part in promised] == [
+        "surroundings",
+        "build",
+        "smoke",
+        "tests",
+        "headline",
+        "first steps",
+        "two processes",
+        "attention varlen",
+        "grouped linear",
+    ]
+    assert sum(part.limit_s + suite.KILL_AFTER_S for part in promised) <= suite.TOTAL_S < 600 - 2 * suite.KILL_AFTER_S
+    assert len(names) == len(set(names)) and set(suite.UNTIMED) == set(names[: names.index("headline")])
+
+
+def test_a_part_that_does_not_fit_is_named_and_a_shorter_one_runs(suite: ModuleType, tmp_path: Path) -> None:
+    long, short = (
+        suite.Part(name, [sys.executable, "-c", ""], limit_s) for name, limit_s in (("a", 700.0), ("b", 300.0))
+    )
+    first = suite.run_part(long, dict(os.environ), tmp_path, 400.0)
+    assert (first.status, first.reason) == ("skipped", "needs up to 700 s, 400 s are left")
+    assert suite.run_part(short, dict(os.environ), tmp_path, 400.0).status == "ok"
+    assert suite.run_part(long, dict(os.environ), tmp_path, None).status == "ok"  # a CPU's time is not lent
+
+
+def test_a_cache_is_filled_past_a_launch_that_fails(suite: ModuleType) -> None:
+    """By both workers, each with its half; on a CPU, where a launch compiles nothing."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from namespace import map_marsrl
+map_marsrl()
+from marsrl.benchmarks import fill_cache
+from marsrl.benchmarks.cases import load
+todo = list(fill_cache.launches(["group_advantage"], "cpu", True, ""))
+shapes = load("group_advantage").shapes("cpu", True)
+assert [name for name, _ in todo][-len(shapes):] == [f"group_advantage, {shape.title()}" for shape in shapes]
+def fail(): raise ValueError("it cannot be launched")
+assert fill_cache.work([("planted", fail), *todo], "cpu", 0, 2) == 1
+assert fill_cache.work([("planted", fail), *todo], "cpu", 1, 2) == 0
+loss = lambda text: list(fill_cache.launches(["linear_policy_loss"], "cuda", False, text))
+assert len(loss(sys.argv[2])) == len(loss("no such shape")) + 2
+"""
+    done = call(str(BENCHMARKS), suite.HEADLINE, code=code)
+    assert done.returncode == 0, done.stderr
+    assert "failed: planted: ValueError: it cannot be launched" in done.stdout
+    assert "worker 1 of 2: " in done.stdout
+
+
+BARE = (
+    "torch", "torchgen", "functorch", "triton", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx",
+    "jinja2", "markupsafe", "fsspec", "filelock", "setuptools",
+)  # fmt: skip
+"""torch, triton and numpy, and what torch requires."""
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> str:
+    """Of an environment that has nothing else."""
+    import torch
+
+    installed = Path(torch.__file__).parents[1]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    (site_packages,) = (tmp_path / "bare").glob("lib/python3*/site-packages")
+    for name in BARE:
+        for path in [installed / name, *installed.glob(f"{name}-*.dist-info")]:
+            if path.exists():
+                (site_packages / path.name).symlink_to(path)
+    return str(tmp_path / "bare" / "bin" / "python")
+
+
+@pytest.mark.slow
+def test_the_suite_comes_to_its_end_where_there_is_nothing_but_torch_triton_and_numpy(
+    suite: ModuleType, bare_python: str, tmp_path: Path
+) -> None:
+    """Every part, on the CPU; those that are skipped name every module that they miss. Under 2 minutes of CPU time."""
+    out = tmp_path / "out"
+    words = [bare_python, str(BENCHMARKS / "gpu_suite.py"), "--device", "cpu", "--quick", "--out", str(out)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(out / "results.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    found = json.loads((tmp_path / "results" / "suite.json").read_text())["parts"]
+    planned = suite.parts("cpu", True, tmp_path, tmp_path)
+    assert [part["name"] for part in found] == [part.name for part in planned]
+    there = {"psutil", "jinja2"} & set(BARE)
+    for part, outcome in zip(planned, found, strict=True):
+        missing = [name for name in part.modules if name not in there]
+        expected = ("skipped", f"missing module {', '.join(missing)}") if missing else ("ok", "")
+        assert (outcome["status"], outcome["reason"]) == expected, outcome
+
+
+def test_what_travels_is_what_was_imported_and_somebody_requires(suite: ModuleType) -> None:
+    """pydantic is ours and requires pydantic_core; antlr4 was imported by something that does not require it; the rest is for
+    the tests of kernels."""
+    collect = script("collect_wheels")
+    modules = {"pydantic", "pydantic_core", "antlr4", "yaml", "json", "torch", "sympy"}
+    found = collect.travelling(modules, ["PyYAML"])
+    assert {"pydantic", "pydantic-core", "pytest", "pluggy", "hypothesis"} <= set(found)
+    assert not {"antlr4-python3-runtime", "pyyaml", "torch", "sympy", "annotated-types", "marsrl"} & set(found)
+    # who has pytest and pydantic may have them without what they require here
+    with_more = collect.travelling(modules, ["PyYAML", "pydantic", "pytest"])
+    assert set(found) - set(with_more) == {"pydantic", "pytest"}
+
+
+def test_modules_are_seen_in_children_too(suite: ModuleType, tmp_path: Path) -> None:
+    collect = script("collect_wheels")
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import zipfile'], check=True)"
+    seen = collect.imported_modules([[sys.executable, "-c", child]], tmp_path)
+    assert {"subprocess", "zipfile"} <= seen and "tarfile" not in seen
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        collect.imported_modules([[sys.executable, "-c", "raise SystemExit(3)"]], tmp_path)
+
+
 @pytest.mark.slow
 def test_the_suite_goes_its_way_on_a_cpu(wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -287,6 +287,9 @@ WAYS = {
     "python benchmarks/gpu_suite.py": SUITE,
     "python benchmarks/gpu_suite.py --out results --wheels wheels": SUITE,
     "python benchmarks/gpu_suite.py --device cpu --quick --out dry_run": SUITE,
+    "python benchmarks/collect_wheels.py --to wheels": bench(
+        "without a download: tests/benchmarks/test_gpu_suite.py::test_what_travels_is_what_was_imported_and_somebody_requires"
+    ),
     "python benchmarks/train_step.py": STEP,
     "python benchmarks/step_parts.py": bench(
         "a tiny model: tests/benchmarks/test_benchmarks.py::test_the_parts_of_a_step_are_all_of_it"

@@ -16,13 +16,15 @@ from marsrl.rollout.weights.connections import SharedBuffer, TransferStore, site
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the suite of benchmarks/ runs this file without conftest.py
-from shared_buffer_shard import MARK, meeting
+from shared_buffer_shard import MARK, meeting  # noqa: E402
 
 SIZES = (1 << 16, 1, 40_003)  # numbers: a full buffer, the smallest bucket, an odd one
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=ON_A_GPU)], ids=str)
+@pytest.mark.parametrize(
+    "device", [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=ON_A_GPU)], ids=str
+)
 def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_it(device: torch.device) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     rendezvous = meeting(server.port, max(SIZES))
