@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # curation
 sys.path.insert(1, str(Path(__file__).parents[1] / "engines"))  # completions_server
 sys.path.insert(1, str(Path(__file__).parents[1] / "docs"))  # desk
 sys.path.insert(1, str(Path(__file__).parents[1] / "plan"))  # what desk needs
+sys.path.insert(1, str(Path(__file__).parents[1] / "integration"))  # likewise
 from curation import ScriptedJudge
 
 
