@@ -1,4 +1,4 @@
-"""Our own kernels of another git revision beside these: did a change make them faster?"""
+"""Another git revision beside this one: did a change make our kernels faster?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from marsrl.benchmarks.namespace import ROOT
@@ -14,25 +16,29 @@ from marsrl.benchmarks.namespace import ROOT
 TURNS = 3
 
 
-def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
-    """Prints ours here over ours at `revision`, per table: processes in turn, this revision and that.
-
-    The other revision is checked out into a temporary worktree, where its native libraries are built.
-    """
+@contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """A temporary worktree with this git revision and its native libraries."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), revision], check=True)
         try:
             command = [sys.executable, "setup.py", "build_ext", "--inplace"]
             subprocess.run(command, cwd=tree, check=True, stdout=subprocess.DEVNULL)
-            seconds: dict[tuple[str, str], list[float]] = {}
-            for turn in range(TURNS):
-                for root in (ROOT, tree):
-                    file = Path(folder) / f"{turn}.json"
-                    for title, median in _medians(root, cases, device, quick, file).items():
-                        seconds.setdefault((title, root.name), []).append(median)
+            yield tree
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
+
+
+def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
+    """Prints ours here over ours at `revision`, per table: processes in turn, this revision and that."""
+    with checked_out(revision) as tree:
+        seconds: dict[tuple[str, str], list[float]] = {}
+        for turn in range(TURNS):
+            for root in (ROOT, tree):
+                file = tree.parent / f"{turn}.json"
+                for title, median in _medians(root, cases, device, quick, file).items():
+                    seconds.setdefault((title, root.name), []).append(median)
     print(f"\nours at {revision} / ours here, medians of {TURNS} turns")
     for title, name in seconds:
         if name == tree.name or (title, tree.name) not in seconds:

@@ -89,7 +89,7 @@ class CostlessEngines(Irreplaceable):
             heapq.heappush(self._due, (due, self._ticket, replica, result))
         self.own_cpu_s += time.thread_time() - begin
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+    def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
         begin = time.thread_time()
         if self._due:
             self.now_s = max(self.now_s, self._due[0][0] + POLL_S)

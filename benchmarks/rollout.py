@@ -1,12 +1,15 @@
 """Our scheduler and Ray actors against bare vLLM on the same prompts and lengths: tokens per second of wall time.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
+    python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
     python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
+    python benchmarks/rollout.py --base REV [...]        # this checkout over another git revision
 
 Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs brought back, texts
 decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own with as many threads, told beforehand how
 long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. Both have a process of their own and
-take turns; `ratio:` is the median of the turns' ratios.
+take turns; `ratio:` is the median of the turns' ratios. With --base the exit status is 1 where this checkout was slower in
+every turn.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from namespace import map_marsrl
 
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
@@ -59,25 +64,35 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
         print(json.dumps(seconds), file=out, flush=True)
 
 
-def play(model_dir: str, problems: int, engines: int, threads: int) -> None:
-    """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of one stage a line out."""
+def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int) -> None:
+    """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages a line out.
+
+    One stage, or the first four of rollout.overlap. tokens: all that was decoded; work: what was finished of it.
+    """
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
+    from marsrl.rollout.schedule.background import BackgroundScheduler
     from marsrl.rollout.schedule.scheduler import Scheduler
     from marsrl.trainer.build import open_team
 
-    checked = checked_config(problems, f"rollout.engines={engines}", f"rollout.threads={threads}")
+    settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
+    checked = checked_config(problems, *settings)
     with open_team(checked, {"main": model_dir}) as team:
         print("ready", file=out, flush=True)
         for line in sys.stdin:
             seed = json.loads(line)
-            scheduler = Scheduler(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
+            kind = BackgroundScheduler if overlap else Scheduler
+            scheduler = kind(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
+            pool = team.pools["main"]
+            before = sum(pool.num_decoded())
             start = time.perf_counter()
-            batch = scheduler.next_batch({"main": 0})
+            batches = [scheduler.next_batch({"main": 0}) for _ in range(4 if overlap else 1)]
+            scheduler.close()
+            pool.drain()  # what was begun of a fifth stage counts as far as it got
             seconds = time.perf_counter() - start
-            samples = [s for group in batch.groups for s in group.samples]
+            tokens = sum(pool.num_decoded()) - before
+            samples = [s for batch in batches for group in batch.groups for s in group.samples]
             work = [(s.prompt_ids.tolist(), len(s.token_ids)) for s in samples]
-            tokens = sum(length for _, length in work)
             print(json.dumps({"tokens": tokens, "seconds": seconds, "work": work}), file=out, flush=True)
 
 
@@ -90,14 +105,18 @@ def checked_config(problems: int, *settings: str) -> Checked:
 
 
 class Child:
-    """One side, in a process of its own: it says a word when it is ready, then answers each line with one."""
+    """One side, in a process of its own: it says a word when it is ready, then answers each line with one.
 
-    def __init__(self, *arguments: object) -> None:
+    python_path: folders in front of this checkout's package; none: that one.
+    """
+
+    def __init__(self, *arguments: object, python_path: Path | None = None) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
+        environment = {**os.environ, **({} if python_path is None else {"PYTHONPATH": str(python_path)})}
         self._name = f"the side {' '.join(map(str, arguments))}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
         self._answer("start")
 
@@ -141,21 +160,47 @@ Turn = tuple[dict[str, Any], dict[str, Any]]  # what each side decoded in what t
 
 def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
     config = checked_config(words.problems).config
-    longest = config.agents["solver"].max_input_tokens + config.rollout.max_response_tokens
+    longest = max(agent.max_input_tokens for agent in config.agents.values()) + config.rollout.max_response_tokens
     vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
     sizes = (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
-    sides = Child("--play", model_dir, words.problems, 1, threads), Child("--bare", model_dir, *sizes)
+    sides = player(model_dir, words), Child("--bare", model_dir, *sizes)
     with closed(*sides) as (ours, bare):
         for turn in range(words.repeats + 1):
             played = ours.ask(turn)
-            yield played, {"tokens": played["tokens"], "seconds": bare.ask(played["work"])}
+            tokens = sum(length for _, length in played["work"])
+            yield played, {"tokens": tokens, "seconds": bare.ask(played["work"])}
 
 
 def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    sides = (Child("--play", model_dir, words.problems, engines, 1) for engines in (words.engines, 1))
-    with closed(*sides) as (many, one):
-        for turn in range(words.repeats + 1):
-            yield many.ask(turn), one.ask(turn)
+    sides = (player(model_dir, words, engines=engines, threads=1) for engines in (words.engines, 1))
+    yield from in_turns(words.repeats, *sides)
+
+
+def over_revision(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
+    from marsrl.benchmarks.base_revision import checked_out
+    from marsrl.benchmarks.namespace import ROOT, folder_with_marsrl
+
+    with tempfile.TemporaryDirectory() as folder, checked_out(words.base) as tree:
+        paths = [folder_with_marsrl(Path(folder) / name, root) for name, root in (("here", ROOT), ("there", tree))]
+        yield from in_turns(words.repeats, *(player(model_dir, words, python_path=path) for path in paths))
+
+
+def player(
+    model_dir: str,
+    words: argparse.Namespace,
+    engines: int = 1,
+    threads: int | None = None,
+    python_path: Path | None = None,
+) -> Child:
+    if threads is None:
+        threads = checked_config(words.problems).config.rollout.threads or os.cpu_count() or 1
+    return Child("--play", model_dir, words.problems, engines, threads, words.overlap, python_path=python_path)
+
+
+def in_turns(repeats: int, *sides: Child) -> Iterator[Turn]:
+    with closed(*sides) as (one, other):
+        for turn in range(repeats + 1):
+            yield one.ask(turn), other.ask(turn)
 
 
 def main() -> int:
@@ -164,8 +209,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
     parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
+    parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
+    parser.add_argument("--base", metavar="REV", help="compare this checkout with this git revision")
     parser.add_argument("--bare", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--play", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--play", nargs=5, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.bare:
         bare(words.bare[0], *map(int, words.bare[1:]))
@@ -175,15 +222,21 @@ def main() -> int:
         return 0
     if words.engines is not None and words.engines < 2:
         parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
+    if words.engines is not None and words.base is not None:
+        parser.error("--engines and --base each say what is compared with what; give one of them")
+    map_marsrl()
     from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.models.init_model import init_model
 
-    other_name = "bare" if words.engines is None else "one engine"
+    other_name, compare = "bare", over_bare
+    if words.engines is not None:
+        other_name, compare = "one engine", over_one_engine
+    elif words.base is not None:
+        other_name, compare = words.base, over_revision
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
-        turns = over_bare(folder, words) if words.engines is None else over_one_engine(folder, words)
-        for turn, (ours, other) in enumerate(turns):
+        for turn, (ours, other) in enumerate(compare(folder, words)):
             speeds = [side["tokens"] / side["seconds"] for side in (ours, other)]
             ratio = speeds[0] / speeds[1]
             print(
@@ -193,7 +246,13 @@ def main() -> int:
             )
             if turn:
                 rows.append(
-                    {"tokens": ours["tokens"], "ours_s": ours["seconds"], "other_s": other["seconds"], "ratio": ratio}
+                    {
+                        "tokens": ours["tokens"],
+                        "ours_s": ours["seconds"],
+                        "other_s": other["seconds"],
+                        "speeds": speeds,
+                        "ratio": ratio,
+                    }
                 )
     ratios = [row["ratio"] for row in rows]
     if words.json:
@@ -201,13 +260,19 @@ def main() -> int:
             "device": device_name(),
             "commit": commit(),
             "engines": words.engines,
+            "overlap": words.overlap,
             "over": other_name,
             "turns": rows,
         }
         Path(words.json).write_text(json.dumps(record, indent=1))
+    for name, side in (("ours", 0), (other_name, 1)):
+        print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
     print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}")
+    is_slower = words.base is not None and max(ratios) < 1
+    if is_slower:
+        print(f"slower than {words.base} in every turn")
     print(f"ratio: {statistics.median(ratios):.3f}")
-    return 0
+    return int(is_slower)
 
 
 if __name__ == "__main__":

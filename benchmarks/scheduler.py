@@ -92,7 +92,7 @@ class Timers(Irreplaceable):
             heapq.heappush(self._due, (due, self._num_submitted, replica, request, version))
         self.own_cpu_s += time.thread_time() - begin
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+    def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
         now = self._now()
         if self._is_waiting:
             pause = min(timeout_s, max(0.0, self._due[0][0] - now) if self._due else timeout_s)

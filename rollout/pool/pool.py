@@ -253,7 +253,7 @@ class EnginePool:
         self._send(at_once=True)
         results: dict[str, DecodeResult] = {}
         while len(results) < len(requests):
-            results.update((result.uid, result) for result in self.collect(_PROGRESS_S))
+            results.update((result.uid, result) for result in self.collect(_PROGRESS_S, is_urgent=False))
             if not self._dispatch.busy and self.num_under_way:  # every engine was lost, and nobody else feeds them
                 self.feed_unfed()
                 self._check_fed("generate")
@@ -277,8 +277,10 @@ class EnginePool:
         self._dispatch.add(requests)
         self._send()
 
-    def collect(self, timeout_s: float) -> list[DecodeResult]:
+    def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
         """Results that have come, waiting timeout_s at most for the first; freed slots are filled before it returns.
+
+        is_urgent: something may follow from a result before all are back.
 
         Raises:
             TimeoutError: a replica that cannot be restarted has had a request for longer than deadline_s.
@@ -292,7 +294,7 @@ class EnginePool:
             return []
         results: list[DecodeResult] = []
         lost: list[tuple[int, str]] = []
-        for replica, answer in self._replicas.collect(busy, timeout_s):
+        for replica, answer in self._replicas.collect(busy, timeout_s, is_urgent=is_urgent):
             if isinstance(answer, Lost):
                 lost.append((replica, answer.reason))
             else:

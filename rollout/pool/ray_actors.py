@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,10 @@ import ray
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
-from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, Engine, MemoryPart, WeightUpdate
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
+from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
@@ -23,37 +23,34 @@ from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss, timed
 from marsrl.rollout.types import IntArray
 
 _PROGRESS_S = 0.2
-_COLLECT_S = 1.0  # how long a replica decodes at a time where nothing ends; an abort cuts it short
-_COLLECTS = 2  # calls of collect that a replica has: one decodes, the next is there when it returns
+_COLLECT_S = 1.0  # for which results that nothing follows from are gathered: what a lost engine takes with it
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _LONGEST_START = 10  # times that, where its process answers all the while
-_CALLS_BESIDE = 3  # num_decoded, is_there, and submit or abort
-_ON_DEVICE = ray.method(concurrency_group="device")
+_CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there, and submit or abort
 
 
 class EngineActor:
-    """What runs in the actor's process. The thread of the group "device" makes the engine and all calls that may touch its
-    device, one after the other: in each thread vLLM has a CUDA stream of its own. The others are answered meanwhile."""
+    """What runs in the actor's process: an engine in a thread of its own, and threads of Ray's that hand over messages."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self._thread = EngineThread()
 
-    @_ON_DEVICE
     def start(self) -> Timed:
         """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
 
-        def make() -> None:
+        def make() -> Engine:
             with imports_for_good():
                 import_library(self._spec.kind)
             self._engine = build_engine(self._spec)
+            return self._engine
 
-        return timed(make)
+        return timed(lambda: self._thread.start(make))
 
-    @_ON_DEVICE
     def info(self) -> Timed:
-        return timed(self._engine.info)
+        return self._timed(lambda: self._engine.info())
 
     def is_there(self) -> None:
         """Answered whatever else is under way."""
@@ -62,38 +59,35 @@ class EngineActor:
         return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
 
     def submit(self, requests: RequestBatch, version: int) -> None:
-        self._engine.submit(requests.unpack(), version=version)
+        self._thread.submit(requests.unpack(), version)
 
-    @_ON_DEVICE
-    def collect(self, timeout_s: float) -> Timed:
-        return timed(lambda: ResultBatch.pack(self._engine.collect(timeout_s)))
+    def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
+        gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
+        return replace(gathered, value=ResultBatch.pack(gathered.value))
 
     def abort(self) -> None:
-        self._engine.abort()
+        self._thread.abort()
 
-    @_ON_DEVICE
     def score(self, sequences: list[IntArray], temperature: float) -> Timed:
-        return timed(lambda: self._engine.score(sequences, temperature))
+        return self._timed(lambda: self._engine.score(sequences, temperature))
 
-    @_ON_DEVICE
     def update_weights(self, update: WeightUpdate) -> Timed:
-        return timed(lambda: self._engine.update_weights(update))
+        return self._timed(lambda: self._engine.update_weights(update))
 
-    @_ON_DEVICE
     def forget_prefixes(self) -> Timed:
-        return timed(self._engine.forget_prefixes)
+        return self._timed(lambda: self._engine.forget_prefixes())
 
-    @_ON_DEVICE
     def sleep(self, keeps_weights: bool) -> Timed:
-        return timed(lambda: self._engine.sleep(keeps_weights))
+        return self._timed(lambda: self._engine.sleep(keeps_weights))
 
-    @_ON_DEVICE
     def wake(self, part: MemoryPart) -> Timed:
-        return timed(lambda: self._engine.wake(part))
+        return self._timed(lambda: self._engine.wake(part))
 
-    @_ON_DEVICE
     def close(self) -> None:
-        self._engine.close()
+        self._thread.call(lambda: self._engine.close())
+
+    def _timed(self, method: Callable[[], Any]) -> Timed:
+        return self._thread.call(lambda: timed(method))
 
 
 class RayReplicas:
@@ -180,11 +174,11 @@ class RayReplicas:
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self._submitting[self._actors[replica].submit.remote(RequestBatch.pack(requests), version)] = replica
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed | Lost]]:
-        calls_of = Counter(self._collecting.values())
-        for replica in busy:
-            for _ in range(calls_of[replica], _COLLECTS):
-                self._collecting[self._actors[replica].collect.remote(_COLLECT_S)] = replica
+    def collect(
+        self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
+    ) -> list[tuple[int, Timed | Lost]]:
+        for replica in set(busy).difference(self._collecting.values()):
+            self._collecting[self._actors[replica].collect.remote(_COLLECT_S, is_urgent)] = replica
         calls = list(self._collecting)
         ray.wait(calls, num_returns=1, timeout=timeout_s)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
@@ -197,7 +191,7 @@ class RayReplicas:
         for call in done:
             replica = self._collecting.pop(call)
             answer = _answer(call, "collect")
-            self._note(replica, answer)  # both calls of collect end with a lost engine: told once
+            self._note(replica, answer)  # told once, with what else has found it lost
             if not isinstance(answer, Lost):
                 answers.append((replica, answer))
         answers += self._lost.items()
@@ -228,12 +222,11 @@ class RayReplicas:
 
     def _start(self, spec: EngineSpec) -> Any:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
-        remote = ray.remote(concurrency_groups={"device": 1})  # type: ignore[call-overload]  # not in Ray's stubs
-        options = remote(EngineActor).options(
+        options = ray.remote(EngineActor).options(
             num_cpus=0,
             num_gpus=self._resources.get(GPU, 0.0),
             resources={name: amount for name, amount in self._resources.items() if name != GPU},
-            max_concurrency=_CALLS_BESIDE,
+            max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
             runtime_env={"env_vars": spec.environment()},
         )

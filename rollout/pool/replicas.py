@@ -89,8 +89,13 @@ class Replicas(Protocol):
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         """Hand requests to a replica, which may be decoding; does not wait for it."""
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
-        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first."""
+    def collect(
+        self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
+    ) -> Sequence[tuple[int, Timed | Lost]]:
+        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
+
+        is_urgent: something may follow from a result. Else it is handed over whenever that costs least.
+        """
 
     def abort(self, busy: Sequence[int]) -> None:
         """Have every request of these replicas come back with the next results, as far as it got."""
@@ -141,7 +146,9 @@ class LocalReplicas(Irreplaceable):
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self.engines[replica].submit(requests, version=version)
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
+    def collect(
+        self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
+    ) -> Sequence[tuple[int, Timed | Lost]]:
         """Busy engines decode in turn, a slice of time each."""
         end = time.monotonic() + timeout_s
         while True:

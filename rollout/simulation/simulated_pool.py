@@ -93,7 +93,7 @@ class SimulatedReplicas(Irreplaceable):
             engine.add(Job(request.uid, context, cached, num_new), now_s)
         self._next_s[replica] = engine.next_event_s()
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> list[tuple[int, Timed]]:
+    def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
         if self._aborted:
             cut, self._aborted = self._aborted, {}
             return [(replica, Timed(results, self.clock.now_s, self.clock.now_s)) for replica, results in cut.items()]

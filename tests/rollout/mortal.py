@@ -80,7 +80,9 @@ class MortalReplicas(LocalReplicas):
         if not self._lost(replica):
             super().submit(replica, requests, version)
 
-    def collect(self, busy: Sequence[int], timeout_s: float) -> Sequence[tuple[int, Timed | Lost]]:
+    def collect(
+        self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
+    ) -> Sequence[tuple[int, Timed | Lost]]:
         lost = [(replica, reason) for replica in busy if (reason := self._lost(replica))]
         answers = (
             super().collect([r for r in busy if r not in self.dead | self.hung], 0.0) if len(lost) < len(busy) else []

@@ -446,7 +446,7 @@ class Unlucky(MortalReplicas):
         self._strike()
         return super().call_one(replica, method, arguments)
 
-    def collect(self, busy: Any, timeout_s: float) -> Any:
+    def collect(self, busy: Any, timeout_s: float, *, is_urgent: bool = True) -> Any:
         self._strike()
         return super().collect(busy, timeout_s)
 

@@ -1,0 +1,118 @@
+"""Results are gathered while others are decoded. The clock is the engine's: a second a step."""
+
+import threading
+import time
+
+import pytest
+from engine_cases import prompt, request
+
+from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.pool.engine_thread import EngineThread
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.types import Finish
+
+SOON_S = 60.0  # by the engine's clock, and far more than a test takes
+
+
+class Steps(ScriptedEngine):
+    """A token a step; stops before the step `halt` until it is let go. threads: that have called it."""
+
+    def __init__(self, halt=0):
+        super().__init__(lambda r: [5] * 100, tokens_per_step=1)
+        self.now, self.halt, self.go = 0, halt, threading.Event()
+        self.threads, self.is_lost = set(), False
+
+    def collect(self, timeout_s):
+        self.threads.add(threading.get_ident())
+        if self.is_lost:
+            raise EngineLost("gone")
+        if self.now + 1 == self.halt:
+            assert self.go.wait(60)
+        time.sleep(0.005)  # whoever would take too early has the time for it
+        self.now += 1
+        return super().collect(timeout_s)
+
+
+def thread_of(engine):
+    thread = EngineThread(clock=lambda: float(engine.now))
+    thread.start(lambda: engine)
+    return thread
+
+
+def asks(*lengths):
+    return [request(f"{length}.0", prompt(5), length) for length in lengths]
+
+
+def lengths_of(collected):
+    return [len(result.token_ids) for result in collected.value]
+
+
+def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
+    engine = Steps(halt=30)
+    thread = thread_of(engine)
+    thread.submit(asks(20, 21, 22, 40), version=0)
+    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [20, 21, 22]  # of step 20, due at 22
+    engine.go.set()
+    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
+
+
+def test_results_that_nothing_follows_from_come_all_together():
+    engine = Steps()
+    thread = thread_of(engine)
+    thread.submit(asks(3, 9, 20, 40), version=0)
+    assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
+    thread.submit(asks(5, 90), version=0)
+    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not for longer than the time that was given
+    assert thread.collect(0.0, is_urgent=True).value == []
+    assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
+
+
+def test_an_abort_brings_all_at_once():
+    engine = Steps(halt=6)
+    thread = thread_of(engine)
+    thread.submit(asks(2, 50, 60), version=0)
+    while engine.now < 5:
+        time.sleep(0.001)
+    thread.abort()
+    engine.go.set()
+    results = thread.collect(SOON_S, is_urgent=False).value
+    assert [result.finish for result in results] == [Finish.LENGTH, Finish.UNFINISHED, Finish.UNFINISHED]
+    thread.abort()  # nothing is under way, and the next requests are not what it means
+    thread.call(lambda: None)
+    thread.submit(asks(4), version=0)
+    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [4]
+
+
+def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():
+    engine = Steps()
+    thread = thread_of(engine)
+    with pytest.raises(WrongVersion):
+        thread.submit(asks(3), version=7)
+    for _ in range(3):
+        thread.submit(asks(2, 3), version=0)
+        assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [2, 3]
+    assert engine.threads == {thread.call(threading.get_ident)}
+    engine.is_lost = True
+    thread.submit(asks(3), version=0)
+    with pytest.raises(EngineLost, match="gone"):
+        thread.collect(SOON_S, is_urgent=True)
+
+
+def test_only_a_pool_that_decodes_one_submission_to_its_end_is_in_no_hurry():
+    asked = []
+
+    class Heard(LocalReplicas):
+        def collect(self, busy, timeout_s, *, is_urgent=True):
+            asked.append(is_urgent)
+            return super().collect(busy, timeout_s)
+
+    pool = EnginePool(Heard([ScriptedEngine(lambda r: [5, 6], tokens_per_step=1)]))
+    pool.generate(asks(2), version=0)
+    assert set(asked) == {False}
+    asked.clear()
+    pool.submit(asks(2), version=0)
+    pool.collect(0.1)
+    pool.drain()
+    assert set(asked) == {True}
