@@ -145,22 +145,17 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
     }
 
 
-def with_own_gemms(
-    op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
-) -> tuple[list[Variant], list[Missing]]:
-    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default.
-    has_entropy: `run` differentiates the entropy."""
+def with_own_gemms(op: str, inputs: HeadInputs, run: Callable[[], Results]) -> tuple[list[Variant], list[Missing]]:
+    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default."""
     named = [provider for provider in HEAD_PROVIDERS if provider not in ROW_PROVIDERS]
-    found = [_by_name(provider, op, inputs, run, has_entropy) for provider in named]
+    found = [_by_name(provider, op, inputs, run) for provider in named]
     return [each for each in found if isinstance(each, Variant)], [each for each in found if isinstance(each, Missing)]
 
 
-def _by_name(
-    provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
-) -> Variant | Missing:
+def _by_name(provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results]) -> Variant | Missing:
     name = f"ours, {provider.name}"
     head = make_head(op, inputs.hidden, inputs.weight, inputs.targets, 1.0, None, None)
-    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head, has_entropy)
+    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head)
     if reason is not None:
         return Missing(name, reason)
 

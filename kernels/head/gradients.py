@@ -57,15 +57,6 @@ class HeadGradients:
             self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._of_hidden
 
-    def weight_total(self) -> tuple[Tensor, bool]:
-        """([V, H] float32 that wanted.factor times dW is to be added to, whether it holds anything); for products that are
-        not those of gemms.py. From here on it counts as filled."""
-        adds = self.of_weight is not None
-        if self.of_weight is None:
-            shape, device = self.gemms.weight.shape, self.hidden.device
-            self.of_weight = torch.empty(shape, dtype=torch.float32, device=device)
-        return self.of_weight, adds
-
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
         """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
         if tokens.numel() == 0:

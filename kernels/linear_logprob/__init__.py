@@ -152,7 +152,7 @@ _GRADIENT = Gradient("linear_logprob", num_tensors=2, num_outputs=2, saves_outpu
 
 def _on_rows(provider: RowProvider) -> Implementation:
     def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-        return provider.why_not_head(hidden, weight, head, has_entropy=True)
+        return provider.why_not_head(hidden, weight, head)
 
     def load() -> _Kernels:
         return _Kernels(provider.load())

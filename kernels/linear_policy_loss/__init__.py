@@ -209,7 +209,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
     def why_not(
         hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, tokens: PolicyTokens, call: _Call
     ) -> str | None:
-        return provider.why_not_head(hidden, weight, head, tokens.objective.entropy_coef != 0)
+        return provider.why_not_head(hidden, weight, head)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 

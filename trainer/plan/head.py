@@ -1,5 +1,4 @@
-"""The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the two designs that are taken by
-name.
+"""The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the design that is taken by name.
 
 python -m marsrl.trainer.plan.head        # the tables of docs/kernels.md
 
@@ -54,13 +53,10 @@ class HeadDesign:
 # (a) float32 logits: written, read for the statistics, read for dz, which is bfloat16.
 # (d) bfloat16 exponentials relative to their tile's reference, written by the first product beside float32 statistics,
 #     become dz in the buffer where it waits: MARSRL_KERNELS=linear_policy_loss=triton_gemm, without an entropy bonus.
-# (e) the exponentials themselves are the operand of dX and dW: what turns them into dz is a power of two of each (row,
-#     tile), and the target's part is added by row: MARSRL_KERNELS=linear_policy_loss=triton_no_dz.
-# All hold as many bytes: 4,224 rows of 2 bytes of dz, and 768 of 4 of logits or 1,536 of 2 of exponentials.
+# Both hold as many bytes: 4,224 rows of 2 bytes of dz, and 768 of 4 of logits or 1,536 of 2 of exponentials.
 PRESENT = HeadDesign("(a) as it is", 4, 4, 6, 4, 768, 4224)
 EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 1536, 4224)
-NO_DZ = HeadDesign("(e) no dz", 2, 0, 0, 4, 5760, 5760)
-DESIGNS = (PRESENT, EXPONENTIALS, NO_DZ)
+DESIGNS = (PRESENT, EXPONENTIALS)
 
 
 def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
