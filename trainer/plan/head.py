@@ -75,19 +75,22 @@ class Phase:
         return max(self.flops / (gpu.flops * PRODUCT_SHARE), self.bytes / (gpu.bandwidth * hw.MEMORY_SHARE.value))
 
 
-def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase]:
-    """The first product, the row kernels, the products of dX and dW; weight and hidden states in bfloat16, dW in float32."""
+def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase, Phase]:
+    """The first product, the row kernels, the products of dX and dW, the addition of dW to main_grad in the backward; weight
+    and hidden states in bfloat16, dW in float32."""
     trained, active = shape.tokens * shape.trained, shape.tokens * shape.active
     weight = shape.columns * shape.hidden
     first = 2 * weight * ceil(trained / design.first_rows) + 2 * trained * shape.hidden
     first += design.first * trained * shape.columns
     rows = (design.rows * trained + design.gradient * active) * shape.columns
-    gradients = (2 + 8) * weight * ceil(active / design.gradient_rows) + (2 + 4) * active * shape.hidden
+    gradients = ((2 + 8) * ceil(active / design.gradient_rows) - 4) * weight  # the first product of dW only writes it
+    gradients += (2 + 4) * active * shape.hidden
     gradients += design.products * active * shape.columns
     return (
         Phase(head_flops(trained, 0, shape.hidden, shape.columns), first),
         Phase(0, rows),
         Phase(head_flops(0, active, shape.hidden, shape.columns), gradients),
+        Phase(0, (4 + 8) * weight),
     )
 
 
