@@ -63,17 +63,24 @@ class HeadGradients:
         if self.wanted.weight:
             self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
 
-    def add_pieces(self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool) -> None:
-        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens."""
+    def add_pieces(
+        self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
+    ) -> None:
+        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens.
+
+        room [>= n, V] bfloat16, where gemms.collects_dz: what is in it goes column by column as dz_of is called.
+        """
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
         if self.wanted.hidden:
             shape = rows.count, self.hidden.shape[1]
-            of_hidden = torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
+            dtype = torch.float32 if room is None else room.dtype
+            of_hidden = torch.empty(shape, dtype=dtype, device=self.hidden.device)
         if self.wanted.weight and self.of_weight is None:
             dtype = self.wanted.weight_dtype if is_last else torch.float32
             self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)
-        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds)
+        dz = None if room is None else room[: rows.count]
+        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds, dz)
         if of_hidden is not None:
             self._put(rows, of_hidden)
 

@@ -55,6 +55,49 @@ def test_the_chunk_size_is_not_seen_in_the_result(rows, name, dtype, monkeypatch
     compare_policy_loss(case, arguments_for(case, name), dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
+def test_bfloat16_gradients_are_right_by_products_of_bfloat16_and_of_float32(name, rows, monkeypatch):
+    """Whichever this CPU takes by itself. Statistics are float32 and the same to the bit."""
+    chunks_of(rows, monkeypatch)
+    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
+    case = head_case()
+    arguments = arguments_for(case, name)
+    found = []
+    for each in (True, False):
+        monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda each=each: each)
+        found.append(compare_policy_loss(case, arguments, torch.bfloat16))
+    assert torch.equal(found[0].logprobs, found[1].logprobs) and torch.equal(found[0].loss, found[1].loss)
+
+
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])
+def test_chunks_that_cancel_leave_nothing_of_their_roundings_in_dw(name, monkeypatch):
+    """The same tokens with opposite advantages in chunks of their own: each adds to dW, together they add nothing."""
+    monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda: True)
+    chunks_of(30, monkeypatch)
+    hidden, weight, targets = (each.bfloat16() if each.is_floating_point() else each for each in head_case(30))
+    arguments = {
+        "objective": OBJECTIVES[name][0],
+        "advantages": torch.tensor([1.0, -1.0]),
+        "cu_seqlens": torch.tensor([0, 30, 60]),
+        "normaliser": 1.0,
+        "old_logprobs": linear_logprob(hidden, weight, targets).logprobs.repeat(2),
+    }
+    twice = hidden.repeat(2, 1), weight, targets.repeat(2)
+    _, _, once = run(
+        (hidden, weight, targets),
+        {
+            **arguments,
+            "old_logprobs": arguments["old_logprobs"][:30],
+            "advantages": torch.ones(1),
+            "cu_seqlens": torch.tensor([0, 30]),
+        },
+        torch.bfloat16,
+    )
+    _, _, dw = run(twice, arguments, torch.bfloat16)
+    assert once.abs().max() > 0 and dw.abs().max() <= 1e-4 * once.abs().max()
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 120])
 def test_chunks_hold_every_row_once_and_are_of_one_size(capacity):
     for count in range(4 * capacity):

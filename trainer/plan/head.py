@@ -83,7 +83,9 @@ def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Pha
     first = 2 * weight * ceil(trained / design.first_rows) + 2 * trained * shape.hidden
     first += design.first * trained * shape.columns
     rows = (design.rows * trained + design.gradient * active) * shape.columns
-    gradients = ((2 + 8) * ceil(active / design.gradient_rows) - 4) * weight  # the first product of dW only writes it
+    gradients: float = (
+        (2 + 8) * ceil(active / design.gradient_rows) - 4
+    ) * weight  # the first product of dW only writes it
     gradients += (2 + 4) * active * shape.hidden
     gradients += design.products * active * shape.columns
     return (
