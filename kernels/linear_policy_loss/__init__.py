@@ -70,6 +70,8 @@ def linear_policy_loss(
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
+        if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+            raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
     return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, compacts))
