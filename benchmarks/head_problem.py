@@ -12,6 +12,7 @@ from torch import Tensor
 from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
 from marsrl.benchmarks.peers.plain import eager_logprob
 from marsrl.kernels.dispatch import ENVIRONMENT
+from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.vocabulary import make_head
 
@@ -145,22 +146,17 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
     }
 
 
-def with_own_gemms(
-    op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
-) -> tuple[list[Variant], list[Missing]]:
-    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default.
-    has_entropy: `run` differentiates the entropy."""
+def with_own_gemms(op: str, inputs: HeadInputs, run: Callable[[], Results]) -> tuple[list[Variant], list[Missing]]:
+    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default."""
     named = [provider for provider in HEAD_PROVIDERS if provider not in ROW_PROVIDERS]
-    found = [_by_name(provider, op, inputs, run, has_entropy) for provider in named]
+    found = [_by_name(provider, op, inputs, run) for provider in named]
     return [each for each in found if isinstance(each, Variant)], [each for each in found if isinstance(each, Missing)]
 
 
-def _by_name(
-    provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results], has_entropy: bool
-) -> Variant | Missing:
+def _by_name(provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results]) -> Variant | Missing:
     name = f"ours, {provider.name}"
     head = make_head(op, inputs.hidden, inputs.weight, inputs.targets, 1.0, None, None)
-    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head, has_entropy)
+    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head)
     if reason is not None:
         return Missing(name, reason)
 
@@ -185,22 +181,24 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
 
     The floor allocates its results, as each variant must allocate dX and dW; the second variant finds all its buffers
     in place, which no variant can. CPU: float32 products. bfloat16 input is converted beforehand, uncounted: torch has
-    no CPU product of bfloat16 that returns float32, and float32 statistics are mandatory.
+    no CPU product of bfloat16 that returns float32, and float32 statistics are mandatory. dX and dW, which are bfloat16
+    themselves, are products of bfloat16 where the CPU has instructions for them.
     """
     is_cuda = inputs.hidden.is_cuda
     trained = round(shape.tokens * shape.mask_share)
     active = round(shape.tokens * shape.active_share)
     dtype = inputs.hidden.dtype if is_cuda else torch.float32
     hidden, weight = inputs.hidden.detach()[:trained].to(dtype), inputs.weight.detach().to(dtype)
+    is_native = not is_cuda and inputs.hidden.dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
+    of_gradients = [each.bfloat16() if is_native else each for each in (hidden[:active], weight)]
+    dz = torch.mm(of_gradients[0], of_gradients[1].t())
     kept: list[Tensor] = []
 
     def products(logits: Tensor | None, of_hidden: Tensor | None, of_weight: Tensor | None) -> list[Tensor]:
-        logits = torch.mm(hidden, weight.t(), out=logits)
-        rows = logits[:active]
         return [
-            logits,
-            torch.mm(rows, weight, out=of_hidden),
-            torch.mm(rows.t(), hidden[:active], out=of_weight),
+            torch.mm(hidden, weight.t(), out=logits),
+            torch.mm(dz, of_gradients[1], out=of_hidden),
+            torch.mm(dz.t(), of_gradients[0], out=of_weight),
         ]
 
     def run() -> Results:
@@ -217,6 +215,8 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
     sentence = f"floor: the three bare GEMMs {which}, {str(dtype).removeprefix('torch.')} in and out, results allocated"
     if not is_cuda and inputs.hidden.dtype != dtype:
         sentence += "; the bfloat16 input was converted beforehand and is not counted"
+    if is_native:
+        sentence += "; dX and dW are products of bfloat16, in this CPU's own instructions"
     does = "no softmax, no loss"
     return [Variant(FLOOR, run, does), Variant("three GEMMs, all buffers there", run_in_place, does)], sentence
 

@@ -28,6 +28,7 @@ LIBRARIES = (
 @dataclass(frozen=True)
 class Surroundings:
     """clocks: as the driver or the kernel tells them, at the moment of asking. load: of the machine, 1 minute.
+    instructions: which PyTorch's own CPU kernels are compiled for, and those for bfloat16 products where the CPU has them.
 
     memory_bytes: that a GPU's memory moves a second at its full clock, as PyTorch tells clock and width; None: unknown.
     """
@@ -38,6 +39,7 @@ class Surroundings:
     load: float
     versions: dict[str, str]
     commit: str | None
+    instructions: str = ""
     memory_bytes: float | None = None
 
 
@@ -56,6 +58,7 @@ def surroundings(device: str) -> Surroundings:
             **library_versions(LIBRARIES),
         },
         commit=commit(),
+        instructions=_instructions(),
         memory_bytes=_memory_bytes() if is_cuda else None,
     )
 
@@ -80,6 +83,13 @@ def write_records(file: Path | None, records: Sequence[Mapping[str, Any]]) -> No
 def _cpu_clocks() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("cpu MHz")) + " MHz"
+
+
+def _instructions() -> str:
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    return " ".join(
+        [torch.backends.cpu.get_cpu_capability(), *(each for each in ("avx512_bf16", "amx_bf16") if found.get(each))]
+    )
 
 
 def _memory_bytes() -> float | None:

@@ -275,7 +275,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rounds = words.rounds or (2 if words.quick else 7)
     where = surroundings(words.device)
-    print(f"{where.device}; {where.clocks}; commit {where.commit}; load {where.load}")
+    print(f"{where.device} ({where.instructions}); {where.clocks}; commit {where.commit}; load {where.load}")
     print("; ".join(f"{library} {version}" for library, version in where.versions.items()), flush=True)
     tables = []
     for case in cases:

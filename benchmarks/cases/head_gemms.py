@@ -86,8 +86,6 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
 
     variants, missing = [Variant("ours", product)], list[Missing]()
     for provider in HEAD_PROVIDERS:
-        if provider.name == "triton_no_dz":
-            continue  # its first product is triton_gemm's
         reason = provider.machine_lacks() or provider.why_not(hidden=hidden, weight=weight)
         if reason is not None:
             missing.append(Missing(f"ours, {provider.name}, with statistics", reason))

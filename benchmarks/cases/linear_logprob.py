@@ -42,7 +42,7 @@ def _build(shape: Shape) -> Bench:
     ]
     run_peer = _evaluate if shape.note == NO_GRADIENT else _run
     ours = partial(run_peer, inputs, gradients, _ours)
-    variants, missing = with_own_gemms("linear_logprob", inputs, ours, has_entropy=True)
+    variants, missing = with_own_gemms("linear_logprob", inputs, ours)
     variants = [replace(variant, prepare=inputs.clear) for variant in variants]
     for peer in peers:
         if isinstance(peer, Missing):

@@ -33,7 +33,7 @@ KEPT_ROWS = ", unmasked rows only"
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
     bare, sentence = floors(inputs, shape)
-    by_name, missing = with_own_gemms("linear_policy_loss", inputs, partial(_ours, inputs), has_entropy=False)
+    by_name, missing = with_own_gemms("linear_policy_loss", inputs, partial(_ours, inputs))
     variants = [Variant("ours", partial(_ours, inputs)), *bare, *by_name]
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}

@@ -88,8 +88,6 @@ class ChunkedHead:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
         self._gemms = self._gradients.gemms
         self._first_gemm = kernels.first_gemm
-        # Products of dX and dW that take the exponentials: a chunk is done with when it has passed, and nothing waits.
-        self._backward_gemms = kernels.backward_gemms if wants_statistics and wanted.any else None
         # Nothing but its statistics is wanted of a product, or it turns into gradients at once.
         self._writes_nothing = self._first_gemm is not None and wants_statistics != wanted.any
         self._has_two_in_flight = head.is_sharded and wants_statistics and not kernels.is_host
@@ -122,10 +120,6 @@ class ChunkedHead:
             assert self._first_gemm is not None
             at_most = _device_rows(self._first_gemm.row_bytes(width), DEVICE_PIECES_BYTES)
         waiting = max(at_most, waiting) if wanted.any else 0
-        if self._backward_gemms is not None:  # as many bytes as the others have for logits and dz
-            buffers = 2 if self._has_two_in_flight else 1
-            num_bytes = (DEVICE_LOGITS_BYTES + DEVICE_GRADIENT_BYTES) // buffers
-            at_most, waiting = _device_rows(dtype.itemsize * padded, num_bytes), 0
         full, rest = divmod(waiting, at_most)
         self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
         size = min(num_rows, at_most)
@@ -202,19 +196,6 @@ class ChunkedHead:
     ) -> None:
         """Turn the rows that have a coefficient into gradients; dL/dlogp and dL/dH are [T] float32."""
         if not self._gradients.wanted.any:
-            return
-        if self._backward_gemms is not None:
-            assert product.pieces is not None, "exponentials go with pieces"
-            self._backward_gemms.add_gradients(
-                product.values,
-                product.pieces,
-                chunk,
-                self._head,
-                statistics,
-                coefficient,
-                self._gradients,
-                self._compacts,
-            )
             return
         if not self._kernels.is_host:  # there the logits themselves have taken the room
             self._make_room(chunk.count)

@@ -1,8 +1,8 @@
 """The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +23,34 @@ def why_no_narrow_products() -> str | None:
     )
 
 
-@contextmanager
-def products_in_full_float32() -> Iterator[None]:
-    """In here float32 is multiplied as float32, whatever the user chose for the process (set_float32_matmul_precision,
-    allow_tf32): TF32's and bfloat16's 10 and 8 bits move logits of 30 by 0.03 and 0.1, and with them every ratio."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+@cache
+def cpu_multiplies_bfloat16() -> bool:
+    """True where the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of
+    the time of float32. Elsewhere oneDNN emulates them."""
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def why_no_full_float32(is_cuda: bool) -> str | None:
+    """None where torch.mm multiplies float32 as float32 on this device, else the reason.
+
+    TF32's and bfloat16's 10 and 8 bits move logits of 30 by 0.03 and 0.1, and with them every ratio. The choice belongs to
+    the process: torch has no precision per call, and to switch it for a call would be seen by every other thread.
+    """
+    name = "cuda" if is_cuda else "mkldnn"
+    precision = getattr(torch.backends, name).matmul.fp32_precision
+    if precision in ("none", "ieee"):
+        return None
+    return f"torch.backends.{name}.matmul.fp32_precision is {precision!r}, which rounds the operands of its products"
 
 
 class HeadGemms:
     """Products with one weight [V, H] for hidden states of one dtype.
 
-    On CUDA bfloat16 pairs are multiplied as they are, with float32 accumulators and results. All else is multiplied in
-    float32: the CPU's bfloat16 GEMM rounds its result, float16 gradients underflow, and mixed pairs have no GEMM.
+    On CUDA bfloat16 pairs are multiplied as they are, with float32 accumulators and results. The CPU's bfloat16 GEMM rounds
+    its result, so there it may form what is bfloat16 in the end (collects_dz): dX, and a dW that one product gives. All else
+    is multiplied in float32: float16 gradients underflow, and mixed pairs have no GEMM. A process
+    that lets float32 products round their operands is refused; bfloat16 pairs lose nothing by that.
     """
 
     def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
@@ -51,6 +59,13 @@ class HeadGemms:
         self._multiplies_narrow = self._is_narrow and weight.is_cuda
         if self._multiplies_narrow and (reason := why_no_narrow_products()):
             raise RuntimeError(f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later, or use float32")
+        if not self._is_narrow and (reason := why_no_full_float32(weight.is_cuda)):
+            found = f"hidden {hidden_dtype}, weight {weight.dtype}".replace("torch.", "")
+            raise RuntimeError(
+                f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
+            )
+        # hidden_and_weight_gradient is to be given room for dz in bfloat16.
+        self.collects_dz = self._is_narrow and not weight.is_cuda and cpu_multiplies_bfloat16()
         self._converted: slice | None = None  # the piece of the weight that _tile holds
 
     @property
@@ -115,19 +130,18 @@ class HeadGemms:
                 gradient.addmm_(dz[:, tile], self._weight(tile))
         return gradient
 
-    def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor, factor: float = 1.0) -> Tensor:
-        """total [V, H] float32 += factor dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None, which is
-        for a factor of 1."""
+    def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor) -> Tensor:
+        """total [V, H] float32 += dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None."""
         if self._multiplies_narrow:
             if total is None:
                 total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)
                 return torch.mm(dz.t(), hidden, out_dtype=torch.float32, out=total)
-            return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, alpha=factor, out=total)
+            return torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, out=total)
         dz, hidden = dz.float(), hidden.float()
         if total is None:
             total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)
             return torch.mm(dz.t(), hidden, out=total)
-        return total.addmm_(dz.t(), hidden, alpha=factor)
+        return total.addmm_(dz.t(), hidden)
 
     def hidden_and_weight_gradient(
         self,
@@ -136,28 +150,38 @@ class HeadGemms:
         of_hidden: Tensor | None,
         of_weight: Tensor | None,
         adds: bool,
-        factor: float = 1.0,
+        room: Tensor | None = None,
     ) -> None:
-        """of_hidden [n, H] float32 = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+        """of_hidden [n, H] = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
         In pieces of the vocabulary, each converted to float32 once; dz_of gives the columns of a piece in float32, and
-        is done with them when it is asked for the next. adds: factor times it, to of_weight, which is then float32; else
-        that may have any dtype and is rounded once, from float32.
+        is done with them when it is asked for the next. adds: to of_weight, which is then float32; else that
+        may have any dtype and is rounded once, from float32.
+
+        of_hidden is float32. Where room [n, V] bfloat16 is given it is bfloat16: the pieces are collected there, and it, and a
+        bfloat16 of_weight, are products of the whole.
         """
-        hidden = hidden.float()
+        whole, hidden = hidden, hidden.float()
+        in_one = room is not None and of_weight is not None and of_weight.dtype == room.dtype
         for tile in self.tiles():
             piece = dz_of(tile)
-            if of_hidden is not None and tile.start == 0:
+            if room is not None:
+                room[:, tile].copy_(piece)
+            elif of_hidden is not None and tile.start == 0:
                 torch.mm(piece, self._weight(tile), out=of_hidden)
             elif of_hidden is not None:
                 of_hidden.addmm_(piece, self._weight(tile))
-            if of_weight is None:
+            if of_weight is None or in_one:
                 continue
             of_tile = of_weight[tile]
             if adds:
-                of_tile.addmm_(piece.t(), hidden, alpha=factor)
+                of_tile.addmm_(piece.t(), hidden)
             elif of_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
             else:  # in the memory of the converted piece of the weight, which is done with
                 self._converted = None
                 of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))
+        if room is not None and of_hidden is not None:
+            torch.mm(room, self.weight, out=of_hidden)
+        if room is not None and in_one:
+            torch.mm(room.t(), whole, out=of_weight)

@@ -13,17 +13,11 @@ from marsrl.kernels.head.vocabulary import Head
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients of a head are formed, and where dW goes.
-
-    weight_dtype: that dW will have; it may come as float32. total: [V, H] float32 that `factor` times dW is added to while
-    it is formed, and no dW beside it; None: dW has memory of its own, and the factor is 1.
-    """
+    """Which gradients of a head are formed; weight_dtype: that dW will have, though it may come as float32."""
 
     hidden: bool = False
     weight: bool = False
     weight_dtype: torch.dtype = torch.float32
-    total: Tensor | None = None
-    factor: float = 1.0
 
     @property
     def any(self) -> bool:
@@ -37,8 +31,7 @@ class HeadGradients:
     """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
 
     of_weight is also None where no row had a coefficient. It is float32, but of wanted.weight_dtype where it is formed by
-    one product on the CPU: the float32 sum of several products needs memory of its own, one product does not. Where
-    wanted.total is given it is that tensor.
+    one product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
@@ -48,7 +41,7 @@ class HeadGradients:
         self._in_pieces = in_pieces and self.gemms.is_converted
         self.hidden = hidden
         self._of_hidden: Tensor | None = None
-        self.of_weight = wanted.total if wanted.weight else None
+        self.of_weight: Tensor | None = None
 
     @property
     def of_hidden(self) -> Tensor | None:
@@ -56,15 +49,6 @@ class HeadGradients:
         if self._of_hidden is None and self.wanted.hidden:
             self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._of_hidden
-
-    def weight_total(self) -> tuple[Tensor, bool]:
-        """([V, H] float32 that wanted.factor times dW is to be added to, whether it holds anything); for products that are
-        not those of gemms.py. From here on it counts as filled."""
-        adds = self.of_weight is not None
-        if self.of_weight is None:
-            shape, device = self.gemms.weight.shape, self.hidden.device
-            self.of_weight = torch.empty(shape, dtype=torch.float32, device=device)
-        return self.of_weight, adds
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
         """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
@@ -77,21 +61,26 @@ class HeadGradients:
         if self.wanted.hidden:
             self._put(rows, self.gemms.hidden_gradient(dz))
         if self.wanted.weight:
-            hidden, factor = rows.take(self.hidden), self.wanted.factor
-            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, hidden, factor)
+            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
 
-    def add_pieces(self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool) -> None:
-        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens."""
+    def add_pieces(
+        self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
+    ) -> None:
+        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens.
+
+        room [>= n, V] bfloat16, where gemms.collects_dz: what is in it goes column by column as dz_of is called.
+        """
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
         if self.wanted.hidden:
             shape = rows.count, self.hidden.shape[1]
-            of_hidden = torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
+            dtype = torch.float32 if room is None else room.dtype
+            of_hidden = torch.empty(shape, dtype=dtype, device=self.hidden.device)
         if self.wanted.weight and self.of_weight is None:
             dtype = self.wanted.weight_dtype if is_last else torch.float32
             self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)
-        hidden, factor = rows.take(self.hidden), self.wanted.factor
-        self.gemms.hidden_and_weight_gradient(dz_of, hidden, of_hidden, self.of_weight, adds, factor)
+        dz = None if room is None else room[: rows.count]
+        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds, dz)
         if of_hidden is not None:
             self._put(rows, of_hidden)
 

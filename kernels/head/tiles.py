@@ -9,6 +9,9 @@
             dz [n, columns] float32 from the exponentials              CpuTileKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
+On a CPU that multiplies bfloat16 the tiles of dz take the place of their exponentials, and once they are all there
+dX = dz @ weight, and dW = dz.T @ hidden where that is all of it.
+
 A tile of logits, of weight and of dW stays in the cache from one step to the next. Whole rows of logits would not: 256 of
 them are 31 MiB at V = 32000, half of that as exponentials in bfloat16, which is all that is held of the vocabulary. The
 statistics come from the float32 logits; the rounding of an exponential is that of a gradient that is stored in bfloat16.
@@ -53,11 +56,10 @@ def policy_gradients_by_tiles(
     """Statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
-    columns = gradients.gemms.tiles()[0].stop
+    gemms = gradients.gemms
+    columns = gemms.tiles()[0].stop
     largest = max(sizes, default=0)
-    room = (largest * width + 1) // 2
-    buffer = host_buffer(room + largest * columns)
-    exponentials, pieces = buffer[:room].view(torch.bfloat16), buffer[room:]
+    exponentials, pieces = _buffers(largest, width, columns)
     for number, chunk in enumerate(rows.pieces(sizes)):
         parts = _exponentials(tiles, head, chunk, gradients, exponentials, pieces)
         whole = combined(parts, head.inverse_temperature_at(chunk))
@@ -73,9 +75,9 @@ def policy_gradients_by_tiles(
         tokens = chunk.tokens(kept.device)[kept]
 
         def dz_of(tile: slice, parts: Tensor = parts, kept: Tensor = kept, tokens: Tensor = tokens) -> Tensor:
-            dz, count = _block(pieces, kept.numel(), tile), parts.shape[-1]
+            dz = _block(pieces, kept.numel(), tile)
             tiles.gradients(
-                _block(exponentials[count * tile.start :], count, tile),
+                exponentials[: parts.shape[-1], tile],
                 parts[tile.start // columns, 0],
                 kept,
                 tokens,
@@ -87,7 +89,7 @@ def policy_gradients_by_tiles(
             )
             return dz
 
-        gradients.add_pieces(dz_of, tokens, is_last=number == len(sizes) - 1)
+        gradients.add_pieces(dz_of, tokens, number == len(sizes) - 1, exponentials if gemms.collects_dz else None)
 
 
 def _exponentials(
@@ -103,8 +105,7 @@ def _exponentials(
         logits = _block(pieces, chunk.count, tile)
         gemms.tile_logits(hidden, tile, logits)
         head.tile(tile).restrict_(logits, chunk)
-        kept = _block(exponentials[chunk.count * tile.start :], chunk.count, tile)
-        tiles.exponentials(logits, head.tile(tile), targets, inverse, part, kept)
+        tiles.exponentials(logits, head.tile(tile), targets, inverse, part, exponentials[: chunk.count, tile])
     return parts
 
 
@@ -118,10 +119,10 @@ def gradients_by_tiles(
     gradients: HeadGradients,
 ) -> None:
     """Gradients of these rows of gradients.hidden, each of which has one, from statistics that are known."""
-    sizes = host_chunks(rows.count, ROWS_AGAIN)
     gemms = gradients.gemms
+    sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
     largest = max(sizes, default=0)
-    pieces = host_buffer(largest * gemms.tiles()[0].stop)
+    room, pieces = _buffers(largest, head.width if gemms.collects_dz else 0, gemms.tiles()[0].stop)
     tokens = torch.empty(largest, dtype=torch.int64, device="cpu")
     for number, chunk in enumerate(rows.pieces(sizes)):
         hidden = chunk.take(gradients.hidden).float()
@@ -136,7 +137,15 @@ def gradients_by_tiles(
             assert found.wait() == chunk.count, "a row without a gradient among those that have one"
             return dz
 
-        gradients.add_pieces(dz_of, chunk.tokens(hidden.device), is_last=number == len(sizes) - 1)
+        tokens_of = chunk.tokens(hidden.device)
+        gradients.add_pieces(dz_of, tokens_of, number == len(sizes) - 1, room if gemms.collects_dz else None)
+
+
+def _buffers(num_rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Exponentials or gradients [num_rows, width] bfloat16, and room for as many rows of a tile in float32."""
+    size = (num_rows * width + 1) // 2
+    buffer = host_buffer(size + num_rows * columns)
+    return buffer[:size].view(torch.bfloat16)[: num_rows * width].view(num_rows, width), buffer[size:]
 
 
 def _block(memory: Tensor, num_rows: int, tile: slice) -> Tensor:

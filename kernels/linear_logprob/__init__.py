@@ -11,7 +11,6 @@ from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
-from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
@@ -118,13 +117,11 @@ class _Kernels:
     def __init__(self, rows: RowKernels):
         self._rows = rows
 
-    @products_in_full_float32()
     def forward(
         self, hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool
     ) -> tuple[Tensor, ...]:
         return tuple(vars(head_statistics(self._rows, head, hidden, Rows.of(None, hidden.shape[0]))).values())
 
-    @products_in_full_float32()
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -152,7 +149,7 @@ _GRADIENT = Gradient("linear_logprob", num_tensors=2, num_outputs=2, saves_outpu
 
 def _on_rows(provider: RowProvider) -> Implementation:
     def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-        return provider.why_not_head(hidden, weight, head, has_entropy=True)
+        return provider.why_not_head(hidden, weight, head)
 
     def load() -> _Kernels:
         return _Kernels(provider.load())

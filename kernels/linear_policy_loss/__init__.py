@@ -10,7 +10,6 @@ from marsrl.kernels.checks import check
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.bad_values import check_values
-from marsrl.kernels.head.gemms import products_in_full_float32
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
@@ -30,7 +29,6 @@ def linear_policy_loss(
     *,
     temperature: float | Tensor = 1.0,
     main_grad: Tensor | None = None,
-    grad_output: float | None = None,
     tp_group: Any = None,
     real_vocab_size: int | None = None,
     support: Support | None = None,
@@ -50,12 +48,9 @@ def linear_policy_loss(
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not
             read where the mask is off. Under tp_group the gradient of hidden is this shard's part.
         inputs: token_advantages with old_logprobs=None is the gradient of sum_t w_t log p_t: supervised training.
-        main_grad: [V, H] float32. dW times grad_output is added to it in the backward, once a forward; nothing else
-            writes it. The weight's own gradient is then None, or, where the weight has Megatron's
-            `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
-        grad_output: what the loss will be differentiated with, once, where the caller knows it and has main_grad. A forward
-            with gradients then adds dW to main_grad as it forms it, and no float32 dW lies beside it: 1.2 GB less at
-            V = 151,936, H = 2048. Any other grad_output in the backward is an error.
+        main_grad: [V, H] float32. The backward adds dW to it, once a forward; a forward that is thrown away or recomputed
+            (activation checkpointing) leaves it unchanged. The weight's own gradient is then None, or, where the weight has
+            Megatron's `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
         compacts: False: on a device every row takes all three products, masked ones too, whose hidden must be finite, and
             the host waits for nothing: a CUDA graph can capture forward and backward.
 
@@ -67,18 +62,19 @@ def linear_policy_loss(
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
-        RuntimeError: no implementation can serve the call; with the reasons.
+        RuntimeError: no implementation can serve the call; with the reasons. Or the process lets float32 products round their
+            operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs them.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
-    elif grad_output is not None:
-        raise ValueError(f"linear_policy_loss: grad_output is {grad_output} without main_grad, expected None")
+        if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+            raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
-    return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, grad_output, compacts))
+    return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, compacts))
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,6 @@ class _Call:
     """The arguments of the same names."""
 
     main_grad: Tensor | None
-    grad_output: float | None
     compacts: bool
 
 
@@ -100,9 +95,9 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         gradients: HeadGradients | None,
         loss: Tensor,
-        call: _Call,
+        main_grad: Tensor | None,
     ) -> Tensor:
-        ctx.weight, ctx.gradients, ctx.call = weight, gradients, call
+        ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
         return loss.clone()  # an input returned as it is would be a view of it
 
     @staticmethod
@@ -121,12 +116,10 @@ class _FusedLoss(torch.autograd.Function):
             of_hidden = _scaled_(of_hidden, scale)
         if not ctx.needs_input_grad[1]:
             return of_hidden, None, None, None, None
-        call: _Call = ctx.call
-        if call.main_grad is not None:
-            if call.grad_output is not None:  # it was added by the forward
-                _check_scale(scale, call.grad_output)
-            elif of_weight is not None:
-                _add_scaled_(call.main_grad, of_weight, scale)
+        if ctx.main_grad is not None:
+            if of_weight is not None:
+                _add_scaled_(ctx.main_grad, of_weight, scale)
+            del gradients, of_weight  # before the placeholder takes memory
             return of_hidden, _placeholder_gradient(ctx.weight), None, None, None
         if of_weight is None:
             return of_hidden, torch.zeros_like(ctx.weight), None, None, None
@@ -144,15 +137,6 @@ def _scaled_to(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Ten
     if not isinstance(scale, Tensor) and scale == 1.0:
         return values.to(dtype)
     return torch.mul(values, scale, out=torch.empty_like(values, dtype=dtype))
-
-
-def _check_scale(found: float | Tensor, expected: float) -> None:
-    """Fail where the loss is differentiated with another grad_output than was announced; on a device when that gets there."""
-    message = f"linear_policy_loss: the loss is differentiated with another grad_output than the {expected} it was told"
-    if isinstance(found, Tensor):
-        torch._assert_async(found == expected, message)
-    elif found != expected:
-        raise RuntimeError(f"{message}: {found}; main_grad holds {expected} times dW")
 
 
 def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
@@ -174,7 +158,6 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    @products_in_full_float32()
     def run(
         hidden: Tensor,
         weight: Tensor,
@@ -194,13 +177,11 @@ def _on_rows(provider: RowProvider) -> Implementation:
                 hidden=is_differentiable and hidden.requires_grad,
                 weight=is_differentiable and weight.requires_grad,
                 weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
-                total=None if call.grad_output is None else call.main_grad,
-                factor=1.0 if call.grad_output is None else call.grad_output,
             ),
             call.compacts,
         )
         sums = fused.terms.sums()
-        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), call)
+        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), call.main_grad)
         logprobs, entropy = fused.statistics.logprobs, fused.statistics.entropy
         if tokens.mask is not None and not call.compacts:
             logprobs, entropy = (torch.where(tokens.mask, each, 0.0) for each in (logprobs, entropy))
@@ -209,7 +190,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
     def why_not(
         hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, tokens: PolicyTokens, call: _Call
     ) -> str | None:
-        return provider.why_not_head(hidden, weight, head, tokens.objective.entropy_coef != 0)
+        return provider.why_not_head(hidden, weight, head)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 

@@ -43,7 +43,7 @@ def _same_with_gradients(function: Callable[..., Tensor], near: Sequence[Tensor]
         torch.testing.assert_close(other, one, rtol=2e-2 if one.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def check_head(dim: int, dtype: torch.dtype, has_logprobs: bool = True) -> None:
+def check_head(dim: int, dtype: torch.dtype) -> None:
     """dim 0: rows of the hidden states and of the weight are far apart; 1: their units, of which a step takes up to 64."""
     case = head_case(9, 12, 40) if dim == 0 else head_case(3, 65, 40)
     arguments = arguments_for(case, "k3")
@@ -53,8 +53,7 @@ def check_head(dim: int, dtype: torch.dtype, has_logprobs: bool = True) -> None:
     _same_with_gradients(
         lambda hidden, weight: linear_policy_loss(hidden, weight, targets, **arguments).loss * 3, near, far
     )
-    if has_logprobs:
-        _same_with_gradients(lambda hidden, weight: linear_logprob(hidden, weight, targets).logprobs, near, far)
+    _same_with_gradients(lambda hidden, weight: linear_logprob(hidden, weight, targets).logprobs, near, far)
 
 
 def check_attention() -> None:

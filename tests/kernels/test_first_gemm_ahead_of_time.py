@@ -1,15 +1,11 @@
 """The heads' own products, at production sizes, for GPUs that are not here."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-from marsrl.kernels.head.gradients import HeadGradients, Wanted
-from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
@@ -100,27 +96,3 @@ def test_statistics_alone(target, num_rows, size):
     with compiled_launches(target) as reports:
         TritonFirstGemm().exponentials(floats(num_rows, size, dtype=torch.float16), rows, head, None)
     assert_product_compiled_well(reports[0], target >= 90 and size % 8 == 0)
-
-
-# every size is a multiple of its tile; a vocabulary and an H that no tile divides, in rows of whole 16 columns
-@pytest.mark.parametrize("target, width, size", [(80, WIDTH, 2048), (90, WIDTH, 2048), (90, 50257, 1008)])
-def test_backward_products_of_exponentials(target, width, size):
-    num_rows = 5760
-    head = replace(head_of(size, torch.bfloat16), weight=floats(width, size, dtype=torch.bfloat16), num_columns=width)
-    rows = Rows(torch.empty(num_rows, dtype=torch.int64, device=META), 0, num_rows)
-    padded = -(-width // 16) * 16
-    exponentials = floats(num_rows, padded, dtype=torch.bfloat16)[:, :width]
-    statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
-    hidden = floats(TOKENS, size, dtype=torch.bfloat16)
-    gradients = HeadGradients(head, hidden, Wanted(True, True, torch.bfloat16))
-    with compiled_launches(target) as reports:
-        pieces = floats(4, -(-width // 128), num_rows)
-        TritonBackwardGemms().add_gradients(
-            exponentials, pieces, rows, head, statistics, floats(TOKENS), gradients, compacts=True
-        )
-    products = {"hidden_gradient", "weight_gradient"}
-    assert {report.kernel for report in reports} == products | {"list_active", "row_factors", "add_target_rows"}
-    for report in reports:
-        assert_compiled_well(report, dots=report.kernel in products)
-        if report.kernel in products:
-            assert report.num_wide_loads and report.num_wide_stores, report

@@ -1,12 +1,22 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case, linear_policy_loss
+from fused_head import (
+    arguments_for,
+    chunks_of,
+    compare_policy_loss,
+    forced,
+    head_case,
+    in_double,
+    linear_policy_loss,
+)
 from fused_head import run_policy_loss as run
+from torch.utils.checkpoint import checkpoint
 
 from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
@@ -43,6 +53,49 @@ def test_the_chunk_size_is_not_seen_in_the_result(rows, name, dtype, monkeypatch
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     case = head_case()
     compare_policy_loss(case, arguments_for(case, name), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
+def test_bfloat16_gradients_are_right_by_products_of_bfloat16_and_of_float32(name, rows, monkeypatch):
+    """Whichever this CPU takes by itself. Statistics are float32 and the same to the bit."""
+    chunks_of(rows, monkeypatch)
+    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
+    case = head_case()
+    arguments = arguments_for(case, name)
+    found = []
+    for each in (True, False):
+        monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda each=each: each)
+        found.append(compare_policy_loss(case, arguments, torch.bfloat16))
+    assert torch.equal(found[0].logprobs, found[1].logprobs) and torch.equal(found[0].loss, found[1].loss)
+
+
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])
+def test_chunks_that_cancel_leave_nothing_of_their_roundings_in_dw(name, monkeypatch):
+    """The same tokens with opposite advantages in chunks of their own: each adds to dW, together they add nothing."""
+    monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda: True)
+    chunks_of(30, monkeypatch)
+    hidden, weight, targets = (each.bfloat16() if each.is_floating_point() else each for each in head_case(30))
+    arguments = {
+        "objective": OBJECTIVES[name][0],
+        "advantages": torch.tensor([1.0, -1.0]),
+        "cu_seqlens": torch.tensor([0, 30, 60]),
+        "normaliser": 1.0,
+        "old_logprobs": linear_logprob(hidden, weight, targets).logprobs.repeat(2),
+    }
+    twice = hidden.repeat(2, 1), weight, targets.repeat(2)
+    _, _, once = run(
+        (hidden, weight, targets),
+        {
+            **arguments,
+            "old_logprobs": arguments["old_logprobs"][:30],
+            "advantages": torch.ones(1),
+            "cu_seqlens": torch.tensor([0, 30]),
+        },
+        torch.bfloat16,
+    )
+    _, _, dw = run(twice, arguments, torch.bfloat16)
+    assert once.abs().max() > 0 and dw.abs().max() <= 1e-4 * once.abs().max()
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 120])
@@ -148,44 +201,6 @@ def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name):
         (2.5 * first.loss).backward()
 
 
-@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_known_grad_output_adds_dw_to_main_grad_as_it_is_formed(name, dtype, monkeypatch):
-    chunks_of(9, monkeypatch)  # several products of each
-    hidden, weight, targets = head_case()
-    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    arguments = arguments_for((hidden.detach(), weight.detach(), targets), name)
-    expected, main_grad = torch.ones(2, *weight.shape).unbind()
-    (2.5 * linear_policy_loss(hidden, weight, targets, **arguments, main_grad=expected).loss).backward()
-    of_hidden, hidden.grad = hidden.grad, None
-    seen = []
-    gradients = linear_policy_loss_module.fused_loss
-    monkeypatch.setattr(
-        linear_policy_loss_module, "fused_loss", lambda *given: (seen.append(gradients(*given)), seen[-1])[1]
-    )
-    given = {**arguments, "main_grad": main_grad, "grad_output": 2.5}
-    with torch.no_grad():
-        linear_policy_loss(hidden, weight, targets, **given)
-    assert (main_grad == 1).all()
-    loss = linear_policy_loss(hidden, weight, targets, **given).loss
-    assert seen[-1].gradients.of_weight is main_grad  # no other dW
-    (2.5 * loss).backward()
-    # the same products, added in another order
-    torch.testing.assert_close(main_grad, expected, atol=1e-6, rtol=1e-5)
-    assert torch.equal(hidden.grad, of_hidden) and weight.grad is None
-
-
-def test_another_grad_output_than_was_told_is_an_error():
-    hidden, weight, targets, arguments = simple()
-    with pytest.raises(ValueError, match=r"grad_output is 1.0 without main_grad, expected None"):
-        linear_policy_loss(hidden, weight, targets, **arguments, grad_output=1.0)
-    loss = linear_policy_loss(
-        hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight), grad_output=1.0
-    ).loss
-    with pytest.raises(RuntimeError, match=r"another grad_output than the 1.0 it was told: 2.0; main_grad holds 1.0"):
-        (2 * loss).backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_scaled_dw_is_rounded_once(dtype):
     values = torch.randn(40, 8)
@@ -212,19 +227,72 @@ def test_the_buffer_of_dz_is_filled_to_the_last_row():
     assert sizes == [768, 768, 768, 768, 768, 384] * 2 + [768, 768, 16] and sum(sizes[:6]) == rows
 
 
-def test_activation_recomputation_does_not_double_main_grad():
+def exact_dw(hidden, weight, targets, arguments):
+    """dW of simple()'s loss in float64."""
+    leaf = weight.detach().double().requires_grad_()
+    with forced("reference"):
+        linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()
+    return leaf.grad
+
+
+OPS_AROUND = {
+    "nothing": (lambda x: x, lambda y: y),
+    "before": (lambda x: x.sin(), lambda y: y),
+    "behind": (lambda x: x, lambda y: y.exp()),
+    "both": (lambda x: x.sin(), lambda y: y.exp()),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])  # None: no checkpoint
+@pytest.mark.parametrize("place", OPS_AROUND)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_gets_dw_once_under_activation_checkpointing(place, use_reentrant, dtype):
+    before, behind = OPS_AROUND[place]
     hidden, weight, targets, arguments = simple()
-    main_grad = torch.zeros_like(weight)
+    hidden, weight = (each.detach().to(dtype).requires_grad_() for each in (hidden, weight))
+    main_grad = torch.zeros(weight.shape)
 
-    def head(x):
-        return linear_policy_loss(x, weight, targets, **arguments, main_grad=main_grad).loss
+    def step(x):
+        return behind(linear_policy_loss(before(x), weight, targets, **arguments, main_grad=main_grad).loss)
 
-    head(hidden).backward()
-    expected, main_grad_once = hidden.grad.clone(), main_grad.clone()
-    hidden.grad = None
-    main_grad.zero_()
-    torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=True).backward()
-    assert torch.equal(hidden.grad, expected) and torch.equal(main_grad, main_grad_once)
+    for _ in range(2):  # micro-batches
+        loss = step(hidden) if use_reentrant is None else checkpoint(step, hidden, use_reentrant=use_reentrant)
+        assert loss.requires_grad
+        kept = main_grad.clone()
+        loss.backward()
+        assert not torch.equal(main_grad, kept)
+    exact = exact_dw(before(hidden), weight, targets, arguments) * (loss.item() if place in ("behind", "both") else 1)
+    torch.testing.assert_close(main_grad.double(), 2 * exact, rtol=0, atol=exact.abs().max().item() * DW_ERROR[dtype])
+
+
+DW_ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
+def test_a_forward_that_is_thrown_away_leaves_main_grad_alone(name):
+    case = head_case()
+    arguments = arguments_for(case, name)
+    hidden, weight, targets = (each.requires_grad_(each.is_floating_point()) for each in case)
+    main_grad = torch.ones_like(weight)
+    for _ in range(2):
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    assert (main_grad == 1).all()
+    kept = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    kept.backward()
+    torch.testing.assert_close(
+        main_grad.double() - 1, exact_dw(hidden, weight, targets, arguments), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_two_heads_on_one_weight_add_to_one_main_grad():
+    hidden, weight, targets, arguments = simple()
+    main_grad = torch.zeros(weight.shape[::-1]).t()  # its rows are not contiguous
+    first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss
+    second = linear_policy_loss(2 * hidden, weight, targets, **arguments, main_grad=main_grad).loss
+    (first + 3 * second).backward()
+    exact = exact_dw(hidden, weight, targets, arguments) + 3 * exact_dw(2 * hidden, weight, targets, arguments)
+    torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
 
 
 def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
@@ -310,47 +378,71 @@ def test_a_compiled_caller_gets_the_same():
     assert torch.equal(hidden.grad, expected[0]) and torch.equal(weight.grad, expected[1])
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_narrow_float32_products_that_the_process_asks_for_change_nothing(precision):
-    """On a GPU these are TF32; here, where the processor has bfloat16, "medium" alone is off by 0.24 in such products."""
-    case = head_case(40, 64, 300)
-    arguments = arguments_for(case, "clip")
-    expected, *gradients = run(case, arguments, torch.float32)
-    torch.set_float32_matmul_precision(precision)
+@pytest.fixture(params=["high", "medium"])
+def narrow(request):
+    """The process lets float32 products round their operands: to TF32, to bfloat16."""
+    torch.set_float32_matmul_precision(request.param)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32)])
+def test_a_head_whose_float32_products_would_be_rounded_is_refused(dtypes, narrow):
+    hidden, weight, targets, arguments = simple()
+    hidden, weight = hidden.detach().to(dtypes[0]), weight.detach().to(dtypes[1])
+    reason = r"mkldnn.matmul.fp32_precision is '\w+', .*; call torch.set_float32_matmul_precision\('highest'\)"
+    with pytest.raises(RuntimeError, match=reason):
+        linear_policy_loss(hidden, weight, targets, **arguments)
+    with pytest.raises(RuntimeError, match=reason):
+        linear_logprob(hidden, weight, targets)
+
+
+def test_a_setting_that_changes_before_the_backward_is_seen():
+    hidden, weight, targets, _ = simple()
+    out = linear_logprob(hidden, weight, targets)
+    torch.set_float32_matmul_precision("medium")
     try:
-        found, *others = run(case, arguments, torch.float32)
-        assert torch.get_float32_matmul_precision() == precision
+        with pytest.raises(RuntimeError, match="fp32_precision is 'bf16'"):
+            out.logprobs.sum().backward()
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert torch.equal(found.logprobs, expected.logprobs) and all(map(torch.equal, others, gradients))
 
 
 @pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits computed again
-def test_every_product_is_asked_for_in_full_float32(name, monkeypatch):
-    """By the setting at the product, whatever this machine makes of it."""
+def test_a_bfloat16_head_is_as_exact_whatever_the_process_lets_float32_products_do(name, narrow):
+    case = head_case(40, 64, 300)
+    compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
+
+
+def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
+    """Four threads in heads at once, of which each looks at every product; torch's setting is one for the process."""
     seen = []
+
+    def settings():
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends
+        return tuple(each.fp32_precision for each in backends), torch.get_num_threads(), torch.get_default_dtype()
 
     def watched(function):
         def call(*given, **words):
-            backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-            seen.append((function.__name__, *(backend.fp32_precision for backend in backends)))
+            seen.append(settings())
             return function(*given, **words)
 
         return call
 
     for method in ("logits", "tile_logits", "hidden_gradient", "add_weight_gradient", "hidden_and_weight_gradient"):
         monkeypatch.setattr(gemms.HeadGemms, method, watched(getattr(gemms.HeadGemms, method)))
+    expected = settings()
     case = head_case(40, 8, 300)
-    arguments = arguments_for(case, name)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            run(case, arguments, dtype)
-            linear_logprob(*(each.to(dtype).requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert {each[0] for each in seen} >= {"logits", "tile_logits", "hidden_gradient", "hidden_and_weight_gradient"}
-    assert {each[1:] for each in seen} == {("ieee", "ieee")}
+    arguments = arguments_for(case, "clip")
+
+    def work(_):
+        for _ in range(5):
+            run(case, arguments, torch.bfloat16)
+            linear_logprob(*(each.bfloat16().requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert set(seen) == {expected} and settings() == expected and len(seen) > 40
 
 
 def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeypatch):

@@ -30,29 +30,22 @@ def test_the_page_has_the_waves_that_the_head_takes() -> None:
 
 def test_bytes_and_flops_of_a_row_by_hand() -> None:
     shape = HeadShape(tokens=1000, hidden=64, columns=5000, trained=0.5, active=0.25)
-    first, rows, gradients = head_phases(shape, PRESENT)
+    first, rows, gradients, addition = head_phases(shape, PRESENT)
     assert first.flops + gradients.flops == (2 * 500 + 4 * 250) * 64 * 5000
     weight = 64 * 5000
     assert first.bytes == 2 * weight + 500 * (2 * 64 + 4 * 5000)  # one chunk: the weight, X, float32 logits
     assert rows.bytes == (500 * 4 + 250 * (4 + 2)) * 5000  # read for statistics; read again, dz in bfloat16
-    assert gradients.bytes == 10 * weight + 250 * ((2 + 4) * 64 + 4 * 5000)  # W, dW twice; X, dX; dz twice
-    assert [design.before_gradients for design in DESIGNS] == [14, 6, 2]
+    assert gradients.bytes == 6 * weight + 250 * ((2 + 4) * 64 + 4 * 5000)  # W, dW; X, dX; dz twice
+    assert addition.bytes == 12 * weight  # dW read, main_grad read and written
+    assert [design.before_gradients for design in DESIGNS] == [14, 6]
 
 
 def test_a_chunk_has_as_many_rows_as_the_head_holds() -> None:
     gradients = [DEVICE_GRADIENT_BYTES // (2 * 151936 * 128) * 128]
-    of_logits, of_exponentials, of_both = (
-        size // 128 * 128
-        for size in (
-            DEVICE_LOGITS_BYTES // (4 * 151936),
-            DEVICE_LOGITS_BYTES // (2 * 151936),
-            (DEVICE_LOGITS_BYTES + DEVICE_GRADIENT_BYTES) // (2 * 151936),
-        )
-    )
+    of_logits, of_exponentials = (DEVICE_LOGITS_BYTES // (itemsize * 151936) // 128 * 128 for itemsize in (4, 2))
     assert [(design.first_rows, design.gradient_rows) for design in DESIGNS] == [
         (of_logits, *gradients),
         (of_exponentials, *gradients),
-        (of_both, of_both),
     ]
 
 

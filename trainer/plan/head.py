@@ -1,5 +1,4 @@
-"""The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the two designs that are taken by
-name.
+"""The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the design that is taken by name.
 
 python -m marsrl.trainer.plan.head        # the tables of docs/kernels.md
 
@@ -54,13 +53,10 @@ class HeadDesign:
 # (a) float32 logits: written, read for the statistics, read for dz, which is bfloat16.
 # (d) bfloat16 exponentials relative to their tile's reference, written by the first product beside float32 statistics,
 #     become dz in the buffer where it waits: MARSRL_KERNELS=linear_policy_loss=triton_gemm, without an entropy bonus.
-# (e) the exponentials themselves are the operand of dX and dW: what turns them into dz is a power of two of each (row,
-#     tile), and the target's part is added by row: MARSRL_KERNELS=linear_policy_loss=triton_no_dz.
-# All hold as many bytes: 4,224 rows of 2 bytes of dz, and 768 of 4 of logits or 1,536 of 2 of exponentials.
+# Both hold as many bytes: 4,224 rows of 2 bytes of dz, and 768 of 4 of logits or 1,536 of 2 of exponentials.
 PRESENT = HeadDesign("(a) as it is", 4, 4, 6, 4, 768, 4224)
 EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 1536, 4224)
-NO_DZ = HeadDesign("(e) no dz", 2, 0, 0, 4, 5760, 5760)
-DESIGNS = (PRESENT, EXPONENTIALS, NO_DZ)
+DESIGNS = (PRESENT, EXPONENTIALS)
 
 
 def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
@@ -79,19 +75,24 @@ class Phase:
         return max(self.flops / (gpu.flops * PRODUCT_SHARE), self.bytes / (gpu.bandwidth * hw.MEMORY_SHARE.value))
 
 
-def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase]:
-    """The first product, the row kernels, the products of dX and dW; weight and hidden states in bfloat16, dW in float32."""
+def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase, Phase]:
+    """The first product, the row kernels, the products of dX and dW, the addition of dW to main_grad in the backward; weight
+    and hidden states in bfloat16, dW in float32."""
     trained, active = shape.tokens * shape.trained, shape.tokens * shape.active
     weight = shape.columns * shape.hidden
     first = 2 * weight * ceil(trained / design.first_rows) + 2 * trained * shape.hidden
     first += design.first * trained * shape.columns
     rows = (design.rows * trained + design.gradient * active) * shape.columns
-    gradients = (2 + 8) * weight * ceil(active / design.gradient_rows) + (2 + 4) * active * shape.hidden
+    gradients: float = (
+        (2 + 8) * ceil(active / design.gradient_rows) - 4
+    ) * weight  # the first product of dW only writes it
+    gradients += (2 + 4) * active * shape.hidden
     gradients += design.products * active * shape.columns
     return (
         Phase(head_flops(trained, 0, shape.hidden, shape.columns), first),
         Phase(0, rows),
         Phase(head_flops(0, active, shape.hidden, shape.columns), gradients),
+        Phase(0, (4 + 8) * weight),
     )
 
 

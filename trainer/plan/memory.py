@@ -213,16 +213,16 @@ def batch_bytes(setup: Training) -> int:
 def head_bytes(setup: Training) -> int:
     """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
 
-    T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H)
+    T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H) + 4 H V/t [dW]
 
-    The gradient of its weight goes to megatron's buffer as it is formed.
+    The backward adds the gradient of its weight, dW, to megatron's buffer.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
     rows = min(tokens, setup.head_rows)
     total = tokens / setup.layout.tensor * (s.hidden_size * setup.size + 4)
     total += tokens * (2 * s.hidden_size * setup.size + 40)
-    return round(total + rows * (4 * width + 8 * s.hidden_size))
+    return round(total + rows * (4 * width + 8 * s.hidden_size) + 4 * s.hidden_size * width)
 
 
 def attention_copies_bytes(setup: Training) -> int:

@@ -25,7 +25,6 @@ class CpuRowKernels:
 
     is_host = True
     first_gemm = None
-    backward_gemms = None
 
     @property
     def tiles(self) -> CpuTileKernels:

@@ -16,7 +16,8 @@ class CpuTileKernels:
     def exponentials(
         self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
     ) -> None:
-        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding.
+        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding; its
+        rows may lie apart.
 
         logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
         """
@@ -30,7 +31,7 @@ class CpuTileKernels:
             inverse_temperature.data_ptr(),
             partials.data_ptr(),
             out.data_ptr(),
-            out.shape[1],
+            out.stride(0),
             torch.get_num_threads(),
         )
 
@@ -53,7 +54,7 @@ class CpuTileKernels:
         """
         library.cpu_library().marsrl_exponential_gradients(
             exponentials.data_ptr(),
-            exponentials.shape[1],
+            exponentials.stride(0),
             maxima.data_ptr(),
             kept.data_ptr(),
             tokens.data_ptr(),

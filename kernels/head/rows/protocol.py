@@ -25,7 +25,6 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
     from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
     from marsrl.kernels.head.vocabulary import Head
 
@@ -66,10 +65,6 @@ class RowKernels(Protocol):
     @property
     def first_gemm(self) -> "TritonFirstGemm | None":
         """None where the logits come from gemms.py and the statistics from the logits."""
-
-    @property
-    def backward_gemms(self) -> "TritonBackwardGemms | None":
-        """None where dX and dW come from gemms.py, of dz; else first_gemm leaves them exponentials."""
 
     def statistics(self, logits: Tensor, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows from their raw logits [R, V] float32, row-major, before the temperature.

@@ -20,7 +20,6 @@ class RowProvider:
 
     machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
     its name and a tensor; why_not_together: for all of them. takes_support: a logit of -inf is seen by its statistics.
-    takes_entropy: the entropy may have a gradient.
     """
 
     name: str
@@ -29,7 +28,6 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
     why_not_together: Callable[[dict[str, Tensor]], str | None] = lambda tensors: None
     takes_support: bool = True
-    takes_entropy: bool = True
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
@@ -42,10 +40,8 @@ class RowProvider:
                 return f"float64 input ({name}), the row kernels compute in float32"
         return self.why_not_together(tensors)
 
-    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head, has_entropy: bool) -> str | None:
-        """None where this call of a head can be served; else the reason. has_entropy: the entropy has a gradient."""
-        if has_entropy and not self.takes_entropy:
-            return "the entropy has a gradient, e p (log p + H), which needs the logits; exponentials are all there is"
+    def why_not_head(self, hidden: Tensor, weight: Tensor, head: Head) -> str | None:
+        """None where this call of a head can be served; else the reason."""
         if head.support is not None and not self.takes_support:
             return "support is given, and its statistics come from the product, before columns are left out"
         return self.why_not(hidden=hidden, weight=weight)
@@ -73,15 +69,6 @@ def _load_triton_gemm() -> RowKernels:
     return TritonRowKernels(TritonFirstGemm())
 
 
-@cache
-def _load_triton_no_dz() -> RowKernels:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
-    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
-
-    return TritonRowKernels(TritonFirstGemm(), TritonBackwardGemms())
-
-
 def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -94,20 +81,14 @@ def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _why_not_no_dz(tensors: dict[str, Tensor]) -> str | None:
-    if any(tensor.dtype == torch.float16 for tensor in tensors.values()):
-        return "float16: exponentials in bfloat16 have 8 bits where float16 has 11"
-    return _why_not_first_gemm(tensors)
-
-
 ROW_PROVIDERS = (
     RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
     RowProvider("cpu", _load_cpu, library.why_no_cpu_library, why_not_host),
 )
 
-# Those of the heads. The last two have a first GEMM of their own, and the last one backward GEMMs too. They are taken by name
-# only, as in MARSRL_KERNELS=linear_policy_loss=triton_gemm: whatever they can serve `triton` serves too, until a
-# measurement says that one should come first.
+# Those of the heads. The last one has a first GEMM of its own and is taken by name only, as in
+# MARSRL_KERNELS=linear_policy_loss=triton_gemm: whatever it can serve `triton` serves too, until a measurement says that it
+# should come first.
 HEAD_PROVIDERS = (
     *ROW_PROVIDERS,
     RowProvider(
@@ -117,14 +98,5 @@ HEAD_PROVIDERS = (
         why_not_triton,
         _why_not_first_gemm,
         takes_support=False,
-    ),
-    RowProvider(
-        "triton_no_dz",
-        _load_triton_no_dz,
-        machine_lacks_triton,
-        why_not_triton,
-        _why_not_no_dz,
-        takes_support=False,
-        takes_entropy=False,
     ),
 )

@@ -26,22 +26,19 @@ from marsrl.kernels.triton_machine import on_device_of
 
 if TYPE_CHECKING:
     from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-    from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 
 
 class TritonRowKernels:
     """RowKernels on the current stream of the tensors' device; the host never waits here.
 
-    first_gemm, backward_gemms: products of our own that take the place of gemms.py, the second only beside the first.
+    first_gemm: a first product of our own in place of that of gemms.py.
     """
 
     is_host = False
     tiles = None
 
-    def __init__(
-        self, first_gemm: "TritonFirstGemm | None" = None, backward_gemms: "TritonBackwardGemms | None" = None
-    ):
-        self.first_gemm, self.backward_gemms = first_gemm, backward_gemms
+    def __init__(self, first_gemm: "TritonFirstGemm | None" = None):
+        self.first_gemm = first_gemm
 
     def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         put_statistics(self._pieces(logits, rows, head), rows, head, out)

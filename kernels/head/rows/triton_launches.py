@@ -27,12 +27,6 @@ def list_active(
     of these to active. Where that is None every row has its own place: (None, R). On the device of the tensors."""
     if active is None:
         return None, LateCount(rows.count)
-    place_of, count = list_places(rows, coefficient, entropy_coefficient, active)
-    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
-
-
-def list_places(rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """list_active with the count [1] int32 where it is."""
     place_of = torch.empty(rows.count, dtype=torch.int32, device=coefficient.device)
     count = torch.empty(1, dtype=torch.int32, device=coefficient.device)
     triton_kernels.list_active[(1,)](
@@ -46,7 +40,7 @@ def list_places(rows: Rows, coefficient: Tensor, entropy_coefficient: Tensor, ac
         count,
         BLOCK=BLOCK_TOKENS,
     )
-    return place_of, count
+    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
 
 
 def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:

@@ -4,7 +4,6 @@ import pytest
 
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl as first
-from marsrl.kernels.head.no_dz import triton_impl as no_dz
 from marsrl.kernels.head.rows import triton_launches
 
 TILES = first.Tiles(8, 64, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
@@ -12,11 +11,6 @@ TILES = first.Tiles(8, 64, 16, parts=2, num_warps=4, num_stages=1, max_registers
 
 def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> None:
     patch.setattr(first, "plan_tiles", lambda *_: tiles)
-    patch.setattr(no_dz, "plan_tiles", lambda *_: tiles)
-    patch.setattr(no_dz, "plan_backward", lambda: no_dz.BackwardTiles(tiles.n, 32, 16, num_warps=4, num_stages=1))
-    patch.setattr(no_dz, "FACTOR_ROWS", tiles.m // 2)
-    patch.setattr(no_dz, "FACTOR_TILES", 2)
-    patch.setattr(no_dz, "TARGET_UNITS", 16)
     patch.setattr(first, "num_multiprocessors", lambda _: 2)  # programs that take several tiles
     patch.setattr(first, "GROUP", 2)
     patch.setattr(first, "BLOCK_COLUMNS", 2 * tiles.n)
@@ -27,8 +21,7 @@ def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> No
 
 
 def in_chunks(patch: pytest.MonkeyPatch, num_rows: int, vocab: int = 131) -> None:
-    """Chunks of so many rows, whether exponentials are written or not; gradients of two wait for the backward GEMMs, or,
-    where none wait, chunks are three times as long."""
+    """Chunks of so many rows, whether exponentials are written or not; gradients of two wait for the backward GEMMs."""
     row_bytes = 2 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
     patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
     patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", num_rows * row_bytes)

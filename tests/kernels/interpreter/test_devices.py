@@ -12,7 +12,6 @@ from triton.runtime.interpreter import GridExecutor
 from marsrl import kernels
 
 GEMM = "linear_policy_loss=triton_gemm,linear_logprob=triton_gemm"
-NO_DZ = "linear_policy_loss=triton_no_dz"
 
 
 @pytest.fixture
@@ -54,9 +53,3 @@ def test_the_first_gemm_runs_on_the_device_of_its_tensors(name, launched, monkey
     monkeypatch.setenv("MARSRL_KERNELS", GEMM)
     check_the_defaults_are_not_used(name)
     assert "first_product_by_copies" in launched
-
-
-def test_the_backward_gemms_run_on_the_device_of_their_tensors(launched, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", NO_DZ)
-    check_the_defaults_are_not_used("linear_policy_loss, bfloat16, no bonus")
-    assert {"row_factors", "hidden_gradient", "weight_gradient", "add_target_rows"} <= set(launched)

@@ -10,8 +10,6 @@ from small_tiles import use_small_tiles
 from marsrl.kernels.attention_varlen import triton_impl as attention
 from marsrl.kernels.grouped_linear import triton_impl as grouped
 from marsrl.kernels.head.first_gemm import triton_impl as first
-from marsrl.kernels.head.gradients import HeadGradients, Wanted
-from marsrl.kernels.head.no_dz.triton_impl import TritonBackwardGemms
 from marsrl.kernels.head.rows import triton_impl as rows
 from marsrl.kernels.head.rows.protocol import Statistics
 from marsrl.kernels.head.rows.subset import Rows
@@ -31,12 +29,12 @@ def _small_blocks_on_clean_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("names", ["triton", "triton_gemm", "triton_no_dz"])
+@pytest.mark.parametrize("names", ["triton", "triton_gemm"])
 def test_hidden_states_and_weights(names, dim, monkeypatch):
     if names != "triton":
         monkeypatch.setenv("MARSRL_KERNELS", f"linear_policy_loss={names},linear_logprob=triton_gemm")
         monkeypatch.setattr(first, "capability", lambda: 80 if dim == 0 else 90)
-    far_cases.check_head(dim, BF16, has_logprobs=names != "triton_no_dz")
+    far_cases.check_head(dim, BF16)
 
 
 @pytest.mark.parametrize("check", ["check_attention", "check_decoding", "check_experts", "check_norm"])
@@ -62,7 +60,7 @@ def test_rows_of_logits_and_of_their_gradients():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_rows_of_exponentials_and_what_reads_them(capability, monkeypatch):
+def test_rows_of_exponentials(capability, monkeypatch):
     monkeypatch.setattr(first, "capability", lambda: capability)
     hidden, weight, targets = torch.randn(3, 16).to(BF16), torch.randn(128, 16).to(BF16), torch.tensor([0, 127, 7])
     head, taken, gemm = (
@@ -70,13 +68,14 @@ def test_rows_of_exponentials_and_what_reads_them(capability, monkeypatch):
         Rows(None, 0, 3),
         first.TritonFirstGemm(),
     )
-    c, found = torch.tensor([1.0, -2.0, 0.5]), []
+    found = []
     for out in (torch.zeros(3, 128, dtype=BF16), far_apart(torch.zeros(3, 128, dtype=BF16))):
-        statistics = Statistics.zeros(3, c.device)
+        statistics = Statistics.zeros(3, hidden.device)
         pieces = gemm.exponentials(hidden, taken, head, out)
         gemm.statistics(pieces, taken, head, statistics)
-        gradients = HeadGradients(head, hidden, Wanted(True, True, BF16))
-        TritonBackwardGemms().add_gradients(out, pieces, taken, head, statistics, c, gradients, compacts=True)
-        found.append([out.clone(), gradients.of_hidden, gradients.of_weight])
+        dz, active = torch.empty(3, 128), torch.empty(3, dtype=torch.int64)
+        coefficients = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
+        gemm.gradients(out, pieces, taken, head, statistics, *coefficients, dz, active)
+        found.append([out.clone(), dz])
     for one, other in zip(*found, strict=True):
         assert one.any(1).all() and torch.equal(one, other)

@@ -12,7 +12,6 @@ from every_op import (
 
 TIERS = [(name, "triton") for name in CALLS]
 TIERS += [(name, "triton_gemm") for name in HEADS if "bfloat16" in name]
-TIERS += [("linear_policy_loss, bfloat16, no bonus", "triton_no_dz")]
 
 
 @pytest.mark.parametrize("name, tier", TIERS)

@@ -129,7 +129,6 @@ class PolicyModel(GPTModel):
 
     def _loss(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, hidden: Tensor, weight: Tensor) -> HeadResult:
         gate, dropped = self._gate(batch, mpt, hidden, weight)
-        main_grad = self._main_grad(weight)
         inputs = replace(loss, gate=gate if dropped is None else None, dropped=dropped)
         policy = linear_policy_loss(
             hidden,
@@ -137,10 +136,7 @@ class PolicyModel(GPTModel):
             batch.targets,
             inputs,
             temperature=batch.temperature,
-            main_grad=main_grad,
-            grad_output=None
-            if main_grad is None
-            else 1.0,  # megatron divides by nothing (model.py): dW goes straight there
+            main_grad=self._main_grad(weight),
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
             support=batch.support,

@@ -1,0 +1,339 @@
+"""Every tensor that an op takes, laid out in memory as no kernel hopes for: transposed, strided, expanded, offset."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels import (
+    LossInputs,
+    PolicyObjective,
+    Support,
+    attention_decode,
+    attention_varlen,
+    group_advantage,
+    grouped_linear,
+    kept_rows,
+    linear_logprob,
+    linear_policy_loss,
+    mpt_gate,
+    pack,
+    policy_loss,
+    rms_norm,
+    swiglu,
+)
+from marsrl.kernels.sequence_sums import sequence_sums
+
+Tensors = dict[str, Tensor]
+TOKENS, SIZE, VOCAB = 9, 16, 40
+BF16 = torch.bfloat16
+
+
+def transposed(values: Tensor) -> Tensor:
+    """The first dimension is the innermost."""
+    order = list(range(values.dim()))[::-1]
+    return values.permute(order).contiguous().permute(order)
+
+
+def strided(values: Tensor) -> Tensor:
+    """Every other element of memory; between them is what would spoil a result, True or the largest number."""
+    fill = True if values.dtype == torch.bool else torch.nan if values.is_floating_point() else 2**30
+    wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), fill)
+    wide[..., ::2] = values
+    return wide[..., ::2]
+
+
+def expanded(values: Tensor) -> Tensor:
+    """The first row again and again: other values than those that were given."""
+    return values[:1].expand_as(values)
+
+
+def offset(values: Tensor) -> Tensor:
+    """One element behind an aligned address, so aligned to its own size only."""
+    memory = values.new_zeros(values.numel() + 1)
+    memory[1:] = values.flatten()
+    return memory[1:].view(values.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": transposed,
+    "strided": strided,
+    "expanded": expanded,
+    "offset": offset,
+}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An op as a function of its tensors by name, and a call's; what floats among `leaves` gets a gradient."""
+
+    run: Callable[[Tensors], list[Tensor]]
+    tensors: Callable[[], Tensors]
+    leaves: tuple[str, ...] = ()
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+BOUNDS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1]) > 0
+OBJECTIVES = {
+    "": PolicyObjective(kl="k3", kl_coef=0.1, entropy_coef=0.05, correction="tis", mpt_probability=0.3),
+    ", sequences": PolicyObjective(ratio="sequence", correction="icepop", kl="k1", kl_coef=0.1),
+}
+_OF_LOSS = {field.name for field in fields(LossInputs)}
+
+
+def _loss_tensors() -> Tensors:
+    return {
+        "cu_seqlens": BOUNDS,
+        "normaliser": torch.tensor([7.0]),
+        "advantages": _randn(3),
+        "mask": MASK,
+        "agent_of": torch.tensor([0, 1, 1]),
+        "gate": torch.tensor([True, False, True]),
+        "old_logprobs": -_randn(TOKENS).abs(),
+        "rollout_logprobs": -_randn(TOKENS).abs(),
+        "reference_logprobs": -_randn(TOKENS).abs(),
+        "weights": _randn(3),
+        "dropped": torch.arange(TOKENS) == 2,
+    }
+
+
+def _inputs(tensors: Tensors, objective: PolicyObjective) -> LossInputs:
+    given: dict[str, Any] = {name: values for name, values in tensors.items() if name in _OF_LOSS}
+    return LossInputs(objective, num_agents=2, **given)
+
+
+def _head_tensors(dtype: torch.dtype) -> Tensors:
+    return {
+        "hidden": _randn(TOKENS, SIZE, dtype=dtype),
+        "weight": _randn(VOCAB, SIZE, dtype=dtype),
+        "targets": torch.arange(TOKENS),
+        "temperature": torch.rand(TOKENS) + 0.5,
+        "support.ids": torch.tensor([0, 1, 2, 5], dtype=torch.int32),
+        "support.starts": torch.zeros(TOKENS, dtype=torch.int64),
+        "support.counts": torch.tensor([2] + [0] * (TOKENS - 1)),
+    }
+
+
+def _without_support(dtype: torch.dtype) -> Tensors:
+    return {name: values for name, values in _head_tensors(dtype).items() if not name.startswith("support.")}
+
+
+def _support(tensors: Tensors) -> Support | None:
+    if "support.ids" not in tensors:
+        return None
+    return Support(*(tensors[f"support.{name}"] for name in ("ids", "starts", "counts")), 4)
+
+
+def _logprob(tensors: Tensors) -> list[Tensor]:
+    words = {"temperature": tensors["temperature"], "support": _support(tensors)}
+    return list(vars(linear_logprob(tensors["hidden"], tensors["weight"], tensors["targets"], **words)).values())
+
+
+def _head_loss(objective: PolicyObjective, has_main_grad: bool = False) -> Callable[[Tensors], list[Tensor]]:
+    def run(tensors: Tensors) -> list[Tensor]:
+        found = linear_policy_loss(
+            tensors["hidden"],
+            tensors["weight"],
+            tensors["targets"],
+            _inputs(tensors, objective),
+            temperature=tensors["temperature"],
+            main_grad=tensors["main_grad"] if has_main_grad else None,
+            support=_support(tensors),
+        )
+        return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
+
+    return run
+
+
+def _loss_of_logprobs(tensors: Tensors) -> list[Tensor]:
+    found = policy_loss(tensors["logprobs"], tensors["entropy"], _inputs(tensors, OBJECTIVES[""]))
+    return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
+
+
+def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
+    """The op on its tensors in order."""
+
+    def run(tensors: Tensors) -> list[Tensor]:
+        found = function(*tensors.values(), **words)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    return run
+
+
+def _pack(tensors: Tensors) -> list[Tensor]:
+    names = ("token_ids", "is_sampled", "cu_seqlens")
+    words = {name: values for name, values in tensors.items() if name not in names}
+    return [
+        each for each in vars(pack(*(tensors[name] for name in names), TOKENS, **words)).values() if each is not None
+    ]
+
+
+def _heads() -> dict[str, Taken]:
+    leaves, found = ("hidden", "weight"), {}
+    for dtype in (torch.float32, BF16):
+        name = str(dtype).removeprefix("torch.")
+        found[f"linear_logprob without support, {name}"] = Taken(
+            _logprob, lambda dtype=dtype: _without_support(dtype), leaves
+        )
+        found[f"linear_logprob, {name}"] = Taken(_logprob, lambda dtype=dtype: _head_tensors(dtype), leaves)
+        for which, objective in OBJECTIVES.items():
+            found[f"linear_policy_loss{which}, {name}"] = Taken(
+                _head_loss(objective), lambda dtype=dtype: {**_head_tensors(dtype), **_loss_tensors()}, leaves
+            )
+        found[f"linear_policy_loss with main_grad, {name}"] = Taken(
+            _head_loss(OBJECTIVES[""], has_main_grad=True),
+            lambda dtype=dtype: {**_head_tensors(dtype), **_loss_tensors(), "main_grad": torch.ones(VOCAB, SIZE)},
+            leaves,
+        )
+    return found
+
+
+HEADS = _heads()
+OTHERS = {
+    "policy_loss": Taken(
+        _loss_of_logprobs,
+        lambda: {"logprobs": -_randn(TOKENS).abs(), "entropy": torch.rand(TOKENS), **_loss_tensors()},
+        ("logprobs", "entropy"),
+    ),
+    "mpt_gate": Taken(
+        _of(mpt_gate),
+        lambda: {
+            "entropy": torch.rand(TOKENS) / 3,
+            "mask": MASK,
+            "cu_seqlens": BOUNDS,
+            "positive": torch.tensor([True, False, True]),
+        },
+    ),
+    "sequence_sums": Taken(_of(sequence_sums), lambda: {"values": _randn(TOKENS), "mask": MASK, "cu_seqlens": BOUNDS}),
+    "group_advantage": Taken(
+        _of(group_advantage, normalise="agent_mean"),
+        lambda: {
+            "rewards": _randn(4),
+            "group_of": torch.tensor([0, 0, 1, 1]),
+            "agent_of": torch.tensor([0, 1, 0, 1]),
+            "instance_of": torch.tensor([0, 0, 1, 1]),
+        },
+    ),
+    "pack": Taken(
+        _pack,
+        lambda: {
+            "token_ids": torch.arange(TOKENS),
+            "is_sampled": MASK,
+            "cu_seqlens": BOUNDS,
+            "logprobs": _randn(TOKENS),
+            "weights": _randn(TOKENS),
+        },
+    ),
+    "kept_rows": Taken(_of(kept_rows), lambda: {"mask": MASK}),
+    "attention_varlen": Taken(
+        _of(attention_varlen),
+        lambda: {
+            "q": _randn(TOKENS, 4, 16),
+            "k": _randn(TOKENS, 2, 16),
+            "v": _randn(TOKENS, 2, 16),
+            "cu_seqlens": BOUNDS,
+        },
+        ("q", "k", "v"),
+    ),
+    "attention_decode": Taken(
+        _of(attention_decode),
+        lambda: {
+            "q": _randn(2, 4, 16),
+            "k_cache": _randn(2, 8, 2, 16),
+            "v_cache": _randn(2, 8, 2, 16),
+            "lengths": torch.tensor([3, 8]),
+        },
+    ),
+    "grouped_linear": Taken(
+        _of(grouped_linear),
+        lambda: {"x": _randn(6, 16), "weights": _randn(2, 16, 16), "counts": torch.tensor([3, 3])},
+        ("x", "weights"),
+    ),
+    "rms_norm": Taken(
+        _of(rms_norm, eps=1e-6), lambda: {"x": _randn(TOKENS, SIZE), "weight": _randn(SIZE)}, ("x", "weight")
+    ),
+    "swiglu": Taken(
+        _of(swiglu), lambda: {"products": _randn(TOKENS, SIZE), "weights": _randn(TOKENS)}, ("products", "weights")
+    ),
+}
+OPS = {**HEADS, **OTHERS}
+UPSTREAM = "the incoming gradient"
+
+
+def _results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Outputs, gradients, and what was written to main_grad."""
+    leaves = {name: tensors[name].detach().requires_grad_() for name in op.leaves}
+    outputs = op.run({**tensors, **leaves})
+    if leaves:
+        ends = [each for each in outputs if each.requires_grad]
+        generator = torch.Generator().manual_seed(3)
+        gradients = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in ends]
+        torch.autograd.backward(ends, [upstream(each) if each.dim() else each for each in gradients])
+    found = [each.detach() for each in outputs] + [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+    return found + [tensors[name] for name in ("main_grad",) if name in tensors]
+
+
+def _outcome(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor]) -> list[Tensor] | Exception:
+    if "main_grad" in tensors:  # it is written
+        written = tensors["main_grad"]
+        memory = written.new_empty(0).set_(written.untyped_storage().clone())  # type: ignore[call-overload]
+        tensors = {**tensors, "main_grad": memory.as_strided(written.shape, written.stride(), written.storage_offset())}
+    try:
+        return _results(op, tensors, upstream)
+    except (ValueError, RuntimeError) as error:
+        return error
+
+
+def check_every_layout(name: str) -> None:
+    """Each tensor of the op in each layout gives what a contiguous copy of it gives, or is refused by its name."""
+    op, wrong = OPS[name], []
+    tensors = op.tensors()
+    plain = _outcome(op, tensors, _same)
+    assert not isinstance(plain, Exception), plain
+    for which in [*tensors, *([UPSTREAM] if op.leaves else [])]:
+        for how, layout in LAYOUTS.items():
+            if which == UPSTREAM:
+                expected = _outcome(op, tensors, lambda each, layout=layout: _contiguous(layout(each)))
+                found = _outcome(op, tensors, layout)
+            else:
+                expected = plain
+                if layout is expanded:
+                    expected = _outcome(op, {**tensors, which: _contiguous(expanded(tensors[which]))}, _same)
+                found = _outcome(op, {**tensors, which: layout(tensors[which])}, _same)
+            complaint = _difference(found, expected, which)
+            if complaint is not None:
+                wrong.append(f"{which} {how}: {complaint}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _contiguous(values: Tensor) -> Tensor:
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def _difference(found: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:
+    """None where they are the same, or where the tensor is refused by its name."""
+    if isinstance(expected, Exception):  # its values are refused, as boundaries that are all 0
+        return None if repr(found) == repr(expected) else f"{found!r}, and contiguous {expected!r}"
+    if isinstance(found, Exception):
+        return None if isinstance(found, ValueError) and name in str(found) else repr(found)
+    for one, other in zip(found, expected, strict=True):
+        rtol = 2e-2 if one.dtype == BF16 else 1e-5
+        try:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * max(1.0, _size(other)), equal_nan=True)
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
+def _size(values: Tensor) -> float:
+    return values.abs().max().item() if values.is_floating_point() and values.numel() else 0.0
