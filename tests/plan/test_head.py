@@ -3,9 +3,20 @@
 from math import ceil
 from pathlib import Path
 
+import pytest
+
 from marsrl.kernels.head.chunked_head import DEVICE_GRADIENT_BYTES, DEVICE_LOGITS_BYTES, TILE_COLUMNS, whole_waves
 from marsrl.trainer.plan.hardware import GPUS
-from marsrl.trainer.plan.head import DESIGNS, PRESENT, HeadShape, designs_table, head_phases, head_seconds, times_table
+from marsrl.trainer.plan.head import (
+    DESIGNS,
+    EXPONENTIALS,
+    PRESENT,
+    HeadShape,
+    designs_table,
+    head_phases,
+    head_seconds,
+    times_table,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -52,5 +63,13 @@ def test_a_chunk_has_as_many_rows_as_the_head_holds() -> None:
 def test_no_design_is_below_the_floor_of_its_products() -> None:
     shape, gpu = HeadShape(16384, 2048, 151936), GPUS["h100-80g"]
     floor = 6 * 16384 * 2048 * 151936 / (gpu.flops * 0.81)
-    seconds = [head_seconds(shape, design, gpu) for design in DESIGNS]
-    assert seconds == sorted(seconds, reverse=True) and seconds[-1] >= floor * 0.999
+    assert min(head_seconds(shape, design, gpu) for design in DESIGNS) >= floor * 0.999
+
+
+def test_our_own_first_product_has_no_share_of_the_peak_that_only_cublas_has_shown() -> None:
+    shape, gpu = HeadShape(16384, 2048, 151936), GPUS["h100-80g"]
+    flops = 2 * 16384 * 2048 * 151936
+    first, *others = head_phases(shape, EXPONENTIALS)
+    assert first.seconds(gpu) == pytest.approx(flops / (0.51 * 989e12), rel=2e-3)
+    assert {phase.share for phase in [*others, *head_phases(shape, PRESENT)]} == {0.81}
+    assert 1e3 * head_seconds(shape, EXPONENTIALS, gpu) == pytest.approx(50.2, abs=0.1)

@@ -13,7 +13,13 @@ from math import ceil
 
 from marsrl.trainer.plan import hardware as hw
 
-PRODUCT_SHARE = 0.81  # of the peak, a large bf16 product: measured on one H100 (hardware.py); taken for the others too
+PRODUCT_SHARE = (
+    0.81  # of the peak, cuBLAS, a large bf16 product: measured on one H100 (hardware.py); taken for the others too
+)
+TRITON_SHARE = 0.51
+"""Share of the peak of a product in Triton on Hopper, not measured by us: 502 of 989 TFLOP/s at 65,536 x 1,024 x 1,024 by a
+kernel with TMA loads, where cuBLAS reaches 583 (github.com/facebookexperimental/triton, pull request 1038). Its epilogue waits
+for its products; the same kernel made persistent, which hides that, is at 564."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class HeadDesign:
     first: written by the first product, of a trained row. rows: by the row kernels, of a trained row. gradient: by the row
     kernels, of an active row. products: read by the products of dX and dW, of an active row.
     first_rows, gradient_rows: of a chunk, each of which reads the weight, and of the second kind reads and writes dW.
+    first_share: share of the peak that the first product reaches; the others are cuBLAS's in every design.
     """
 
     name: str
@@ -43,6 +50,7 @@ class HeadDesign:
     products: int
     first_rows: int
     gradient_rows: int
+    first_share: float = PRODUCT_SHARE
 
     @property
     def before_gradients(self) -> int:
@@ -55,7 +63,7 @@ class HeadDesign:
 #     become dz in the buffer where it waits: MARSRL_KERNELS=linear_policy_loss=triton_gemm, without an entropy bonus.
 # Both hold as many bytes: 4,224 rows of 2 bytes of dz, and 768 of 4 of logits or 1,536 of 2 of exponentials.
 PRESENT = HeadDesign("(a) as it is", 4, 4, 6, 4, 768, 4224)
-EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 1536, 4224)
+EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 1536, 4224, TRITON_SHARE)
 DESIGNS = (PRESENT, EXPONENTIALS)
 
 
@@ -66,13 +74,14 @@ def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: in
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Work that is done before the next begins: FLOPs on tensor cores, bytes through memory."""
+    """Work that is done before the next begins: FLOPs on tensor cores at a share of their peak, bytes through memory."""
 
     flops: float
     bytes: float
+    share: float = PRODUCT_SHARE
 
     def seconds(self, gpu: hw.Gpu) -> float:
-        return max(self.flops / (gpu.flops * PRODUCT_SHARE), self.bytes / (gpu.bandwidth * hw.MEMORY_SHARE.value))
+        return max(self.flops / (gpu.flops * self.share), self.bytes / (gpu.bandwidth * hw.MEMORY_SHARE.value))
 
 
 def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Phase, Phase]:
@@ -89,7 +98,7 @@ def head_phases(shape: HeadShape, design: HeadDesign) -> tuple[Phase, Phase, Pha
     gradients += (2 + 4) * active * shape.hidden
     gradients += design.products * active * shape.columns
     return (
-        Phase(head_flops(trained, 0, shape.hidden, shape.columns), first),
+        Phase(head_flops(trained, 0, shape.hidden, shape.columns), first, design.first_share),
         Phase(0, rows),
         Phase(head_flops(0, active, shape.hidden, shape.columns), gradients),
         Phase(0, (4 + 8) * weight),
