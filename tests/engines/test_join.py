@@ -152,7 +152,9 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
             assert "has ended" in host.wait_for("has ended") and host.process.wait(300) == 0
 
 
-def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_answer_and_what_is_no_token_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         address = f"127.0.0.1:{free_port()}"
@@ -163,6 +165,9 @@ def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, caps
         assert (
             "which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host" in capsys.readouterr().err
         )
+        assert main(["join", address, "--gpus", "0,1"]) == 2
+        assert "PyTorch sees no GPU" in capsys.readouterr().err
+        monkeypatch.setenv("MARSRL_DEVICE", "cpu")
         assert main(["join", address, "--gpus", "0,1"]) == 2
         assert "--gpus is 0,1, and this host has 0 GPU(s)" in capsys.readouterr().err
         assert main(["join", ":1"]) == 2

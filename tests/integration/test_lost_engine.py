@@ -52,7 +52,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[t
     nccl, ipc = (kind(given._engines, torch.float32, bucket_bytes=1 << 14) for kind in (NcclChannel, IpcChannel))
     found: list[tuple[type, int]] = []
 
-    def published(policy: str) -> None:
+    def published(policy: str, *, is_new: bool) -> None:
         channel = run.channels[policy] = ipc if run.versions[policy] == 1 else nccl  # type: ignore[index]
         numbers = itertools.count(1)
         with monkeypatch.context() as patch:
@@ -65,7 +65,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[t
                     move(self, *args)
 
                 patch.setattr(kind, method, struck)
-            publish(policy)
+            publish(policy, is_new=is_new)
         assert next(numbers) > 3  # buckets
         found.append((type(channel), pool.num_restarts))
 
