@@ -1,0 +1,164 @@
+"""What a user's team returns: what is accepted, and that the rest ends one episode or sample, in one line with the place."""
+
+import logging
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.types import Finish, Sample
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.rehearsal import rehearse
+
+TEAM = """
+import random
+from dataclasses import replace
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Finish, Message, Reward
+
+class Pair(Orchestration):
+    agents = (AgentSpec("solver"), AgentSpec("critic", Role.VERIFIER))
+
+    def follow(self, episode):
+        first = episode.ask("solver")
+        said = episode.said(first)
+        return [first] if said is None else [first, episode.ask("critic", said)]
+"""
+SECOND = ".1/"  # the second of the two episodes returns it, the first what it should
+
+
+def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
+    """Samples by uid of two episodes, by a team with this method, which is its tail."""
+    path = tmp_path / "my_team.py"
+    path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
+    config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
+    _, credited = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]})
+    return {sample.uid: sample for group in credited.groups for sample in group.samples}
+
+
+def line_of(tmp_path: Path, words: str) -> int:
+    lines = (tmp_path / "my_team.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if words in line)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        '[{"role": "user", "content": "Solve it."}]',
+        '({"role": "system", "content": "You solve."}, Message("user", "Solve it."))',
+    ],
+)
+def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
+    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}", "")
+    assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
+
+
+@pytest.mark.parametrize(("value", "correct"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("-2.5", 0.0), ("3", 1.0)])
+def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> None:
+    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}", "")
+    assert len(samples) == 4
+    assert {(s.reward.value, s.reward.correct) for s in samples.values()} == {(float(eval(value)), correct)}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ('"Solve it."', "TypeError: expected a list of messages, found 'Solve it.' (str)"),
+        ("None", "TypeError: expected a list of messages, found None"),
+        ("[]", "TypeError: expected a list of messages, found [] (list)"),
+        ('[{"role": "user"}]', "ValueError: expected a message of role and content, found the keys role"),
+        ('[("user", "x")]', "TypeError: expected Message(role, content), found ('user', 'x') (tuple)"),
+        ('[Message("tool", "x")]', "ValueError: expected a message's role among system, user, assistant, found 'tool'"),
+        ('[Message("user", 7)]', "TypeError: expected a message's content to be str, found 7 (int)"),
+        ("[Message('user', ask.nothing)]", "AttributeError: 'Ask' object has no attribute 'nothing'"),
+    ],
+)
+def test_messages_that_are_none_end_their_episode_and_no_other(
+    found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = f"""
+    def messages(self, episode, ask):
+        if ask.id.startswith(episode.rollout_id + {SECOND!r}):
+            return {found}
+        return super().messages(episode, ask)
+    """
+    samples = play(tmp_path, method, "")
+    assert sorted(uid.partition("/")[0][-2:] for uid in samples) == [".0", ".0"]
+    raised = "nothing" in found
+    line = line_of(tmp_path, "return [Message('user', ask.nothing)]" if raised else "def messages")
+    assert f"Pair.messages: {said} (my_team.py:{line})" in caplog.text and "Traceback" not in caplog.text
+
+
+SIGNATURES = {"parse": "sample", "reward": "episode, ask, sample, judged"}
+NO_REWARD = "TypeError: expected Reward(value, correct) or a number, found"
+SAMPLE_CASES = [
+    ("parse", "None", "TypeError: expected the given sample, replace(sample, answer=...), found None"),
+    ("parse", "replace(sample, answer=7)", "TypeError: expected answer to be str or None, found 7 (int)"),
+    ("parse", "replace(sample, shown=None)", "TypeError: expected shown to be str, found None"),
+    ("parse", "replace(sample, verdict='yes')", "TypeError: expected verdict to be bool or None, found 'yes' (str)"),
+    ("parse", "replace(sample, finish='stop')", "TypeError: expected finish to be Finish, found 'stop' (str)"),
+    ("parse", "1 / 0", "ZeroDivisionError: division by zero"),
+    ("reward", "None", f"{NO_REWARD} None"),
+    ("reward", "'1'", f"{NO_REWARD} '1' (str)"),
+    ("reward", "float('inf')", "ValueError: expected the reward to be finite, found inf"),
+    ("reward", "Reward(1.0, 2.0)", "ValueError: expected `correct` from 0 to 1, found 2"),
+    ("reward", "Reward(1.0, None)", "TypeError: expected correct to be a number, found None"),
+    ("reward", "Reward(1.0, 1.0, {'a': 'b'})", "TypeError: expected a to be a number, found 'b' (str)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "found", "said"), SAMPLE_CASES)
+def test_a_sample_that_cannot_be_read_or_rewarded_is_an_error_and_the_others_go_on(
+    method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = SIGNATURES[method]
+    body = f"""
+    def {method}(self, {given}):
+        if {SECOND!r} in sample.uid and sample.agent == "critic":
+            return {found}
+        return super().{method}({given})
+    """
+    with caplog.at_level(logging.WARNING):
+        samples = play(tmp_path, body, "")
+    wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
+    assert [SECOND in sample.uid and sample.agent for sample in wrong] == ["critic"] and len(samples) == 4
+    line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
+    assert wrong[0].reward.note == f"Pair.{method}: {said} (my_team.py:{line})"
+    assert "Traceback" not in caplog.text and all(not s.reward.is_missing for s in samples.values() if s not in wrong)
+
+
+def test_a_team_that_asks_by_chance_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    method = """
+    def follow(self, episode):
+        return [episode.ask("solver", turn=random.randrange(10**9))]
+    """
+    assert play(tmp_path, method, "") == {}
+    assert "Pair.follow: ValueError: two calls with the same answers gave other asks" in caplog.text
+
+
+def test_a_team_may_draw_with_the_episode_s_generator(tmp_path: Path) -> None:
+    method = """
+    def follow(self, episode):
+        return [episode.ask("solver", turn=episode.rng("turn").randrange(10**9))]
+    """
+    assert len(play(tmp_path, method, "")) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("outcomes", "TypeError: expected a dict of numbers, found None"),
+        ("metrics", "TypeError: expected a dict of numbers, found None"),
+    ],
+)
+def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
+    method: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = play(
+        tmp_path,
+        f"def {method}(self, episode):\n    return None",
+        "credit.reward_scheme=outcome credit.train_agents=[solver,critic]",
+    )
+    assert len(samples) == 4
+    assert f"Pair.{method}: {said} (my_team.py:{line_of(tmp_path, 'def ' + method)})" in caplog.text
