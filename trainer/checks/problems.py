@@ -61,9 +61,7 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, repeats)
 
 
-def _trained_too(
-    train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str
-) -> tuple[str, ...]:
+def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> tuple[str, ...]:
     """A warning where questions to evaluate on are trained on as well; ConfigError where all of them are."""
     trained = {" ".join(problem.question.split()) for problem in train}
     both = [problem for problem in held_out if " ".join(problem.question.split()) in trained]
