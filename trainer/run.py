@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -77,6 +78,8 @@ class Run:
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
         self.num_empty_steps = 0  # in a row, up to this one: no policy had a token to train on
+        self.untrained: Counter[str] = Counter()  # why steps of this start trained nothing; rank 0
+        self.resumed_step = 0
         self.has_trained = False  # this step
         self.bad_steps: dict[str, list[int]] = {}  # the steps in a row that a policy could not use, up to this one
         self.stop = StopSignals()
@@ -138,7 +141,7 @@ class Run:
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
-            self.step = self.saved_step = restored.step
+            self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
             left = self.config.run.steps - self.step
             self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
@@ -342,13 +345,24 @@ class Run:
         if driver.rebalancer is not None:
             driver.log.note({"rollout/engine_moves": driver.rebalancer.take_moves()})
         driver.log.write(
-            step, batch, self.seconds, version=self.consumed_version, num_unfinished=driver.scheduler.num_unfinished
+            step,
+            batch,
+            self.seconds,
+            version=self.consumed_version,
+            num_unfinished=driver.scheduler.num_unfinished,
+            untrained="" if self.has_trained else self._why_untrained(batch),
         )
         if driver.log.kept:
             with self.timed("token_log"):
                 driver.log.write_tokens(step, batch)
         driver.log.forget()
         self.trace.save()
+
+    def _why_untrained(self, batch: StepBatch) -> str:
+        why = "no group has ended, its episodes go on in the next step (rollout.pipeline)"
+        why = "no sample had a gradient" if batch.groups else why
+        self.untrained[why] += 1
+        return why
 
     def checkpoint_if_due(self, step: int) -> None:
         """A checkpoint by run.checkpoint_every and run.checkpoint_minutes, of the last step, and where a rank was asked to stop.
@@ -376,6 +390,9 @@ class Run:
     def finish(self) -> None:
         """The last checkpoint on disk; evaluation after, summary.json, report.html, the table."""
         self.checkpoints.finish()
+        if self.untrained:
+            num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
+            self.console.warning(f"{self.untrained.total()} of {num_steps} steps trained nothing: {why}")
         driver, after = self.driver, None
         if self.config.run.evaluate:
             with self.timed("evaluate"):

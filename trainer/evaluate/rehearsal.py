@@ -12,9 +12,10 @@ import random
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from rich.text import Text
@@ -77,6 +78,41 @@ def rehearse(
     Raises:
         ValueError: the task has no problems of its own.
     """
+    with _scripted(config, answers, question, reference, pipeline="trajectory") as (scheduler, problem):
+        groups = scheduler.next_batch({"main": 0}).groups
+    size, seed = config.rollout.group_size, config.run.seed
+    return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+
+
+def first_update(config: RunConfig) -> int | None:
+    """The step in which the first group of samples ends, with made-up answers of one segment each; None: none in as many steps
+    as the run has. Teams that call tools are not asked: a tool may be a paid service."""
+    if config.tools.names or config.rollout.overlap:  # with overlap a step waits for groups that have ended
+        return 1
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (scheduler, _):
+        for step in range(1, config.run.steps + 1):
+            if scheduler.next_batch({"main": 0}).groups:
+                return step
+    return None
+
+
+def first_update_line(config: RunConfig) -> list[str]:
+    """For a dry run; nothing where the first step trains."""
+    step, num_steps = first_update(config), config.run.steps
+    if step == 1:
+        return []
+    said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
+    return [
+        f"first update: {said}, if each answer takes one step: samples are trained when all that they are compared with have "
+        "ended (rollout.pipeline=trajectory plays episodes to their end in every step)"
+    ]
+
+
+@contextlib.contextmanager
+def _scripted(
+    config: RunConfig, answers: Answers, question: str, reference: str, *, pipeline: Literal["agentic", "trajectory"]
+) -> Iterator[tuple[Scheduler, Problem]]:
+    """The run's scheduler with one problem, whose engine is a script."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
@@ -101,7 +137,7 @@ def rehearse(
             decode=renderer.decode,
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
-        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": "trajectory", **bounds})
+        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
         team = Team(
             {name: agent.model_copy(update=own) for name, agent in config.agents.items()},
@@ -121,10 +157,7 @@ def rehearse(
             tools=tools,
         )
         again = NumberedProblems(lambda number: problem)
-        scheduler = Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole)
-        groups = scheduler.next_batch({"main": 0}).groups
-    size, seed = config.rollout.group_size, config.run.seed
-    return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+        yield Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
 
 
 def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -> Tree:
