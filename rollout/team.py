@@ -24,7 +24,7 @@ from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall
+from marsrl.rollout.types import MISSING, Ask, Finish, IntArray, Reward, Sample, ToolCall
 
 _log = logging.getLogger(__name__)
 
@@ -185,6 +185,15 @@ class Team:
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
         """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""
         return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
+
+    def with_outcome(self, sample: Sample, outcome: float) -> Sample:
+        """The sample of an episode that has ended so; it is the reward of what an adviser has said."""
+        sample = replace(sample, outcome=outcome)
+        if not self.orchestration.spec(sample.agent).advises or sample.finish is not Finish.STOP:
+            return sample
+        if not sample.reward.is_missing:
+            return sample  # by a rule of the team's own
+        return replace(sample, reward=self._penalised(sample, Reward(outcome, MISSING, {"outcome": outcome})))
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """The team's own numbers of an episode that has ended; none of one that failed."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.rollout.types import Finish, Sample
+from marsrl.trainer.cli import main
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import rehearse
 
@@ -162,3 +163,59 @@ def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
     )
     assert len(samples) == 4
     assert f"Pair.{method}: {said} (my_team.py:{line_of(tmp_path, 'def ' + method)})" in caplog.text
+
+
+PLANNED = """
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Message
+
+class Planned(Orchestration):
+    agents = (AgentSpec("planner", Role.ADVISER), AgentSpec("solver"))
+
+    def follow(self, episode):
+        plan = episode.ask("planner")
+        said = episode.said(plan)
+        return [plan] if said is None else [plan, episode.ask("solver", said)]
+
+    def messages(self, episode, ask):
+        if ask.agent == "planner":
+            return [Message("user", f"Plan, do not solve: {episode.problem.question}")]
+        return super().messages(episode, ask)
+"""
+
+
+def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planned.py"
+    path.write_text(PLANNED)
+    words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
+    config, _ = read_config(None, words)
+    answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
+    _, credited = rehearse(config, answers, question="a 3 b *7", reference="1")
+    samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
+    rewards = {uid.partition("/")[2]: [] for uid in samples}
+    for uid, sample in samples.items():
+        rewards[uid.partition("/")[2]].append((sample.reward.value, sample.answer))
+    assert rewards == {"planner:0": [(1.0, None), (0.0, None)], "planner:0/solver:0": [(1.0, "1"), (0.0, "2")]}
+    advantages = [credited.advantages[uid] for uid in samples if uid.endswith("planner:0")]
+    assert advantages[0] > 0 > advantages[1]
+    assert main(["try", *words]) == 0
+    said = capsys.readouterr().out
+    assert "# reward of planner: the outcome of its episode" in said
+    assert "# reward of solver: what the task says its answer is worth, 0 without an answer" in said
+
+
+def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
+    (tmp_path / "guess_words.py").write_text("WORD = 'Guess!'\n")
+    (tmp_path / "guess_late.py").write_text("WORD = 'Late!'\n")
+    path = tmp_path / "guesser.py"
+    body = "from guess_words import WORD\nfrom marsrl.rollout.types import Message\n"
+    body += TEAM.replace("Pair", "Guesser") + "\n    def messages(self, episode, ask):\n"
+    body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
+    path.write_text(body)
+    config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
+    _, credited = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
+    prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
+    assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)

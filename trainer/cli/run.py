@@ -23,13 +23,13 @@ def _try(add: AddParser) -> None:
 
     def run(words: argparse.Namespace) -> int:
         from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse
+        from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
 
         config, origin = read_config(words.config, words.settings)
         answers = read_answers(Path(words.answers), list(config.agents)) if words.answers else {}
         with origin.places_in_errors():
             problem, credited = rehearse(config, answers, question=words.question, reference=words.reference)
-        print(f"# settings: {origin}")
+        print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(config)), sep="\n")
         console(160).print(drawn(problem, credited, with_prompts=words.prompts))
         return 0
 

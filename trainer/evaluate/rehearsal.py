@@ -84,6 +84,14 @@ def rehearse(
     return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
 
 
+def reward_rules(config: RunConfig) -> list[str]:
+    """What each agent is paid for, a line an agent."""
+    kind = find_orchestration(config.orchestration)
+    if config.credit.reward_scheme == "outcome":
+        return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]
+    return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in kind.agents]
+
+
 def first_update(config: RunConfig) -> int | None:
     """The step in which the first group of samples ends, with made-up answers of one segment each; None: none in as many steps
     as the run has. Teams that call tools are not asked: a tool may be a paid service."""
@@ -196,6 +204,8 @@ class _MadeUp:
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
         """turn: how often its sample has gone on before."""
+        if self.role is Role.ADVISER:
+            return f"Advice number {coin.randrange(100)}."
         right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))
