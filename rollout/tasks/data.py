@@ -64,7 +64,8 @@ def read_problems(
         if len(notes) < _MAX_NOTES:
             notes.append(message)
     if not problems:
-        raise ValueError(f"{path} holds no problem: {num_bad} bad lines{'; first: ' + notes[0] if notes else ''}")
+        why = f"{num_bad} bad lines; first: {notes[0]}" if notes else "it is empty"
+        raise ValueError(f"{path} holds no problem: {why}")
     return ReadResult(tuple(problems), num_bad, tuple(notes))
 
 
