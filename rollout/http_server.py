@@ -20,7 +20,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise OSError(f"{host}:{port}: {os.strerror(error.errno or 0)}; give another --port, or 0 for any that is free") from error
+        why = os.strerror(error.errno or 0)
+        raise OSError(f"{host}:{port}: {why}; give another --port, or 0 for any that is free") from error
 
 
 def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:

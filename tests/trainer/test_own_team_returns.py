@@ -34,7 +34,7 @@ def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
     config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
-    _, credited = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]})
+    _, credited, _ = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]})
     return {sample.uid: sample for group in credited.groups for sample in group.samples}
 
 
@@ -193,7 +193,7 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
     config, _ = read_config(None, words)
     answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
-    _, credited = rehearse(config, answers, question="a 3 b *7", reference="1")
+    _, credited, _ = rehearse(config, answers, question="a 3 b *7", reference="1")
     samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
     rewards = {uid.partition("/")[2]: [] for uid in samples}
     for uid, sample in samples.items():
@@ -216,6 +216,29 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
     path.write_text(body)
     config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
-    _, credited = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
+    _, credited, _ = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
     prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
     assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)
+
+
+def test_try_shows_each_error_once_in_the_tree_and_nothing_beside_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my_team.py"
+    method = """
+    def messages(self, episode, ask):
+        return None if episode.id.endswith(".1") else super().messages(episode, ask)
+
+    def reward(self, episode, ask, sample, judged):
+        return 0.5 if sample.agent == "solver" else 1 / 0
+    """
+    path.write_text(TEAM + method)
+    assert main(["try", f"orchestration={path}:Pair", "rollout.group_size=2"]) == 0
+    shown, err = capfd.readouterr()
+    assert err == ""
+    of_sample, of_episode = (next(i for i, line in enumerate(shown.splitlines()) if said in line) for said in (
+        "critic:0", "the episode ends: Pair.messages: TypeError: expected a list of messages, found None (my_team.py:"
+    ))  # fmt: skip
+    assert "Pair.reward: ZeroDivisionError: division by zero (my_team.py:" in shown.splitlines()[of_sample]
+    assert "episode 000001.1" in shown.splitlines()[of_episode - 1]
+    assert shown.count("ZeroDivisionError") == shown.count("TypeError") == 1

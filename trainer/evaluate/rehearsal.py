@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 from rich.text import Text
@@ -27,6 +27,7 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -70,18 +71,31 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     return dict(table)
 
 
-def rehearse(
-    config: RunConfig, answers: Answers, *, question: str = "", reference: str = ""
-) -> tuple[Problem, Credited]:
+class Rehearsal(NamedTuple):
+    """A problem as it was played. errors: by episode, why one ended where the team's own code failed."""
+
+    problem: Problem
+    credited: Credited
+    errors: dict[str, str]
+
+
+def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
     """This question, or else a problem of the task, played to the end of its rollout instance, with its credit.
 
     Raises:
         ValueError: the task has no problems of its own.
     """
     with _scripted(config, answers, question, reference, pipeline="trajectory") as (scheduler, problem):
+        episodes: dict[str, Episode] = {}
+
+        def note(name: str, has_ended: bool) -> None:
+            episodes[name] = scheduler.state.instances[name.partition(".")[0]].episodes[name]
+
+        scheduler.on_episode = note
         groups = scheduler.next_batch({"main": 0}).groups
+    errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     size, seed = config.rollout.group_size, config.run.seed
-    return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+    return Rehearsal(problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed), errors)
 
 
 def reward_rules(config: RunConfig) -> list[str]:
@@ -168,8 +182,9 @@ def _scripted(
         yield Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
 
 
-def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -> Tree:
-    """The tree of what was said: a branch an episode, below each sample those that were asked about it."""
+def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
+    """The tree of what was said: a branch an episode, below each sample those that were asked about it, and what failed."""
+    problem, credited, errors = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(Text(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
@@ -183,6 +198,10 @@ def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -
         nodes[uid] = above.add(_line(sample, credited.advantages.get(uid)))
         if with_prompts:
             nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+    for episode, error in sorted(errors.items()):
+        (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
+            Text(f"the episode ends: {error}", style="red")
+        )
     return tree
 
 
