@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
 import uvicorn
 from starlette.types import ASGIApp
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any that is free.
+
+    Raises:
+        OSError: the address cannot be had; names it.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(f"{host}:{port}: {why}; give another --port, or 0 for any that is free") from error
 
 
 def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:

@@ -36,6 +36,10 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
     except UnicodeDecodeError as error:
         return BadLine(f"not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip()):
+            return BadLine(
+                f"not JSON: it is cut off at column {len(error.doc.rstrip()) + 1}, in the middle of an object"
+            )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         return BadLine(f"not readable as JSON: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,10 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
     """
     folder = Path(model_dir)
     if not folder.is_dir():
-        raise ValueError(f"model: {folder} is not a directory; expected a Hugging Face checkpoint directory")
+        hub = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model_dir)):
+            hub = f" (nothing is downloaded; to get it: hf download {model_dir} --local-dir {folder.name})"
+        raise ValueError(f"model: {folder} is not a directory; expected a Hugging Face checkpoint directory{hub}")
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model: {folder} has no config.json; found {_listing(folder)}")

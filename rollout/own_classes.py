@@ -5,11 +5,25 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 Own = TypeVar("Own")
+
+
+class _BesideUsersFiles:
+    """Finds modules beside the users' files that have been read: `from guess import Word`. Asked last, and never for a name of
+    our own folders, which other packages have too."""
+
+    folders: ClassVar[list[str]] = []
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if path is not None or name in ("kernels", "rollout", "trainer"):
+            return None
+        return PathFinder.find_spec(name, cls.folders)
 
 
 def is_own(name: str) -> bool:
@@ -43,6 +57,10 @@ def _module(key: str, path: Path) -> ModuleType:
         raise ValueError(f"{key}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if _BesideUsersFiles not in sys.meta_path:
+        sys.meta_path.append(_BesideUsersFiles)
+    if str(path.parent) not in _BesideUsersFiles.folders:
+        _BesideUsersFiles.folders.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:

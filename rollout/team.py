@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
 from marsrl.rollout.agents.render import ChatRenderer
@@ -23,7 +24,7 @@ from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.types import Ask, Finish, IntArray, Reward, Sample, ToolCall
+from marsrl.rollout.types import MISSING, Ask, Finish, IntArray, Reward, Sample, ToolCall
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +123,9 @@ class Team:
         if episode.error:
             return [], []
         try:
-            asked = list(self.orchestration.follow(episode))
+            asked = returned.asks(self.orchestration.follow(episode))
+            if self._is_own and asked != returned.asks(self.orchestration.follow(episode)):
+                raise ValueError("two calls with the same answers gave other asks; draw with episode.rng(name) alone")
             for each in asked:
                 self._check(episode, each)
             num_turns = len({each.id for each in asked}.union(episode.asks, episode.calls))
@@ -133,27 +136,32 @@ class Team:
             self._fail(episode, "follow", error)
             return [], []
 
+    @property
+    def _is_own(self) -> bool:
+        """Whether the team is a user's."""
+        return not type(self.orchestration).__module__.startswith("marsrl.")
+
     def continuation(self, episode: Episode, sample: Sample) -> IntArray | None:
         """[N] int32: what a waiting sample goes on with; None as long as it is not there."""
+        renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         try:
-            said = self.orchestration.continuation(episode, sample)
+            said = returned.continuation(self.orchestration.continuation(episode, sample))
+            if said is None:
+                return None
+            return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
         except Exception as error:
             self._fail(episode, "continuation", error)
             return None
-        if said is None:
-            return None
-        renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
-        return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
         """What the agent reads; None where it is longer than max_input_tokens and not cut (long_prompts), or there is none."""
+        renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
-            messages = self.orchestration.messages(episode, ask)
+            messages = returned.messages(self.orchestration.messages(episode, ask))
+            prompt_ids, text = renderer.render(messages, **settings.template_options)
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
-        renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
-        prompt_ids, text = renderer.render(messages, **settings.template_options)
         if len(prompt_ids) <= settings.max_input_tokens:
             return Prompt(prompt_ids, text)
         if settings.long_prompts == "skip":
@@ -164,36 +172,45 @@ class Team:
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended."""
-        return self._of_ended(episode, self.orchestration.outcome, None)
+        return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
         """What counts as the first agent's own answer, of an episode that has ended."""
-        return self._of_ended(episode, self.orchestration.alone, None)
+        return self._of_ended(episode, self.orchestration.alone, returned.sample_or_none, None)
 
     def redrawn(self, episode: Episode) -> Collection[str]:
         """Samples, by uid, for which a later draw stands in."""
-        return self._of_ended(episode, self.orchestration.redrawn, ())
+        return self._of_ended(episode, self.orchestration.redrawn, returned.uids, ())
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
         """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""
-        return self._of_ended(episode, self.orchestration.outcomes, {})
+        return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
+
+    def with_outcome(self, sample: Sample, outcome: float) -> Sample:
+        """The sample of an episode that has ended so; it is the reward of what an adviser has said."""
+        sample = replace(sample, outcome=outcome)
+        if not self.orchestration.spec(sample.agent).advises or sample.finish is not Finish.STOP:
+            return sample
+        if not sample.reward.is_missing:
+            return sample  # by a rule of the team's own
+        return replace(sample, reward=self._penalised(sample, Reward(outcome, MISSING, {"outcome": outcome})))
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """The team's own numbers of an episode that has ended; none of one that failed."""
-        return self._of_ended(episode, self.orchestration.metrics, {})
+        return self._of_ended(episode, self.orchestration.metrics, returned.numbers, {})
 
-    def _of_ended(self, episode: Episode, method: Callable[[Episode], Found], otherwise: Found) -> Found:
+    def _of_ended(
+        self, episode: Episode, method: Callable[[Episode], object], check: Callable[[object], Found], otherwise: Found
+    ) -> Found:
         """What this method of the orchestration says; `otherwise` where the episode failed before, or does now."""
         if not episode.error:
             try:
-                return method(episode)
+                return check(method(episode))
             except Exception as error:
                 self._fail(episode, method.__name__, error)
         return otherwise
 
     def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
-        if not isinstance(each, Ask | ToolCall):
-            raise TypeError(f"expected episode.ask(...) and episode.call(...), found {type(each).__name__}")
         if each.episode_id != episode.id:
             raise ValueError(f"{each.id}: expected a call in episode {episode.id}")
         if isinstance(each, ToolCall):
@@ -205,8 +222,14 @@ class Team:
             raise ValueError(f"{each.id}: expected at least one sample, found {each.num_samples}")
 
     def _fail(self, episode: Episode, method: str, error: Exception) -> None:
-        episode.error = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
-        _log.warning("episode %s ends: %s", episode.id, episode.error, exc_info=error)
+        episode.error = self._why(method, error)
+        _log.warning("episode %s ends: %s", episode.id, episode.error, exc_info=None if self._is_own else error)
+
+    def _why(self, method: str, error: Exception) -> str:
+        """In one line: the method, the error, and the line of a user's file."""
+        place = returned.place_of(error, self.orchestration, method) if self._is_own else ""
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{self.orchestration.name}.{method}: {words}" + (f" ({place})" if place else "")
 
     def sampling(self, agent: str) -> Sampling:
         """How the agent samples in training."""
@@ -256,7 +279,7 @@ class Team:
             in_thought=in_thought,
         )
         try:
-            parsed = self.orchestration.parse(sample)
+            parsed = returned.parsed(self.orchestration.parse(sample), sample)
             # only what the model paused by itself can wait
             return replace(parsed, finish=finish) if finish is not Finish.STOP else parsed
         except Exception as raised:
@@ -280,7 +303,7 @@ class Team:
         if sample.finish is Finish.ERROR:
             return sample  # it keeps its missing reward and the reason
         try:
-            reward = self.orchestration.reward(episode, ask, sample, judgement)
+            reward = returned.reward(self.orchestration.reward(episode, ask, sample, judgement))
             return replace(sample, reward=self._penalised(sample, reward))
         except Exception as raised:
             return self._failed(sample, "reward", raised)
@@ -317,8 +340,8 @@ class Team:
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
         """The orchestration's own code failed over the sample: an error, like one of the engine (rollout.max_error_share)."""
-        note = f"{self.orchestration.name}.{method}: {type(error).__name__}: {error}"
-        _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=error)
+        note = self._why(method, error)
+        _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=None if self._is_own else error)
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 

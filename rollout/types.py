@@ -49,11 +49,14 @@ class Problem:
     task: str
 
 
+MessageRole = Literal["system", "user", "assistant"]
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat turn, before the chat template."""
 
-    role: Literal["system", "user", "assistant"]
+    role: MessageRole
     content: str
 
 

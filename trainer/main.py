@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.checks.preflight import preflight
+    from marsrl.trainer.evaluate.rehearsal import first_update_line
     from marsrl.trainer.runs.directory import RunDirectory
     from marsrl.trainer.runs.existing_run import outlook, resume_lines
     from marsrl.trainer.runs.lock import RunLock
@@ -87,15 +88,16 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
             run = checked.config.run
             if is_first and words.dry_run:
-                lines = outlook(checked.config, origin.name)
+                lines = [*outlook(checked.config, origin.name, checked.data), *first_update_line(checked.config)]
             elif is_first:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
                 lock = RunLock(directory)  # held until this function returns
                 if lock.warning is not None:
                     print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
                 if run.resume != "off" and directory.existed:
-                    lines = resume_lines(directory, checked.config)
+                    lines = resume_lines(directory, checked.config, checked.data)
                 directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
+                directory.keep_data(checked.data)
     except (ConfigError, ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line
 

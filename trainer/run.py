@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from marsrl.rollout.schedule.ledger import StepBatch
+from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
@@ -32,6 +33,7 @@ from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.schools.registry import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
@@ -76,8 +78,12 @@ class Run:
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
         self.num_empty_steps = 0  # in a row, up to this one: no policy had a token to train on
+        self.untrained: Counter[str] = Counter()  # why steps of this start trained nothing; rank 0
+        self.resumed_step = 0
         self.has_trained = False  # this step
         self.bad_steps: dict[str, list[int]] = {}  # the steps in a row that a policy could not use, up to this one
+        self.stop = StopSignals()
+        self.saved_step, self.saved_s = 0, time.monotonic()
         self.checkpoints = CheckpointWriter(
             directory,
             keep_last=config.run.keep_checkpoints,
@@ -139,7 +145,7 @@ class Run:
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
-            self.step = restored.step
+            self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
             left = self.config.run.steps - self.step
             self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
@@ -160,24 +166,47 @@ class Run:
             bounds = accuracy_before_rl(self.config) if self.started else {}
             with self.timed("evaluate"):
                 self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, bounds))
+        self.saved_s = time.monotonic()
         barrier()
 
     def steps_left(self) -> Iterator[int]:
         """The steps still to do, 1-based: a step's number is the version that it makes if none is skipped."""
-        while self.step < self.config.run.steps:
-            self.step += 1
-            self.console.step = self.step
-            self.seconds = {}
-            self.has_trained = False
-            if self.driver is not None:
-                self.trace.mark("step", self.step)
-            yield self.step
+        with self.stop.noted():
+            while self.step < self.config.run.steps:
+                self.step += 1
+                self.console.step = self.step
+                self.seconds = {}
+                self.has_trained = False
+                if self.driver is not None:
+                    self.trace.mark("step", self.step)
+                yield self.step
 
     def play(self) -> StepBatch | None:
-        """This stage's finished groups; None on ranks other than 0, which wait for them. Collective."""
+        """This stage's finished groups; None on ranks other than 0, which wait for them. Collective.
+
+        Raises:
+            Stopped: rank 0 was asked to stop; the step before is saved, and nothing of this one.
+        """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
-        return self.standby.during(lambda: self._rank_0.play(self.versions, title, self.standby.feed_unfed))
+        before = self._rollout_state()
+
+        def look() -> None:
+            self.standby.feed_unfed()
+            if self.stop.is_asked:
+                raise Stopped
+
+        try:
+            return self.standby.during(lambda: self._rank_0.play(self.versions, title, look))
+        except Stopped:
+            if self.step - 1 > self.saved_step:
+                self._save(self.step - 1, before)
+            self.checkpoints.finish()
+            raise
+
+    def _rollout_state(self) -> RolloutState | None:
+        """Rank 0's, of now; None elsewhere."""
+        return None if self.driver is None else self.driver.scheduler.snapshot()
 
     def agents_of(self, policy: str) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.policy == policy]
@@ -327,7 +356,12 @@ class Run:
         if driver.rebalancer is not None:
             driver.log.note({"rollout/engine_moves": driver.rebalancer.take_moves()})
         driver.log.write(
-            step, batch, self.seconds, version=self.consumed_version, num_unfinished=driver.scheduler.num_unfinished
+            step,
+            batch,
+            self.seconds,
+            version=self.consumed_version,
+            num_unfinished=driver.scheduler.num_unfinished,
+            untrained="" if self.has_trained else self._why_untrained(batch),
         )
         if driver.log.kept:
             with self.timed("token_log"):
@@ -335,18 +369,41 @@ class Run:
         driver.log.forget()
         self.trace.save()
 
+    def _why_untrained(self, batch: StepBatch) -> str:
+        why = "no group has ended, its episodes go on in the next step (rollout.pipeline)"
+        why = "no sample had a gradient" if batch.groups else why
+        self.untrained[why] += 1
+        return why
+
     def checkpoint_if_due(self, step: int) -> None:
+        """A checkpoint by run.checkpoint_every and run.checkpoint_minutes, of the last step, and where a rank was asked to stop.
+        Collective.
+
+        Raises:
+            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+        """
         self.checkpoints.finish_if_written()
-        every = self.config.run.checkpoint_every
-        if step == self.config.run.steps or (every and step % every == 0):
-            state = None
-            if self.driver is not None:
-                state = self.driver.scheduler.snapshot()
-            self.checkpoints.save(step, self.versions, self.learners, state)
+        every, minutes = self.config.run.checkpoint_every, self.config.run.checkpoint_minutes
+        is_late = bool(minutes) and time.monotonic() - self.saved_s >= 60 * minutes
+        told = gather_bytes(encode((self.stop.is_asked, is_late)))
+        is_stopping = any(decode(tuple[bool, bool], each)[0] for each in told)
+        is_late = decode(tuple[bool, bool], told[0])[1]  # rank 0's clock counts
+        if is_stopping or is_late or step == self.config.run.steps or (every and step % every == 0):
+            self._save(step, self._rollout_state())
+        if is_stopping:
+            self.checkpoints.finish()
+            raise Stopped
+
+    def _save(self, step: int, rollout: RolloutState | None) -> None:
+        self.checkpoints.save(step, self.versions, self.learners, rollout)
+        self.saved_step, self.saved_s = step, time.monotonic()
 
     def finish(self) -> None:
         """The last checkpoint on disk; evaluation after, summary.json, report.html, the table."""
         self.checkpoints.finish()
+        if self.untrained:
+            num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
+            self.console.warning(f"{self.untrained.total()} of {num_steps} steps trained nothing: {why}")
         driver, after = self.driver, None
         if self.config.run.evaluate:
             with self.timed("evaluate"):

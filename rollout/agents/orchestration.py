@@ -123,6 +123,8 @@ class Orchestration:
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         if shown is None or sample.finish is not Finish.STOP:
             return read
+        if self.spec(sample.agent).advises:
+            return read
         if self.spec(sample.agent).gives_verdicts:
             return replace(read, verdict=prompts.read_verdict(shown))
         return replace(read, answer=prompts.read_answer(shown))
@@ -131,7 +133,8 @@ class Orchestration:
         """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
         An answer: the task's judgement of it (judged; None where the sample has none). A verdict: does it agree with the
-        first input's own correctness? Overlong and unparsable completions get 0; what cannot be known is missing, never 0.
+        first input's own correctness? An adviser's words: missing until the episode has ended, then its outcome. Overlong and
+        unparsable completions get 0; what cannot be known is missing, never 0.
         """
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
             raise ValueError(f"reward: sample {sample.uid} is not finished; decode its remaining segments first")
@@ -141,11 +144,24 @@ class Orchestration:
             return Reward(0.0, 0.0, note="overlong")
         if self.spec(sample.agent).gives_verdicts:
             return self._agreement(episode, ask, sample)
+        if self.spec(sample.agent).advises:
+            return Reward(MISSING, MISSING, note="its episode has no outcome yet")
         if sample.answer is None:
             return Reward(0.0, 0.0, note="no answer")
         if judged is None:
             raise ValueError(f"reward: sample {sample.uid} has an answer but no judgement; ask the task to judge it")
         return judged
+
+    @classmethod
+    def reward_rule(cls, agent: AgentSpec) -> str:
+        """What `reward` pays an agent for, in words for people: of a rule of the team's own the first line of its docstring."""
+        if cls.reward is not Orchestration.reward:
+            return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
+        if agent.advises:
+            return "the outcome of its episode"
+        if agent.gives_verdicts:
+            return "1 where its verdict is right about its first input, 0 where it is wrong or there is none"
+        return "what the task says its answer is worth, 0 without an answer"
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The sample whose answer counts, of an episode that has ended: by default the last one, as `follow` has them, with an
@@ -215,9 +231,12 @@ class Orchestration:
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
 
     def is_readable(self, sample: Sample) -> bool:
-        """Has this parsed sample an answer or a verdict? With `parser: compat`, which always finds one: is its form valid?"""
+        """Whether this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always finds a
+        verdict, whether its form is valid."""
         if self._is_compat(sample.agent):
             return self._prompts[sample.agent].compat.is_valid(sample.text)
+        if self.spec(sample.agent).advises:
+            return bool(sample.shown.strip())
         return sample.answer is not None or sample.verdict is not None
 
     def _agreement(self, episode: Episode, ask: Ask, sample: Sample) -> Reward:

@@ -17,6 +17,7 @@ class Role(StrEnum):
     ANSWERER = "answerer"  # question, what was found -> answer
     REASONER = "reasoner"  # question -> a call of a tool, or the answer; turn by turn (MARS's System 2)
     DISTILLER = "distiller"  # question, purpose, what a tool found -> what matters of it (MARS's System 1)
+    ADVISER = "adviser"  # plans, criticises or summarises for others: gives no answer of its own
     DEBATER = "debater"  # problem, own solution, solutions of others -> solution
 
 
@@ -29,8 +30,13 @@ class AgentSpec:
 
     @property
     def gives_verdicts(self) -> bool:
-        """It judges its first input; every other agent answers the problem."""
+        """It judges its first input."""
         return self.role is Role.VERIFIER
+
+    @property
+    def advises(self) -> bool:
+        """It gives neither answer nor verdict: the outcome of its episode is its reward."""
+        return self.role is Role.ADVISER
 
     @property
     def solves(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.agents.same_answer import answer_key
 from marsrl.rollout.config import MOST, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Message, Sample
@@ -55,5 +56,6 @@ class Debate(Orchestration):
         last = next((rounds[number] for number in sorted(rounds, reverse=True) if rounds[number]), [])
         if not last:
             return None
-        votes = Counter(sample.answer for sample in last)
-        return max(last, key=lambda sample: votes[sample.answer])
+        keys = {sample.uid: answer_key(sample.answer or "") for sample in last}
+        votes = Counter(keys.values())
+        return max(last, key=lambda sample: votes[keys[sample.uid]])

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import queue
-import re
 import resource
 import signal
 import sys
@@ -23,31 +22,15 @@ from numbers import Real
 
 import numpy as np
 
+from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.types import Problem
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")
 _MEMORY_BYTES = 4 << 30  # of address space: a tower of powers must not take the machine with it
 
 
 def math_judge() -> Callable[[Problem, str], bool]:
-    """Is an answer the same mathematics as the problem's reference?"""
-    return lambda problem, answer: compare_math(problem.answer or "", answer)
-
-
-def compare_math(reference: str, answer: str) -> bool:
-    """Are two answers the same mathematics? Timeouts of math-verify are off: the pool kills what hangs."""
-    if " ".join(reference.split()) == " ".join(answer.split()):
-        return True
-    if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):  # most answers; math-verify takes 2 s to import
-        return int(reference) == int(answer)
-    from math_verify import parse, verify
-
-    # The dollar signs make it LaTeX wherever it can be read so; a bare number is read either way.
-    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None, raise_on_error=True)
-    if not gold:
-        raise ValueError(f"the reference answer {reference[:80]!r} cannot be parsed")
-    target = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return bool(verify(gold, target, timeout_seconds=None))
+    """Whether an answer is the problem's reference (same_answer)."""
+    return lambda problem, answer: same_answer(problem.answer or "", answer)
 
 
 def checked_reward(value: object) -> float:

@@ -403,7 +403,8 @@ class Ledger:
         if self.trains_whole:
             outcomes = self.team.outcomes(episode)
             instance.held = [
-                replace(each, outcome=outcomes[each.uid]) if each.uid in outcomes else each for each in instance.held
+                self.team.with_outcome(each, outcomes[each.uid]) if each.uid in outcomes else each
+                for each in instance.held
             ]
         self.counts["rollout/failed_episodes"] += episode.error != ""
         del instance.episodes[episode.id]

@@ -60,7 +60,7 @@ class Scheduler(Ledger):
         yield
 
     def snapshot(self) -> RolloutState:
-        return RolloutState(self.state, self.source.state())
+        return RolloutState(self.state.copy(), self.source.state())
 
     def restore(self, state: RolloutState) -> None:
         self.state = state.scheduler

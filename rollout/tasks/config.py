@@ -143,7 +143,7 @@ class FactsOptions(Settings):
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
     wording: Literal["sentences", "terse"] = Field(
         "sentences",
-        description="sentences: `the home of mira holt is tarn .`, `what is the river of the home of mira holt ?`; terse, for "
+        description="sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`; terse, for "
         "tiny policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`",
     )
     held_out_modulus: int = Field(

@@ -8,6 +8,7 @@ messages, reward_model.ground_truth). For task=qa also several right answers: go
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -63,7 +64,8 @@ def read_problems(
         if len(notes) < _MAX_NOTES:
             notes.append(message)
     if not problems:
-        raise ValueError(f"{path} holds no problem: {num_bad} bad lines{'; first: ' + notes[0] if notes else ''}")
+        why = f"{num_bad} bad lines; first: {notes[0]}" if notes else "it is empty"
+        raise ValueError(f"{path} holds no problem: {why}")
     return ReadResult(tuple(problems), num_bad, tuple(notes))
 
 
@@ -132,6 +134,14 @@ class Repeats:
         if self.num_same:
             said.append(f"{key}: {self.num_same} problem(s) repeat an earlier one, question and answer")
         return said
+
+
+def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
+    """{"problems": how many, "sum": of their questions and answers in order}: tells one set of problems from another."""
+    told = hashlib.blake2b(digest_size=8)
+    for problem in problems:
+        told.update(json.dumps([problem.question, problem.answer]).encode())
+    return {"problems": len(problems), "sum": told.hexdigest()}
 
 
 def find_repeats(problems: Sequence[Problem]) -> Repeats:

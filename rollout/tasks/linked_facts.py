@@ -1,14 +1,14 @@
 """A made-up world of linked facts: a document an entity, and questions that follow one or several links.
 
-    document  mira holt: the home of mira holt is tarn . the friend of mira holt is odo vane . ...
-    question  what is the river of the home of mira holt ?          (two hops)
+    document  lotte holt: the home of lotte holt is brill . the friend of lotte holt is suri quill . ...
+    question  what is the river of the home of lotte holt ?          (two hops)
     answer    ebb
 
 and of papers that people wrote, whose questions want both searches, the scholar's first:
 
-    paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is mira holt . ...
+    paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is lotte holt . ...
     question  what is the home of the author of sparse lattices for routing ?
-    answer    tarn
+    answer    brill
 
 and in terse wording, for tiny policies:
 

@@ -9,7 +9,6 @@ It knows no users: whoever reaches the address can search.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -92,8 +91,7 @@ def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Call
     Raises:
         OSError: the address cannot be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listening:
+    with http_server.listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listening.getsockname()[1]}/retrieve"
         http_server.serve(make_app(index, top_k), listening, lambda: on_address(address))

@@ -162,7 +162,7 @@ WAYS = {
     "marsrl try task=qa orchestration=dual_system rollout.group_size=2": PRINTS,
     "marsrl make-facts /tmp/facts": PRINTS,
     "marsrl make-facts /tmp/papers about=papers": PRINTS,
-    'marsrl tool search "the home of mira holt"': PRINTS,
+    'marsrl tool search "the home of lotte holt"': PRINTS,
     """marsrl tool scholar '{"queries": ["sparse lattices", "papers of 1997"]}' tools.scholar.top_k=2""": PRINTS,
     MIXED: Way(
         f"{HERE}::test_several_files_pass_their_checks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -83,6 +84,8 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
             ]
         case ["marsrl", "tool"]:
             kind, num = ("Doc", 3) if words[2] == "search" else ("Paper", 4)
+            asked = re.search(r"the home of (\w+ \w+)", command)
+            assert asked is None or shown.startswith(f"Doc 1(Title: {asked[1]}) the home of {asked[1]} is ")
             assert f"{kind} {num}(Title: " in shown and f" {num} parts, whole\n" in shown and not left
         case ["marsrl", "curate"]:
             found = (desk.folder / "curated/curated.jsonl").read_text().splitlines()

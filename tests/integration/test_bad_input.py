@@ -265,11 +265,14 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
     data = tmp_path / "p.jsonl"
     data.write_text("\n".join(lines))
-    words = ["--dry-run", "task=math", f"policies.main.model={model}", f"data.train={data}", f"data.eval={data}"]
+    other = tmp_path / "q.jsonl"
+    other.write_text("\n".join([*lines, json.dumps({"question": "3+3", "answer": "6"})]))
+    words = ["--dry-run", "task=math", f"policies.main.model={model}", f"data.train={data}", f"data.eval={other}"]
     assert main([*words, "agents.solver.max_input_tokens=1000"]) == 0
     out = capsys.readouterr().out
-    first = "first p.jsonl:2 (answer '2') and p.jsonl:4 ('3')"
-    for key in ("data.train", "data.eval"):
+    assert "warning: 6 of the 7 problems of data.eval are among data.train too, first q.jsonl:1: their results" in out
+    for key, name in (("data.train", "p"), ("data.eval", "q")):
+        first = f"first {name}.jsonl:2 (answer '2') and {name}.jsonl:4 ('3')"
         assert f"warning: {key}: 1 question(s) stand there with different answers, {first}: where they mean" in out
         assert f"warning: {key}: 1 problem(s) repeat an earlier one, question and answer" in out
     assert (
@@ -280,6 +283,8 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     assert "(1000 tokens) and will be cut (agents.solver.long_prompts)" in capsys.readouterr().out
     assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
     assert "is 10, and the chat template leaves no room in it for a message" in capsys.readouterr().err
+    assert main([*words, f"data.eval={data}"]) == 2
+    assert "6 of the 6 problems of data.eval are among data.train too" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_becomes_of_the_run(

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import socket
 import threading
 import urllib.request
@@ -38,6 +39,7 @@ from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.stop import Stopped
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
@@ -499,7 +501,8 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
         r"step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
     )
     with pytest.raises(RuntimeError, match=unasked):
-        play(*small, f"data.eval={tmp_path}/train.jsonl")
+        (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
+        play(*small, f"data.eval={tmp_path}/eval.jsonl")
 
 
 def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such(
@@ -602,3 +605,39 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
     (run / "checkpoints/latest").write_text("step_1\n")
     play(*words, "run.steps=2", "run.resume=auto", "run.token_log_every=0")
     assert not token_files(directory)  # of samples that are no more
+
+
+def test_a_step_in_which_no_group_ends_says_that_nothing_was_trained(
+    play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play("orchestration=debate", "rollout.overlap=0", "run.steps=3", "run.evaluate=false")
+    lines = capsys.readouterr().err.splitlines()
+    (first,) = (line for line in lines if line.startswith("step 1/3  "))
+    assert "nothing trained: no group has ended" in first and "reward:" not in first
+    assert not any("nothing trained" in line for line in lines if line.startswith("step 2/3  "))
+    assert any("1 of 3 steps trained nothing: no group has ended" in line for line in lines)
+
+
+def test_minutes_since_the_last_checkpoint_make_one_due(play: Play) -> None:
+    folder = play("run.steps=3", "run.checkpoint_minutes=1e-9", "run.evaluate=false", "run.keep_checkpoints=9")
+    assert RunDirectory(folder).steps_on_disk() == [1, 2, 3]
+
+
+def test_a_run_that_is_stopped_in_a_stage_saves_the_step_before_and_goes_on_as_if_it_had_not_been(
+    play: Play, tmp_path: Path
+) -> None:
+    settings = ["run.steps=4", "run.evaluate=false", "orchestration=solver_verifier", "rollout.overlap=0"]
+    whole = play(*settings)
+    rows = [row.values["actor/loss"] for row in read_metrics(whole / "metrics.jsonl")]
+    shutil.move(whole, tmp_path / "whole")
+
+    def stopped(request: DecodeRequest) -> str:
+        if read_metrics(whole / "metrics.jsonl")[-1:] and read_metrics(whole / "metrics.jsonl")[-1].step == 2:
+            signal.raise_signal(signal.SIGINT)  # in step 3
+        return script(request)
+
+    with pytest.raises(Stopped):
+        play(*settings, says=stopped)
+    assert RunDirectory(whole).steps_on_disk() == [2]
+    play(*settings, "run.resume=auto")
+    assert [row.values["actor/loss"] for row in read_metrics(whole / "metrics.jsonl")] == rows

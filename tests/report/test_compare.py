@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 
 import pytest
 from made_up_run import make_evaluation, make_run
+from rich.console import Console
 from test_report import ATTACK, Page
 
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer import cli
+from marsrl.trainer.compare.command import compare
 from marsrl.trainer.compare.runs import Difference, difference, read_compared
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.evaluate.draws import EVALUATION, Call, Draw, Kept, Said
@@ -60,6 +63,14 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
         is None
     )
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not of every problem
+
+
+def test_one_problem_has_no_interval(tmp_path: Path) -> None:
+    one, other = (keep(tmp_path / name, draws(rate, range(1), 0)) for name, rate in (("a", 0.0), ("b", 1.0)))
+    assert str(gap(one, other)) == "+1.000 (one problem, no interval)" and not gap(one, other).is_clear
+    compare([str(one), str(other)], str(tmp_path / "page.html"), Console(file=(shown := io.StringIO()), width=200))
+    for text in (shown.getvalue(), (tmp_path / "page.html").read_text()):
+        assert "+1.000 (one problem, no interval)" in text and "+1.000 to" not in text
 
 
 def test_pairs_know_a_problem_s_ease_which_two_intervals_beside_each_other_do_not(tmp_path: Path) -> None:

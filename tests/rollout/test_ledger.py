@@ -386,8 +386,11 @@ def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda episode: None, "TypeError: 'NoneType' object is not iterable"),
-        (lambda episode: ["solver"], "TypeError: expected episode.ask(...) and episode.call(...), found str"),
+        (lambda episode: None, "expected a list of episode.ask(...) and episode.call(...), found None"),
+        (
+            lambda episode: ["solver"],
+            "expected a list of episode.ask(...) and episode.call(...), found 'solver' (str)",
+        ),
         (lambda episode: [episode.ask("nobody")], "no agent is called 'nobody'; there are solver, verifier1"),
         (lambda episode: [Ask("000009/solver", "solver")], "expected a call in episode 000001.0"),
         (lambda episode: [episode.ask("solver", num_samples=0)], "expected at least one sample, found 0"),
@@ -415,15 +418,12 @@ def test_a_parser_or_a_reward_that_raises_makes_an_error_of_the_sample() -> None
     books.team.orchestration.parse = raises  # type: ignore[method-assign]
     sample = decode(books, first, 0, "\\boxed{7}")
     assert sample.finish is Finish.ERROR and sample.reward.is_missing
-    assert sample.reward.note == "turns.parse: ValueError: what is this"
+    assert sample.reward.note.startswith("turns.parse: ValueError: what is this (test_ledger.py:")
     del books.team.orchestration.parse
     books.team.orchestration.reward = raises  # type: ignore[method-assign]
     sample = decode(books, second, 0, "\\boxed{7}")
-    assert (sample.finish, sample.answer, sample.reward.note) == (
-        Finish.ERROR,
-        None,
-        "turns.reward: ValueError: what is this",
-    )
+    assert (sample.finish, sample.answer) == (Finish.ERROR, None)
+    assert sample.reward.note.startswith("turns.reward: ValueError: what is this (test_ledger.py:")
     assert books.close_ask(first) == books.close_ask(second) == []  # nothing follows from it
     assert books.counts["rollout/errors"] == 2 and len(books.state.closed[0].samples) == 2
     books.team.orchestration.messages = raises  # type: ignore[method-assign]

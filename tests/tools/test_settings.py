@@ -24,12 +24,30 @@ def tools(**search: object) -> ToolsConfig:
 
 
 def test_a_team_that_searches_wants_the_tool() -> None:
-    with pytest.raises(
-        ConfigError, match=r"orchestration=search_team calls the tool search, and tools.search is not set"
-    ):
+    unset = (
+        r"orchestration=search_team calls the tool search, which is not set: set tools.search.kind \(docs/tools.md\)"
+    )
+    with pytest.raises(ConfigError, match=unset):
         read_config(None, ["orchestration=search_team"])
     config, _ = read_config(None, ["task=qa"])
     assert config.tools.search is not None and config.tools.search.kind == "index"
+
+
+def test_a_team_that_names_a_tool_that_does_not_exist_is_told_which_do(tmp_path: Path) -> None:
+    team = tmp_path / "team.py"
+    text = "from marsrl.rollout.agents.orchestration import Orchestration\n"
+    text += "from marsrl.rollout.agents.roles import AgentSpec\n"
+    text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
+    team.write_text(text % "calculator")
+    with pytest.raises(
+        ConfigError, match="the tool calculator, and no tool has that name: there are search, scholar, python"
+    ):
+        read_config(None, [f"orchestration={team}:Team"])
+    other = tmp_path / "other.py"
+    other.write_text(text % "python")
+    with pytest.raises(ConfigError, match=r"calls the tool python, which is not set: set tools.python=\{\} "):
+        read_config(None, [f"orchestration={other}:Team"])
+    assert read_config(None, [f"orchestration={other}:Team", "tools.python={}"])[0].tools.python is not None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.rollout.tasks.data import fingerprint
+from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
@@ -30,23 +32,23 @@ def begun(folder: Path, *words: str) -> RunDirectory:
 
 def test_the_place_and_the_settings_that_differ_are_told(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    (where,) = resume_lines(run, settings("run.resume=auto"))
+    (where,) = resume_lines(run, settings("run.resume=auto"), {})
     assert where == f"run: {run.path} goes on after step 4; run.steps is 24: 20 of 24 steps are left"
     words = ["run.resume=auto", "run.steps=30", "agents.solver.temperature=0.9", "credit.train_agents=[solver]"]
-    _, differs = resume_lines(run, settings(*words))
+    _, differs = resume_lines(run, settings(*words), {})
     assert differs == (
         f"differs from {run.config}: run.steps 24 -> 30, agents.solver.temperature 1.0 -> 0.9, "
         "credit.train_agents all -> ['solver']"
     )
     (run.checkpoints / "latest").write_text("step_9")
-    assert "goes back to its newest whole checkpoint (" in resume_lines(run, settings("run.resume=previous"))[0]
+    assert "goes back to its newest whole checkpoint (" in resume_lines(run, settings("run.resume=previous"), {})[0]
     with pytest.raises(
         ValueError, match="names step_9, which is gone; .*; run.resume=previous takes the newest whole one"
     ):
-        resume_lines(run, settings("run.resume=auto"))
+        resume_lines(run, settings("run.resume=auto"), {})
     run.config.write_text("of: another version\n")
     run.mark_latest(4)
-    assert resume_lines(run, settings("run.resume=auto"))[1] == (
+    assert resume_lines(run, settings("run.resume=auto"), {})[1] == (
         f"{run.config} is not of this version: what differs from it cannot be told"
     )
 
@@ -67,7 +69,7 @@ OTHER = "policies.other={model: /models/other, frozen: true}"
 def test_what_a_checkpoint_does_not_bear_to_change_is_refused(words: list[str], says: str, tmp_path: Path) -> None:
     run = begun(tmp_path)
     with pytest.raises(ValueError) as caught:
-        resume_lines(run, settings("run.resume=auto", *words))
+        resume_lines(run, settings("run.resume=auto", *words), {})
     assert str(caught.value).startswith(f"run.resume=auto: {run.path} cannot go on with other {says}")
     assert str(caught.value).endswith("; set it back, or start a run of another name")
 
@@ -76,9 +78,9 @@ def test_agents_keep_their_policies_and_policies_stay_trained_or_frozen(tmp_path
     other = [OTHER, "credit.train_agents=[solver]"]
     run = begun(tmp_path, *other)
     with pytest.raises(ValueError, match=r"other agents.verifier1.policy \(it has main, given is other\); set it back"):
-        resume_lines(run, settings(*other, "agents.verifier1.policy=other"))
+        resume_lines(run, settings(*other, "agents.verifier1.policy=other"), {})
     with pytest.raises(ValueError, match=r"other policies.other.frozen \(it has True, given is False\); set it back"):
-        resume_lines(run, settings(*other, "policies.other.frozen=false"))
+        resume_lines(run, settings(*other, "policies.other.frozen=false"), {})
 
 
 def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
@@ -88,13 +90,13 @@ def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_pat
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7, "vocab_size": 9}))
     run = begun(tmp_path, f"policies.main.model={model}")
-    _, differs = resume_lines(run, settings(f"policies.main.model={moved}"))
+    _, differs = resume_lines(run, settings(f"policies.main.model={moved}"), {})
     assert differs.endswith(f": policies.main.model {model} -> {moved}")
     wanted = rf"other policies.main.model \(num_layers: it has 2, {other} has 7, vocab_size: it has \d+, {other} has 9\); set"
     with pytest.raises(ValueError, match=wanted):
-        resume_lines(run, settings(f"policies.main.model={other}"))
+        resume_lines(run, settings(f"policies.main.model={other}"), {})
     (model / "config.json").unlink()  # what it was is not known any more: the checkpoint's own tensors decide
-    assert len(resume_lines(run, settings(f"policies.main.model={moved}"))) == 2
+    assert len(resume_lines(run, settings(f"policies.main.model={moved}"), {})) == 2
 
 
 def test_with_another_seed_a_run_goes_on_from_the_warm_start_that_it_began_with(tmp_path: Path) -> None:
@@ -110,3 +112,22 @@ def test_with_another_seed_a_run_goes_on_from_the_warm_start_that_it_began_with(
     assert as_it_began(run, other).run.resume == "auto"
     fresh = settings("run.seed=4")
     assert as_it_began(run, fresh) is fresh
+
+
+def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
+    began = [Problem("a", "1+1", "2", "math"), Problem("b", "2+2", "4", "math")]
+    data = {"data.train": fingerprint(began), "data.eval": fingerprint(began[:1])}
+    run = begun(tmp_path)
+    assert resume_lines(run, settings("run.resume=auto"), data)  # begun by a version that kept none
+    run.keep_data(data)
+    assert resume_lines(run, settings("run.resume=auto"), data)
+    shorter = {**data, "data.train": fingerprint(began[:1])}
+    with pytest.raises(
+        ValueError, match=r"cannot go on with other data.train \(it has 2 problems, given are 1\); set it back"
+    ):
+        resume_lines(run, settings("run.resume=auto"), shorter)
+    other = {**data, "data.eval": fingerprint([Problem("a", "1+1", "3", "math")])}
+    with pytest.raises(ValueError, match=r"other data.eval \(other questions or answers than it began with"):
+        resume_lines(run, settings("run.resume=auto"), other)
+    run.keep_data(shorter)  # a run that has begun keeps its own
+    assert resume_lines(run, settings("run.resume=auto"), data)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from marsrl.trainer.cli import main
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.rehearsal import first_update_line
 
 CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]
 
@@ -86,3 +88,18 @@ def test_made_up_verdicts_are_in_the_words_of_the_prompt_set(capsys: pytest.Capt
         "reject",
     }
     assert not any("no verdict" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], []),
+        (["rollout.pipeline=trajectory", "orchestration=debate"], []),
+        (["orchestration=debate"], ["first update: comes at step 2 of 24"]),
+        (["orchestration=debate", "orchestration_options.rounds=4"], ["first update: comes at step 4 of 24"]),
+        (["orchestration=debate", "run.steps=1"], ["first update: does not come in run.steps = 1"]),
+    ],
+)
+def test_a_dry_run_knows_at_which_step_the_first_update_comes(words: list[str], line: list[str]) -> None:
+    config, _ = read_config(None, words)
+    assert [text.partition(",")[0] for text in first_update_line(config)] == line

@@ -16,6 +16,7 @@ from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.tasks.eval_files import HeldOut
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
@@ -59,6 +60,9 @@ class Checked:
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
     eval_sets: tuple[HeldOut, ...] = ()  # of data.eval, where that is a list
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
+    data: Mapping[str, Mapping[str, int | str]] = field(
+        default_factory=dict
+    )  # fingerprints of the problems, by their setting
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
@@ -141,6 +145,11 @@ def preflight(
         warnings=tuple(warnings),
         eval_sets=problems.sets,
         curators=curators,
+        data={
+            key: fingerprint(found)
+            for key, found in zip(sources(config.task), (problems.train, problems.held_out), strict=True)
+            if found
+        },
     )
 
 

@@ -51,12 +51,29 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     of_train, of_eval = sources(config.task)
     repeats = (*find_repeats(found.train).sentences(of_train), *find_repeats(found.held_out).sentences(of_eval))
     train, held_out, num_taken = found.train, found.held_out, 0
+    if trains and held_out:
+        repeats += _trained_too(train, held_out, of_train, of_eval)
     if not trains and not train:
         train = held_out  # nobody draws from them; a task that reads files wants some
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems)
         num_taken = len(held_out)
     return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, repeats)
+
+
+def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> tuple[str, ...]:
+    """A warning where questions to evaluate on are trained on as well; ConfigError where all of them are."""
+    trained = {" ".join(problem.question.split()) for problem in train}
+    both = [problem for problem in held_out if " ".join(problem.question.split()) in trained]
+    if not both:
+        return ()
+    said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are among {of_train} too, first {both[0].id}"
+    if len(both) == len(held_out):
+        raise ConfigError(
+            f"{said}: an evaluation would measure what was trained on; give other problems, or leave {of_eval} out to hold "
+            f"out a part of {of_train}"
+        )
+    return (f"{said}: their results are not those of held-out problems",)
 
 
 def read_data(config: RunConfig) -> RunProblems:

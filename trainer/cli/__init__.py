@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -71,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif behind:
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
     try:
-        return int(words.run(words))
+        code = int(words.run(words))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads the output has enough: `marsrl config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line
 

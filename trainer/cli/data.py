@@ -112,7 +112,7 @@ def _tool(add: AddParser) -> None:
         add,
         "tool",
         "Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error.",
-        'marsrl tool search "the home of mira holt"',
+        'marsrl tool search "the home of lotte holt"',
     )
     parser.add_argument("tool", help="of the settings `tools`: search, scholar, ...")
     parser.add_argument("argument", help="the text that it takes, or a JSON object of its arguments")

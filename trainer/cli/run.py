@@ -22,15 +22,26 @@ def _try(add: AddParser) -> None:
     parser.add_argument("--prompts", action="store_true", help="also show what each agent read")
 
     def run(words: argparse.Namespace) -> int:
+        import logging
+
+        from marsrl.rollout import team
         from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse
+        from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
+
+        def has_traceback(record: logging.LogRecord) -> bool:
+            return record.exc_info is not None  # of a team that ships; what a user's code raised is in the tree
 
         config, origin = read_config(words.config, words.settings)
         answers = read_answers(Path(words.answers), list(config.agents)) if words.answers else {}
-        with origin.places_in_errors():
-            problem, credited = rehearse(config, answers, question=words.question, reference=words.reference)
-        print(f"# settings: {origin}")
-        console(160).print(drawn(problem, credited, with_prompts=words.prompts))
+        log = logging.getLogger(team.__name__)
+        log.addFilter(has_traceback)
+        try:
+            with origin.places_in_errors():
+                rehearsal = rehearse(config, answers, question=words.question, reference=words.reference)
+        finally:
+            log.removeFilter(has_traceback)
+        print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(config)), sep="\n")
+        console(160).print(drawn(rehearsal, with_prompts=words.prompts))
         return 0
 
     parser.set_defaults(run=run)

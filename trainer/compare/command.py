@@ -144,7 +144,7 @@ def _text(text: str) -> Text:
 
 def _cell(cell: Cell) -> str:
     gap = cell.gap
-    return _estimate(cell.value) + ("" if gap is None else f" [{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})]")
+    return _estimate(cell.value) + ("" if gap is None else f" [{gap}]")
 
 
 def _estimate(value: Estimate | None) -> str:

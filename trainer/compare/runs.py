@@ -45,7 +45,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean of the differences over num_problems that both have, with its 95% interval."""
+    """Mean of the differences over num_problems that both have, with its 95% interval; low and high are the mean itself where
+    there is one problem, which has none."""
 
     mean: float
     low: float
@@ -55,7 +56,11 @@ class Difference:
     @property
     def is_clear(self) -> bool:
         """Is 0 outside the interval?"""
-        return self.low > 0 or self.high < 0
+        return self.num_problems > 1 and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        interval = f"{self.low:+.3f} to {self.high:+.3f}" if self.num_problems > 1 else "one problem, no interval"
+        return f"{self.mean:+.3f} ({interval})"
 
 
 def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:

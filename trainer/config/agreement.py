@@ -94,11 +94,15 @@ def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
 
 def _check_tools(config: RunConfig) -> None:
     for name in find_orchestration(config.orchestration).tools:
-        if name not in config.tools.names:
+        if name not in ToolsConfig.model_fields:
             known = ", ".join(ToolsConfig.model_fields)
             raise ValueError(
-                f"orchestration={config.orchestration} calls the tool {name}, and tools.{name} is not set (there are {known}): "
-                f"set tools.{name}.kind (docs/tools.md)"
+                f"orchestration={config.orchestration} calls the tool {name}, and no tool has that name: there are {known}"
+            )
+        if name not in config.tools.names:
+            setting = "tools.python={}" if name == "python" else f"tools.{name}.kind"
+            raise ValueError(
+                f"orchestration={config.orchestration} calls the tool {name}, which is not set: set {setting} (docs/tools.md)"
             )
 
 

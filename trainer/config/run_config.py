@@ -72,8 +72,9 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """Are all samples of a rollout instance trained in one step, because their credit is computed over all of them?"""
-        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome"
+        """Whether all samples of a rollout instance are trained in one step: their credit needs them all, or the outcome."""
+        advisers = any(spec.advises for spec in find_orchestration(self.orchestration).agents)
+        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or advisers
 
     @property
     def curators(self) -> dict[str, PolicyConfig]:

@@ -35,7 +35,15 @@ class RunSection(Settings):
     )
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: int = Field(0, ge=0, le=MOST, description="steps between evaluations on the way; 0 = none")
-    checkpoint_every: int = Field(0, ge=0, le=MOST, description="steps between checkpoints; 0 = only the last")
+    checkpoint_every: int = Field(
+        0, ge=0, le=MOST, description="steps between checkpoints, beside those of checkpoint_minutes; 0: none"
+    )
+    checkpoint_minutes: float = Field(
+        15.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none",
+    )
     keep_checkpoints: int = Field(2, gt=0, le=MOST, description="how many of the last checkpoints stay")
     keep_every: int = Field(0, ge=0, le=MOST, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = Field(

@@ -114,7 +114,8 @@ def _low_halves(sketch: Any) -> np.ndarray:
 
 
 def as_compared(question: str) -> str:
-    """Without what makes no other question: case, forms of one character (NFKC), white space, control characters."""
+    """Without what makes no other question: case, forms of one character (NFKC), control characters; runs of white space as one
+    space."""
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)

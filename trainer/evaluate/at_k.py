@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.rollout.agents.same_answer import answer_key
 from marsrl.trainer.evaluate.draws import Said
 from marsrl.trainer.evaluate.intervals import mean_of
 from marsrl.trainer.report.summary import AtK
@@ -49,9 +50,7 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
     found: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:
         return found
-    names = [
-        None if s.answer is None else _RIGHT if (s.correct or 0) >= 1 else s.answer.strip().casefold() for s in draws
-    ]
+    names = [None if s.answer is None else _RIGHT if (s.correct or 0) >= 1 else answer_key(s.answer) for s in draws]
     kinds = {name: i for i, name in enumerate(dict.fromkeys(name for name in names if name is not None))}
     votes = np.zeros((len(draws), len(kinds)))  # [N, kinds]
     for i, name in enumerate(names):

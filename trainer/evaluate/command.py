@@ -26,7 +26,8 @@ def evaluate_alone(
     compare: Sequence[str] = (),
     out: Path | None = None,
 ) -> None:
-    """Print the evaluation as JSON, write it to json_file, and a table of accuracy, tokens, seconds and cost to stderr.
+    """Print the evaluation as JSON, write it to json_file, and then to stderr a table of accuracy, tokens, seconds and cost, and
+    where the files are.
 
     The fixed inputs are collected from the team itself. compare: further config files or presets, evaluated with the same
     settings one after the other; the JSON then has an entry for each. out: a folder that keeps the evaluation and every draw that
@@ -36,16 +37,19 @@ def evaluate_alone(
         ValueError: the settings, the data or the model cannot be used.
     """
     console = RunConsole()
-    files = [config_file, *compare]
-    names = [file or "evaluation" for file in files]
+    configs = [config_file, *compare]
+    names = [file or "evaluation" for file in configs]
     folders = _folders(names, out)
-    found = [_evaluated(file, settings, console, folder) for file, folder in zip(files, folders, strict=True)]
-    console.teams([(name, *each) for name, each in zip(names, found, strict=True)])
+    found = [_evaluated(file, settings, console, folder) for file, folder in zip(configs, folders, strict=True)]
     results = [evaluation.model_dump(mode="json") for evaluation, _ in found]
     result = dict(zip(names, results, strict=True)) if compare else results[0]
-    print(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1), flush=True)  # before the table, which a terminal is to show at its end
     if json_file is not None:
         write_json(Path(json_file), result)
+    console.teams([(name, *each) for name, each in zip(names, found, strict=True)])
+    files = [str(folder / EVALUATION) for folder in folders if folder is not None]
+    if places := [*files, *([json_file] if json_file is not None else [])]:
+        console.message(f"kept in {', '.join(places)}")
 
 
 def _folders(names: Sequence[str], out: Path | None) -> list[Path | None]:

@@ -12,9 +12,10 @@ import random
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import yaml
 from rich.text import Text
@@ -26,6 +27,7 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -69,14 +71,70 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     return dict(table)
 
 
-def rehearse(
-    config: RunConfig, answers: Answers, *, question: str = "", reference: str = ""
-) -> tuple[Problem, Credited]:
+class Rehearsal(NamedTuple):
+    """A problem as it was played. errors: by episode, why one ended where the team's own code failed."""
+
+    problem: Problem
+    credited: Credited
+    errors: dict[str, str]
+
+
+def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
     """This question, or else a problem of the task, played to the end of its rollout instance, with its credit.
 
     Raises:
         ValueError: the task has no problems of its own.
     """
+    with _scripted(config, answers, question, reference, pipeline="trajectory") as (scheduler, problem):
+        episodes: dict[str, Episode] = {}
+
+        def note(name: str, has_ended: bool) -> None:
+            episodes[name] = scheduler.state.instances[name.partition(".")[0]].episodes[name]
+
+        scheduler.on_episode = note
+        groups = scheduler.next_batch({"main": 0}).groups
+    errors = {name: episode.error for name, episode in episodes.items() if episode.error}
+    size, seed = config.rollout.group_size, config.run.seed
+    return Rehearsal(problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed), errors)
+
+
+def reward_rules(config: RunConfig) -> list[str]:
+    """What each agent is paid for, a line an agent."""
+    kind = find_orchestration(config.orchestration)
+    if config.credit.reward_scheme == "outcome":
+        return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]
+    return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in kind.agents]
+
+
+def first_update(config: RunConfig) -> int | None:
+    """The step in which the first group of samples ends, with made-up answers of one segment each; None: none in as many steps
+    as the run has. Teams that call tools are not asked: a tool may be a paid service."""
+    if config.tools.names or config.rollout.overlap:  # with overlap a step waits for groups that have ended
+        return 1
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (scheduler, _):
+        for step in range(1, config.run.steps + 1):
+            if scheduler.next_batch({"main": 0}).groups:
+                return step
+    return None
+
+
+def first_update_line(config: RunConfig) -> list[str]:
+    """For a dry run; nothing where the first step trains."""
+    step, num_steps = first_update(config), config.run.steps
+    if step == 1:
+        return []
+    said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
+    return [
+        f"first update: {said}, if each answer takes one step: samples are trained when all that they are compared with have "
+        "ended (rollout.pipeline=trajectory plays episodes to their end in every step)"
+    ]
+
+
+@contextlib.contextmanager
+def _scripted(
+    config: RunConfig, answers: Answers, question: str, reference: str, *, pipeline: Literal["agentic", "trajectory"]
+) -> Iterator[tuple[Scheduler, Problem]]:
+    """The run's scheduler with one problem, whose engine is a script."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
@@ -101,7 +159,7 @@ def rehearse(
             decode=renderer.decode,
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
-        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": "trajectory", **bounds})
+        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
         team = Team(
             {name: agent.model_copy(update=own) for name, agent in config.agents.items()},
@@ -121,14 +179,12 @@ def rehearse(
             tools=tools,
         )
         again = NumberedProblems(lambda number: problem)
-        scheduler = Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole)
-        groups = scheduler.next_batch({"main": 0}).groups
-    size, seed = config.rollout.group_size, config.run.seed
-    return problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+        yield Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
 
 
-def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -> Tree:
-    """The tree of what was said: a branch an episode, below each sample those that were asked about it."""
+def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
+    """The tree of what was said: a branch an episode, below each sample those that were asked about it, and what failed."""
+    problem, credited, errors = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(Text(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
@@ -142,6 +198,10 @@ def drawn(problem: Problem, credited: Credited, *, with_prompts: bool = False) -
         nodes[uid] = above.add(_line(sample, credited.advantages.get(uid)))
         if with_prompts:
             nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+    for episode, error in sorted(errors.items()):
+        (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
+            Text(f"the episode ends: {error}", style="red")
+        )
     return tree
 
 
@@ -163,6 +223,8 @@ class _MadeUp:
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
         """turn: how often its sample has gone on before."""
+        if self.role is Role.ADVISER:
+            return f"Advice number {coin.randrange(100)}."
         right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))

@@ -75,11 +75,19 @@ class StepLog:
         return chosen
 
     def write(
-        self, step: int, batch: StepBatch, seconds: Mapping[str, float], *, version: int, num_unfinished: int
+        self,
+        step: int,
+        batch: StepBatch,
+        seconds: Mapping[str, float],
+        *,
+        version: int,
+        num_unfinished: int,
+        untrained: str = "",
     ) -> None:
         """All but the tokens.
 
         seconds: of each part of the step. version: of the policy that consumed the batch. num_unfinished: samples carried over.
+        untrained: why the step has trained nothing; "" where it has trained.
         """
         config, team = self._config, self._team
         summary = summarise(
@@ -103,7 +111,9 @@ class StepLog:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)
-        self._console.message(f"step {step}/{config.run.steps}  reward: {rewards}  {sum(seconds.values()):.1f} s")
+        said = [f"reward: {rewards}"] if rewards else []
+        said += [f"nothing trained: {untrained}"] if untrained else []
+        self._console.message("  ".join([f"step {step}/{config.run.steps}", *said, f"{sum(seconds.values()):.1f} s"]))
 
     def _costs(self, batch: StepBatch) -> dict[str, float]:
         """What the step's samples cost: tokens and money, tools, latencies, the judge."""

@@ -11,6 +11,7 @@ runs/<name>/
     trace.json                who was busy when            (trace.py)
     warnings.jsonl            what the run warned of       (warnings_log.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    data.json                 fingerprints of the problems that it began with
     bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model
     summary.json, report.html (summary.py, report.py)
@@ -23,7 +24,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -272,6 +273,16 @@ class RunDirectory:
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint taken after `step` goes."""
         return self.checkpoints / f"step_{step}"
+
+    @property
+    def data(self) -> Path:
+        """Fingerprints of the problems that the run began with (keep_data)."""
+        return self.path / "data.json"
+
+    def keep_data(self, fingerprints: Mapping[str, object]) -> None:
+        """Write down what the run begins with; one that has begun keeps its own."""
+        if not (self.has_begun and self.data.exists()):
+            write_json(self.data, fingerprints)
 
     def write_config(self, resolved: object, made_of: str = "") -> Path:
         """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,10 +14,13 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
+Fingerprints = Mapping[str, Mapping[str, int | str]]
+"""Of the problems to train on and to evaluate on, by their setting (tasks/data.fingerprint)."""
+
 _OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
 
 
-def outlook(config: RunConfig, preset: str) -> list[str]:
+def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
     """What a start with these settings would do, in sentences. Writes nothing.
 
     Raises:
@@ -29,14 +33,14 @@ def outlook(config: RunConfig, preset: str) -> list[str]:
         return [f"run: a new one, {run.path}"]
     if reason := why_held(run):
         raise ValueError(reason)
-    return resume_lines(run, config)
+    return resume_lines(run, config, data)
 
 
-def resume_lines(run: RunDirectory, config: RunConfig) -> list[str]:
+def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
     """From where a run that is there goes on, and with what other settings, in sentences.
 
     Raises:
-        ValueError: with these settings it cannot go on; names the setting, what the run has and what was given.
+        ValueError: with these settings or problems it cannot go on; names the setting, what the run has and what was given.
     """
     if not run.has_begun:
         return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
@@ -44,7 +48,7 @@ def resume_lines(run: RunDirectory, config: RunConfig) -> list[str]:
     saved = saved_config(run)
     if saved is None:
         return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
-    if refused := list(_refusals(saved, config)):
+    if refused := [*_refusals(saved, config), *_other_problems(run, data)]:
         raise ValueError(
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"
@@ -108,6 +112,20 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
     for name, agent in now.agents.items():
         if name in saved.agents and saved.agents[name].policy != agent.policy:
             yield _both(f"agents.{name}.policy", saved.agents[name].policy, agent.policy)
+
+
+def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
+    """Where the problems are not those that the run began with: they are drawn by their places, and evaluations are compared."""
+    try:
+        began = json.loads(run.data.read_bytes())
+    except FileNotFoundError:
+        return  # a run of an earlier version
+    for key in {**began, **given}:
+        before, now = (each.get(key, {"problems": 0, "sum": ""}) for each in (began, given))
+        if before["problems"] != now["problems"]:
+            yield f"{key} (it has {before['problems']:,} problems, given are {now['problems']:,})"
+        elif before["sum"] != now["sum"]:
+            yield f"{key} (other questions or answers than it began with, or in another order)"
 
 
 def _both(key: str, before: object, now: object) -> str:

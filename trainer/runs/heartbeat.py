@@ -27,6 +27,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from marsrl.rollout.error_lines import first_line
+from marsrl.trainer.runs.stop import end_now
 
 BEAT_S = 5.0  # at most; a short run.silence_s makes it shorter
 GRACE_S = 10.0  # for the main thread to come back from a collective; then the process ends without it
@@ -163,7 +164,7 @@ class Heartbeat:
 
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         print(f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)  # main.py's way out, if the main thread hears of it
+        end_now()  # if the main thread hears of it
         for beat in silent:
             _kill_sibling(beat)  # a collective with it ends with an error, now
         if not self._left.wait(GRACE_S):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -29,7 +28,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marsrl.rollout.http_server import serve
+from marsrl.rollout.http_server import listen, serve
 from marsrl.trainer.view.answers import add_answers
 from marsrl.trainer.view.indexer import keep_indexed
 
@@ -115,7 +114,7 @@ def view(runs: Sequence[Path], port: int, on_address: Callable[[str], None]) -> 
     """
     token = secrets.token_urlsafe(24)
     indexing = multiprocessing.get_context("spawn").Process(target=keep_indexed, args=(list(runs),), daemon=True)
-    with socket.create_server(("127.0.0.1", port)) as listening:
+    with listen("127.0.0.1", port) as listening:
         number = listening.getsockname()[1]
         app = make_app(runs, token, f"marsrl_view_{number}")
         indexing.start()  # another process: reading a large run takes the interpreter for minutes

@@ -18,9 +18,11 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import broadcast_bytes
+from marsrl.trainer.runs.stop import Stopped
 from marsrl.trainer.weights.channel import WeightChannel
 
 _T = TypeVar("_T")
+_STOPPED = "\0"  # in a policy's place
 
 
 class Standby:
@@ -43,14 +45,23 @@ class Standby:
             pool.set_feed(functools.partial(self._feed, policy))
 
     def during(self, work: Callable[[], _T]) -> _T | None:
-        """What rank 0's work returns; None elsewhere. Collective; the learners hold what the engines are to hold."""
+        """What rank 0's work returns; None elsewhere. Collective; the learners hold what the engines are to hold.
+
+        Raises:
+            Stopped: rank 0's work did, on all ranks.
+        """
         if self._pools is None:
             while policy := broadcast_bytes(None).decode():
+                if policy == _STOPPED:
+                    raise Stopped
                 self._send(policy, None)
             return None
         self._thread = threading.get_ident()
         try:
             done = work()
+        except Stopped:
+            broadcast_bytes(_STOPPED.encode())
+            raise
         finally:
             self._thread = None
         broadcast_bytes(b"")

@@ -1,0 +1,134 @@
+"""What a team's own code returned, in the types of the data contract. Each function raises TypeError or ValueError, which say
+what was found and what was expected; Team turns that into an error of the sample or of the episode."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import get_args
+
+import marsrl.rollout
+from marsrl.rollout.types import Ask, Finish, Message, MessageRole, Reward, Sample, ToolCall
+
+_ROLES = get_args(MessageRole)
+_PACKAGE = Path(marsrl.rollout.__file__).parent.parent
+
+
+def asks(found: object) -> list[Ask | ToolCall]:
+    """Of `follow`."""
+    if isinstance(found, Iterable):
+        each = list(found)
+        if all(isinstance(one, Ask | ToolCall) for one in each):
+            return each
+        found = next(one for one in each if not isinstance(one, Ask | ToolCall))
+    raise TypeError(f"expected a list of episode.ask(...) and episode.call(...), found {_shown(found)}")
+
+
+def messages(found: object) -> tuple[Message, ...]:
+    """Of `messages`: Message objects, or dicts as OpenAI's API has them."""
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise TypeError(f"expected a list of messages, found {_shown(found)}")
+    return tuple(map(_message, found))
+
+
+def continuation(found: object) -> str | tuple[Message, ...] | None:
+    """Of `continuation`: text, messages, or None as long as it waits."""
+    return found if found is None or isinstance(found, str) else messages(found)
+
+
+def parsed(found: object, sample: Sample) -> Sample:
+    """Of `parse`: the sample that was given, with other words about it alone."""
+    if not isinstance(found, Sample) or found.uid != sample.uid or found.token_ids is not sample.token_ids:
+        raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
+    _expect("shown", found.shown, str)
+    _expect("answer", found.answer, str, None)
+    _expect("verdict", found.verdict, bool, None)
+    _expect("finish", found.finish, Finish)
+    return found
+
+
+def reward(found: object) -> Reward:
+    """Of `reward`: a Reward, or a number, whose part within [0, 1] says how right the sample is."""
+    if isinstance(found, Real):
+        value = _number("the reward", found)
+        return Reward(value, min(max(value, 0.0), 1.0) if value == value else value)
+    if not isinstance(found, Reward):
+        raise TypeError(f"expected Reward(value, correct) or a number, found {_shown(found)}")
+    correct = _number("correct", found.correct)
+    if not (0 <= correct <= 1 or math.isnan(correct)):
+        raise ValueError(f"expected `correct` from 0 to 1, found {correct:g}")
+    _expect("note", found.note, str)
+    return Reward(_number("value", found.value), correct, numbers(found.parts), found.note)
+
+
+def numbers(found: object) -> dict[str, float]:
+    """Of `metrics` and `outcomes`: numbers by name."""
+    if not isinstance(found, Mapping):
+        raise TypeError(f"expected a dict of numbers, found {_shown(found)}")
+    for name in found:
+        _expect("a name", name, str)
+    return {name: _number(name, value) for name, value in found.items()}
+
+
+def sample_or_none(found: object) -> Sample | None:
+    """Of `outcome` and `alone`."""
+    _expect("the outcome", found, Sample, None)
+    return found  # type: ignore[return-value]
+
+
+def uids(found: object) -> Collection[str]:
+    """Of `redrawn`."""
+    if isinstance(found, Collection) and not isinstance(found, str) and all(isinstance(uid, str) for uid in found):
+        return found
+    raise TypeError(f"expected uids of samples, found {_shown(found)}")
+
+
+def place_of(error: Exception, team: object, method: str) -> str:
+    """The line of a user's file that raised, "my_team.py:12", or else where the method begins; "" where neither is known."""
+    kind = type(team)
+    home = Path(inspect.getfile(kind)).parent
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if code := getattr(getattr(kind, method), "__code__", None):
+        frames.insert(0, (Path(code.co_filename), code.co_firstlineno))
+    own = [
+        f"{file.relative_to(home)}:{line}" for file, line in frames if file.is_relative_to(home) and not _is_ours(file)
+    ]
+    return own[-1] if own else ""
+
+
+def _is_ours(file: Path) -> bool:
+    return any(file.is_relative_to(_PACKAGE / room) for room in ("rollout", "trainer")) or "site-packages" in file.parts
+
+
+def _message(found: object) -> Message:
+    if isinstance(found, Mapping):
+        if set(found) != {"role", "content"}:
+            raise ValueError(f"expected a message of role and content, found the keys {', '.join(map(str, found))}")
+        found = Message(found["role"], found["content"])
+    if not isinstance(found, Message):
+        raise TypeError(f"expected Message(role, content), found {_shown(found)}")
+    if found.role not in _ROLES:
+        raise ValueError(f"expected a message's role among {', '.join(_ROLES)}, found {found.role!r}")
+    _expect("a message's content", found.content, str)
+    return found
+
+
+def _expect(name: str, found: object, kind: type, *more: None) -> None:
+    if not isinstance(found, kind) and not (more and found is None):
+        raise TypeError(f"expected {name} to be {kind.__name__}{' or None' if more else ''}, found {_shown(found)}")
+
+
+def _number(name: str, found: object) -> float:
+    if not isinstance(found, Real):
+        raise TypeError(f"expected {name} to be a number, found {_shown(found)}")
+    if math.isinf(found):
+        raise ValueError(f"expected {name} to be finite, found {found}")
+    return float(found)
+
+
+def _shown(found: object) -> str:
+    return "None" if found is None else f"{found!r:.60} ({type(found).__name__})"

@@ -1,0 +1,103 @@
+"""What counts as the same answer: a table by hand. right: answers that are the reference; wrong: answers that are not."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.agents.same_answer import answer_key, same_answer
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+# reference: (right answers, wrong answers)
+TABLE: dict[str, tuple[list[str], list[str]]] = {
+    # words, names
+    "Lima": (["lima", " LIMA ", r"\text{Lima}", "**Lima**", "Lima.", '"Lima"', r"$\textbf{Lima}$"], ["Mail", "Li ma", "5", ""]),
+    "cat": (["Cat"], ["act", "tac", "cats"]),
+    r"\text{Evelyn}": (["Evelyn", r"\text{ evelyn }"], [r"\text{Navin}", "E"]),
+    r"\text{even}": (["even"], ["odd", "never"]),
+    "South  Korea": (["South Korea", r"South\ Korea", "south~korea"], ["Korea", "Korea South"]),
+    "O'Brien": (["o'brien"], ["Brien"]),
+    "Z\u00fcrich": (["Zu\u0308rich", "z\u00dcRICH"], ["Zurich"]),
+    "\u6771\u4eac": (["\u6771\u4eac"], ["\u4eac\u6771"]),
+    "\u03a9\u03bc\u03ae\u03b3\u03b1": (["\u03c9\u03bc\u03ae\u03b3\u03b1"], ["\u03b1\u03bc\u03ae\u03b3\u03c9"]),
+    "True": (["true"], ["false"]),
+    "no solution": (["No solution."], ["0", "solution no"]),
+    r"\text{Alice and Bob}": (["Alice and Bob"], ["Bob and Alice"]),
+    "H2O": (["h2o"], ["OH2", "2HO"]),
+    # choices
+    "C": (["(C)", "c", "C.", "C)", r"\textbf{(C)}", r"(C) 12\text{ cm}", "C: ellipse"], ["B", "(D)", "CD", "12"]),
+    r"\text{(E)}": (["E", "(e)"], ["A", "(A) E"]),
+    # dates and times
+    "2024-01-15": (["2024-01-15"], ["2008", "2024-01-16", "15-01-2024"]),
+    "01/02/2024": (["01/02/2024"], ["1/4048", "02/01/2024"]),
+    "July 4, 1776": (["july 4,  1776"], ["4, 1776 July", "1776"]),
+    "3:45 pm": (["3:45 PM"], ["3:45 am", "1/15"]),
+    "10 am": (["10 a.m.", "10am"], ["10 pm", "10 ma"]),
+    # numbers
+    "70": (["70.0", "+70", "070", r"\boxed{70}", "$70$", "70."], ["71", "-70", "7", "7 0 1"]),
+    "1234": (["1,234", "1{,}234", "1234.00"], ["1.234", "12,34"]),
+    "-0.5": (["-1/2", r"-\frac{1}{2}", r"-\dfrac12", "-.5"], ["0.5", "-5"]),
+    r"\frac{1}{3}": (["1/3", "2/6"], ["0.3333", "1/4"]),
+    r"1\frac12": (["3/2", "1.5"], ["1/2"]),
+    "10000000000000001": (["10,000,000,000,000,001"], ["10000000000000002"]),
+    r"\sqrt{2}": ([r"2^{1/2}"], ["1.41", "2"]),
+    r"\infty": (["infinity"], [r"-\infty", "0"]),
+    "101_2": (["101_{2}"], ["101_3", "100_2"]),
+    # units
+    "5 km": (["5", "5km", "5 kilometers", r"5\text{ km}"], ["5 m", "6 km", "5 km^2"]),
+    r"864 \mbox{ inches}^2": (["864", "864 in^2", r"864\text{ square inches}"], ["864 cm^2", "865", "864 inches"]),
+    r"5.4 \text{ cents}": (["5.4", r"5.40\text{ cents}"], ["5.4 dollars", "54"]),
+    r"90^\circ": (["90", "90 degrees"], ["91"]),
+    r"10\%": (["0.1", "10"], ["100"]),
+    r"\$5": (["5", r"\$5.00"], ["6"]),
+    # mathematics
+    "x+1": (["1+x", r"x + 1"], ["x-1", "1"]),
+    "2xy": (["2yx", "2 x y"], ["2x", "xy"]),
+    "xy": (["yx", "x y"], ["x+y"]),
+    "(x+1)^2": (["x^2+2x+1"], ["x^2+1"]),
+    "x": (["x"], ["y", "2x"]),
+    # pairs, sets, intervals
+    "(3,4)": (["(3, 4)"], ["(4,3)", "3"]),
+    r"\{1,2,3\}": ([r"\{3,1,2\}", r"\{1, 2, 3\}"], [r"\{1,2\}", r"\{1,2,4\}"]),
+    "(1,2]": (["(1, 2]"], ["(1,2)", "[1,2]"]),
+    r"(-\infty, 3)": ([r"(-\infty,3)"], [r"(-\infty,3]"]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reference", TABLE)
+def test_answers_are_compared_as_the_kind_of_thing_that_the_reference_is(reference: str) -> None:
+    right, wrong = TABLE[reference]
+    found = {answer: same_answer(reference, answer) for answer in [reference, *right, *wrong]}
+    assert found == {answer: answer not in wrong for answer in found}
+
+
+def test_the_table_has_a_hundred_pairs() -> None:
+    assert sum(len(right) + len(wrong) for right, wrong in TABLE.values()) >= 100
+
+
+def test_words_choices_and_numbers_are_compared_without_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # an import of it fails
+    for reference, answer in [("7", "007"), ("-0", "0"), ("9" * 1000, "9" * 1000), ("Lima", "lima"), ("C", "(C)")]:
+        assert same_answer(reference, answer)
+    for reference, answer in [("7", "8"), ("10000000000000001", "10000000000000002"), ("Lima", "Mail"), ("C", "D")]:
+        assert not same_answer(reference, answer)
+    with pytest.raises(ImportError):
+        same_answer("x+1", "1+x")
+
+
+def test_the_same_answers_have_one_vote_key_and_others_do_not() -> None:
+    assert answer_key("0.5") == answer_key(r"\frac{1}{2}") == answer_key(" 1/2 ") == answer_key("$0.50$")
+    assert answer_key("Lima") == answer_key(r"\text{LIMA}.") != answer_key("Mail")
+    assert answer_key("1/0") != answer_key("2/0") and answer_key("") == ""
+
+
+@pytest.mark.parametrize("name", ["math500", "gsm8k_test", "aime25"])
+def test_every_answer_of_the_public_files_equals_itself_in_a_box(name: str) -> None:
+    path = SHARED / f"{name}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    answers = {str(json.loads(line)["answer"]).split("####")[-1].strip() for line in path.open()}
+    assert [answer for answer in sorted(answers) if not same_answer(answer, rf"\boxed{{{answer}}}")] == []

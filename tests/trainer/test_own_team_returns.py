@@ -1,0 +1,244 @@
+"""What a user's team returns: what is accepted, and that the rest ends one episode or sample, in one line with the place."""
+
+import logging
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.types import Finish, Sample
+from marsrl.trainer.cli import main
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.rehearsal import rehearse
+
+TEAM = """
+import random
+from dataclasses import replace
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Finish, Message, Reward
+
+class Pair(Orchestration):
+    agents = (AgentSpec("solver"), AgentSpec("critic", Role.VERIFIER))
+
+    def follow(self, episode):
+        first = episode.ask("solver")
+        said = episode.said(first)
+        return [first] if said is None else [first, episode.ask("critic", said)]
+"""
+SECOND = ".1/"  # the second of the two episodes returns it, the first what it should
+
+
+def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
+    """Samples by uid of two episodes, by a team with this method, which is its tail."""
+    path = tmp_path / "my_team.py"
+    path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
+    config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
+    _, credited, _ = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]})
+    return {sample.uid: sample for group in credited.groups for sample in group.samples}
+
+
+def line_of(tmp_path: Path, words: str) -> int:
+    lines = (tmp_path / "my_team.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if words in line)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        '[{"role": "user", "content": "Solve it."}]',
+        '({"role": "system", "content": "You solve."}, Message("user", "Solve it."))',
+    ],
+)
+def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
+    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}", "")
+    assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
+
+
+@pytest.mark.parametrize(("value", "correct"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("-2.5", 0.0), ("3", 1.0)])
+def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> None:
+    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}", "")
+    assert len(samples) == 4
+    assert {(s.reward.value, s.reward.correct) for s in samples.values()} == {(float(eval(value)), correct)}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ('"Solve it."', "TypeError: expected a list of messages, found 'Solve it.' (str)"),
+        ("None", "TypeError: expected a list of messages, found None"),
+        ("[]", "TypeError: expected a list of messages, found [] (list)"),
+        ('[{"role": "user"}]', "ValueError: expected a message of role and content, found the keys role"),
+        ('[("user", "x")]', "TypeError: expected Message(role, content), found ('user', 'x') (tuple)"),
+        ('[Message("tool", "x")]', "ValueError: expected a message's role among system, user, assistant, found 'tool'"),
+        ('[Message("user", 7)]', "TypeError: expected a message's content to be str, found 7 (int)"),
+        ("[Message('user', ask.nothing)]", "AttributeError: 'Ask' object has no attribute 'nothing'"),
+    ],
+)
+def test_messages_that_are_none_end_their_episode_and_no_other(
+    found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = f"""
+    def messages(self, episode, ask):
+        if ask.id.startswith(episode.rollout_id + {SECOND!r}):
+            return {found}
+        return super().messages(episode, ask)
+    """
+    samples = play(tmp_path, method, "")
+    assert sorted(uid.partition("/")[0][-2:] for uid in samples) == [".0", ".0"]
+    raised = "nothing" in found
+    line = line_of(tmp_path, "return [Message('user', ask.nothing)]" if raised else "def messages")
+    assert f"Pair.messages: {said} (my_team.py:{line})" in caplog.text and "Traceback" not in caplog.text
+
+
+SIGNATURES = {"parse": "sample", "reward": "episode, ask, sample, judged"}
+NO_REWARD = "TypeError: expected Reward(value, correct) or a number, found"
+SAMPLE_CASES = [
+    ("parse", "None", "TypeError: expected the given sample, replace(sample, answer=...), found None"),
+    ("parse", "replace(sample, answer=7)", "TypeError: expected answer to be str or None, found 7 (int)"),
+    ("parse", "replace(sample, shown=None)", "TypeError: expected shown to be str, found None"),
+    ("parse", "replace(sample, verdict='yes')", "TypeError: expected verdict to be bool or None, found 'yes' (str)"),
+    ("parse", "replace(sample, finish='stop')", "TypeError: expected finish to be Finish, found 'stop' (str)"),
+    ("parse", "1 / 0", "ZeroDivisionError: division by zero"),
+    ("reward", "None", f"{NO_REWARD} None"),
+    ("reward", "'1'", f"{NO_REWARD} '1' (str)"),
+    ("reward", "float('inf')", "ValueError: expected the reward to be finite, found inf"),
+    ("reward", "Reward(1.0, 2.0)", "ValueError: expected `correct` from 0 to 1, found 2"),
+    ("reward", "Reward(1.0, None)", "TypeError: expected correct to be a number, found None"),
+    ("reward", "Reward(1.0, 1.0, {'a': 'b'})", "TypeError: expected a to be a number, found 'b' (str)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "found", "said"), SAMPLE_CASES)
+def test_a_sample_that_cannot_be_read_or_rewarded_is_an_error_and_the_others_go_on(
+    method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = SIGNATURES[method]
+    body = f"""
+    def {method}(self, {given}):
+        if {SECOND!r} in sample.uid and sample.agent == "critic":
+            return {found}
+        return super().{method}({given})
+    """
+    with caplog.at_level(logging.WARNING):
+        samples = play(tmp_path, body, "")
+    wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
+    assert [SECOND in sample.uid and sample.agent for sample in wrong] == ["critic"] and len(samples) == 4
+    line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
+    assert wrong[0].reward.note == f"Pair.{method}: {said} (my_team.py:{line})"
+    assert "Traceback" not in caplog.text and all(not s.reward.is_missing for s in samples.values() if s not in wrong)
+
+
+def test_a_team_that_asks_by_chance_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    method = """
+    def follow(self, episode):
+        return [episode.ask("solver", turn=random.randrange(10**9))]
+    """
+    assert play(tmp_path, method, "") == {}
+    assert "Pair.follow: ValueError: two calls with the same answers gave other asks" in caplog.text
+
+
+def test_a_team_may_draw_with_the_episode_s_generator(tmp_path: Path) -> None:
+    method = """
+    def follow(self, episode):
+        return [episode.ask("solver", turn=episode.rng("turn").randrange(10**9))]
+    """
+    assert len(play(tmp_path, method, "")) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("outcomes", "TypeError: expected a dict of numbers, found None"),
+        ("metrics", "TypeError: expected a dict of numbers, found None"),
+    ],
+)
+def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
+    method: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = play(
+        tmp_path,
+        f"def {method}(self, episode):\n    return None",
+        "credit.reward_scheme=outcome credit.train_agents=[solver,critic]",
+    )
+    assert len(samples) == 4
+    assert f"Pair.{method}: {said} (my_team.py:{line_of(tmp_path, 'def ' + method)})" in caplog.text
+
+
+PLANNED = """
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Message
+
+class Planned(Orchestration):
+    agents = (AgentSpec("planner", Role.ADVISER), AgentSpec("solver"))
+
+    def follow(self, episode):
+        plan = episode.ask("planner")
+        said = episode.said(plan)
+        return [plan] if said is None else [plan, episode.ask("solver", said)]
+
+    def messages(self, episode, ask):
+        if ask.agent == "planner":
+            return [Message("user", f"Plan, do not solve: {episode.problem.question}")]
+        return super().messages(episode, ask)
+"""
+
+
+def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planned.py"
+    path.write_text(PLANNED)
+    words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
+    config, _ = read_config(None, words)
+    answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
+    _, credited, _ = rehearse(config, answers, question="a 3 b *7", reference="1")
+    samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
+    rewards = {uid.partition("/")[2]: [] for uid in samples}
+    for uid, sample in samples.items():
+        rewards[uid.partition("/")[2]].append((sample.reward.value, sample.answer))
+    assert rewards == {"planner:0": [(1.0, None), (0.0, None)], "planner:0/solver:0": [(1.0, "1"), (0.0, "2")]}
+    advantages = [credited.advantages[uid] for uid in samples if uid.endswith("planner:0")]
+    assert advantages[0] > 0 > advantages[1]
+    assert main(["try", *words]) == 0
+    said = capsys.readouterr().out
+    assert "# reward of planner: the outcome of its episode" in said
+    assert "# reward of solver: what the task says its answer is worth, 0 without an answer" in said
+
+
+def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
+    (tmp_path / "guess_words.py").write_text("WORD = 'Guess!'\n")
+    (tmp_path / "guess_late.py").write_text("WORD = 'Late!'\n")
+    path = tmp_path / "guesser.py"
+    body = "from guess_words import WORD\nfrom marsrl.rollout.types import Message\n"
+    body += TEAM.replace("Pair", "Guesser") + "\n    def messages(self, episode, ask):\n"
+    body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
+    path.write_text(body)
+    config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
+    _, credited, _ = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
+    prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
+    assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)
+
+
+def test_try_shows_each_error_once_in_the_tree_and_nothing_beside_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my_team.py"
+    method = """
+    def messages(self, episode, ask):
+        return None if episode.id.endswith(".1") else super().messages(episode, ask)
+
+    def reward(self, episode, ask, sample, judged):
+        return 0.5 if sample.agent == "solver" else 1 / 0
+    """
+    path.write_text(TEAM + method)
+    assert main(["try", f"orchestration={path}:Pair", "rollout.group_size=2"]) == 0
+    shown, err = capfd.readouterr()
+    assert err == ""
+    of_sample, of_episode = (next(i for i, line in enumerate(shown.splitlines()) if said in line) for said in (
+        "critic:0", "the episode ends: Pair.messages: TypeError: expected a list of messages, found None (my_team.py:"
+    ))  # fmt: skip
+    assert "Pair.reward: ZeroDivisionError: division by zero (my_team.py:" in shown.splitlines()[of_sample]
+    assert "episode 000001.1" in shown.splitlines()[of_episode - 1]
+    assert shown.count("ZeroDivisionError") == shown.count("TypeError") == 1

@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM of a run that trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from rank_pair import RankPair
+
+from marsrl.trainer.runs import stop
+from marsrl.trainer.runs.stop import StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_another_ends_at_once(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stop, "_SAME_S", 0.0)
+    signals, before = StopSignals(), signal.getsignal(number)
+    with signals.noted():
+        assert not signals.is_asked
+        os.kill(os.getpid(), number)
+        assert signals.is_asked and "the last finished step is saved first" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+def test_one_ctrl_c_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "_SAME_S", 1e9)
+    signals = StopSignals()
+    with signals.noted():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+    assert signals.is_asked
+
+
+def test_all_ranks_stop_where_rank_0_does_and_nobody_waits(two_ranks: RankPair) -> None:
+    found = two_ranks.run(Path(__file__).with_name("stop_worker.py"), {})
+    assert found == ["done stopped again", "None stopped None"]
+
+
+def test_a_rank_that_has_lost_another_does_not_wait_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "_ends_now", threading.Event())
+    signals = StopSignals()
+    with signals.noted(), pytest.raises(KeyboardInterrupt):
+        stop.end_now()
+    assert not signals.is_asked

@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM while a run trains: its last finished step is saved first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SAME_S = 1.0  # a terminal and torchrun bring one Ctrl-C twice
+_ends_now = threading.Event()
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, on all ranks; a checkpoint has its last finished step, where there is one."""
+
+
+def end_now() -> None:
+    """Ends this process as a second Ctrl-C does, saving nothing; for any thread."""
+    _ends_now.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopSignals:
+    """Notes the first SIGINT or SIGTERM (is_asked), for the run to look at where it can stop. Another one ends it at once."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._asked_s = 0.0
+        self._parent = (
+            os.getppid()
+        )  # torchrun: where it has died, the ranks cannot reach each other for a last checkpoint
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """In the body they are noted. Main thread only."""
+        before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
+        yield
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        now, is_alone = time.monotonic(), _ends_now.is_set() or os.getppid() != self._parent
+        if not self.is_asked and not is_alone:
+            self.is_asked, self._asked_s = True, now
+            print("marsrl: stopping, the last finished step is saved first; Ctrl-C again ends at once", file=sys.stderr)
+        elif is_alone or now - self._asked_s > _SAME_S:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # on the way out nothing disturbs
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
