@@ -316,6 +316,9 @@ WAYS = {
     "python benchmarks/scale.py": bench(
         "4 problems: tests/simulation/test_scale.py::test_twice_the_samples_take_twice_the_work_and_bytes"
     ),
+    "python benchmarks/scale.py --experts 48": bench(
+        "2 sequences: tests/simulation/test_scale.py::test_two_ranks_share_a_batch_with_experts"
+    ),
     "python benchmarks/tool_overlap.py": bench(
         "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
     ),

@@ -325,7 +325,8 @@ def test_make_runs_commands_that_are_tested() -> None:
     for command in commands:
         installed = ["--dry-run", "--no-print-directory", "TRITON=x", "--assume-old", "build/triton-x", "--assume-old"]
         words = [*shlex.split(command), "MARSRL_DEVICE=$(INSTALLED_DEVICE)", *installed, ".venv/.installed"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        alone = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=alone)
         assert done.stdout.splitlines() == MAKES[command], done.stderr
     for line in MAKES["make bench"]:
         assert line in WAYS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,12 @@ def test_a_stage_decodes_its_texts_together(measured: list[dict[str, Any]]) -> N
     assert all(each["calls"]["texts"] == each["calls"]["books and pool"] for each in by_stage)  # of next_batch
     # what came within 0.1 s of each other
     assert all(each["calls"]["texts"] <= each["segments"] / 4 for each in by_event)
+
+
+def test_two_ranks_share_a_batch_with_experts() -> None:
+    words = [PYTHON, "benchmarks/scale.py", "--experts", "2"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shares = re.findall(r"  rank ([01]): .*; share ([0-9.]+) GiB; beside it at most [0-9]+ MiB", done.stdout)
+    assert [rank for rank, _ in shares] == ["0", "1"] and shares[0][1] == shares[1][1] != "0.00"
+    assert "extrapolated by bytes to 9,216 sequences" in done.stdout
