@@ -64,8 +64,10 @@ class HeadGemms:
             raise RuntimeError(
                 f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
             )
-        # hidden_and_weight_gradient is to be given room for dz in bfloat16.
-        self.collects_dz = self._is_narrow and not weight.is_cuda and cpu_multiplies_bfloat16()
+        # hidden_and_weight_gradient is to be given room for dz in bfloat16. Where V is no multiple of 32, torch 2.13's product on
+        # AMX reads a row of dz beyond its end: a NaN of one row would reach dX of the row before it.
+        on_host = self._is_narrow and not weight.is_cuda
+        self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
         self._converted: slice | None = None  # the piece of the weight that _tile holds
 
     @property

@@ -59,8 +59,9 @@ def test_rows_of_logits_and_of_their_gradients():
         assert one.any(1 if one.dim() > 1 else 0).all() and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_rows_of_exponentials(capability, monkeypatch):
+def test_rows_of_exponentials(capability, has_entropy, monkeypatch):
     monkeypatch.setattr(first, "capability", lambda: capability)
     hidden, weight, targets = torch.randn(3, 16).to(BF16), torch.randn(128, 16).to(BF16), torch.tensor([0, 127, 7])
     head, taken, gemm = (
@@ -75,7 +76,7 @@ def test_rows_of_exponentials(capability, monkeypatch):
         gemm.statistics(pieces, taken, head, statistics)
         dz, active = torch.empty(3, 128), torch.empty(3, dtype=torch.int64)
         coefficients = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
-        gemm.gradients(out, pieces, taken, head, statistics, *coefficients, dz, active)
+        gemm.gradients(out, pieces, taken, head, statistics, *coefficients, dz, active, has_entropy)
         found.append([out.clone(), dz])
     for one, other in zip(*found, strict=True):
         assert one.any(1).all() and torch.equal(one, other)
