@@ -158,14 +158,14 @@ def preflight(
 def _of_the_other_engine(config: RunConfig) -> list[str]:
     """A warning about settings of the engine that does not decode here; those at their default say nothing."""
     rollout = config.rollout
-    sections: dict[str, Settings | None] = {"rollout.local": rollout.local}
+    sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":
-        sections = {f"policies.{name}.vllm": policy.vllm for name, policy in config.policies.items()}
+        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
         sections["rollout.vllm"] = rollout.vllm
     ignored = [
         f"{section}.{key}"
         for section, given in sections.items()
-        for key in sorted(given.model_fields_set if given is not None else ())
+        for key in sorted(given.model_fields_set)
         if getattr(given, key) != type(given).model_fields[key].default
     ]
     return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []

@@ -159,8 +159,8 @@ def _find_paths(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
 
     for key in ("task", "orchestration"):
         if isinstance(name := merged.get(key), str) and is_own(name):
-            path, _, kind = name.rpartition(":")
-            merged[key] = f"{found(path, key)}:{kind}"
+            file, _, kind = name.rpartition(":")
+            merged[key] = f"{found(file, key)}:{kind}"
     data = merged.get("data")
     for key in ("train", "eval"):
         files = data.get(key) if isinstance(data, dict) else None
