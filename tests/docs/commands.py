@@ -242,6 +242,7 @@ WAYS = {
     "marsrl init --from-run runs/NAME my.yaml": Way(
         f"{HERE}::test_a_run_s_settings_become_a_file", "as it is, on a directory that has only config.yaml"
     ),
+    "marsrl evaluate runs/NAME": Way(ON_A_RUN.test, "with our own engine and four problems"),
     "marsrl report runs/NAME": ON_A_RUN,
     "marsrl report runs/cpu_default-20260101-120000": ON_A_RUN,
     "marsrl view runs/NAME": VIEWED,
