@@ -258,6 +258,19 @@ def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_
     assert not watched.complaints
 
 
+def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Watched, viewer: str) -> None:
+    watched.open(f"{viewer.partition('?')[0]}?run=1&page=curves")
+
+    def called(module: str, call: str) -> object:
+        return watched.page.evaluate(f"import('/{module}.js').then(({{ tickText, roundTicks, rangeOf }}) => {call})")
+
+    assert called("lib", "roundTicks(0.0022203, 33.233, 4)") == [5, 10, 15, 20, 25, 30]
+    values = [0, 0.00025, 0.1225, 20_000, 1e-5, 2.5e7]
+    texts = called("lib", f"{values}.map((value) => tickText(value))")
+    assert texts == ["0", "0.00025", "0.1225", "20,000", "1e-5", "2.5e+7"]
+    assert called("curves", "rangeOf(null, 0, 0)") == [0, 1] and called("curves", "rangeOf(null, 5, 5)") == [4.5, 5.5]
+
+
 def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
     color = "getComputedStyle(document.body).backgroundColor"
     watched.page.emulate_media(color_scheme="light")

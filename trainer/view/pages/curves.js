@@ -11,7 +11,7 @@ const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4,
 const widthOf = (_, labels) => 16 + 7 * Math.max(4, ...(labels ?? []).map((label) => label.length));
 
 // uPlot's own range, but for values that are all the same, which it puts on an axis to 100 or to their double.
-function rangeOf(_, low, high) {
+export function rangeOf(_, low, high) {
   if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
   return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
 }
