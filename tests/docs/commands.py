@@ -222,6 +222,18 @@ WAYS = {
         )
         for name in ("gsm8k", "own_task", "own_team")
     },
+    **{
+        f"marsrl try {words} rollout.group_size=2": Way(f"tests/docs/test_examples.py::{test}", AS_IT_IS)
+        for words, test in (
+            ("orchestration=examples/recipes/critic.py:Critic", "test_a_critic_is_paid_for_what_comes_of_its_critique"),
+            ("orchestration=examples/recipes/workers.py:Workers", "test_workers_have_prompts_and_groups_of_their_own"),
+            (
+                "orchestration=examples/recipes/guessing.py:Guessing credit.reward_scheme=outcome",
+                "test_a_game_ends_when_it_is_won",
+            ),
+            ("task=qa orchestration=examples/recipes/library.py:Library", "test_a_reader_reads_what_a_tool_found"),
+        )
+    },
     "marsrl config": PRINTS,
     "marsrl config --origin": PRINTS,
     "marsrl config --explain rollout.segments": PRINTS,
@@ -230,6 +242,7 @@ WAYS = {
     "marsrl init --from-run runs/NAME my.yaml": Way(
         f"{HERE}::test_a_run_s_settings_become_a_file", "as it is, on a directory that has only config.yaml"
     ),
+    "marsrl evaluate runs/NAME": Way(ON_A_RUN.test, "with our own engine and four problems"),
     "marsrl report runs/NAME": ON_A_RUN,
     "marsrl report runs/cpu_default-20260101-120000": ON_A_RUN,
     "marsrl view runs/NAME": VIEWED,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from documents import ROOT, config_blocks, python_blocks
+from documents import ROOT, config_blocks, other_blocks, python_blocks
 from forked import PYTHON
 from safetensors.torch import load_file, save_file
 from small_run import SEED
@@ -57,7 +57,8 @@ class Desk:
         (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
         curate = next(block.text for block in config_blocks() if "\ncurate:" in block.text)
         (folder / "curation.yaml").write_text(curate)
-        (folder / "capitals.txt").write_text("".join(f"{c}land {c}ville\n" for c in "ABCDEFGHIJKLMNOPQRST"))
+        (capitals,) = (block.text for block in other_blocks() if block.where.startswith("docs/own_task.md:"))
+        (folder / "capitals.txt").write_text(f"{capitals}\n")
         (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))

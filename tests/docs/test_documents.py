@@ -18,6 +18,7 @@ from marsrl.trainer.config.keys import key_names
 
 TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
 PICTURES = {
+    "docs/own_task.md": "Peru, Lima\n",
     "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
     "README.md": "kernels/            fast tensor",
     "docs/dual_system.md": "<think>Who is the teacher",

@@ -11,7 +11,10 @@ from commands import run_by
 from desk import Desk, boxing_model
 from small_run import SEED
 
+from marsrl.rollout.types import Sample
 from marsrl.trainer import cli
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.rehearsal import Rehearsal, rehearse
 from marsrl.trainer.main import main
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples
@@ -46,6 +49,59 @@ def test_an_example_is_tried(command: str, desk: Desk, capsys: pytest.CaptureFix
     assert cli.main(desk.words(command, Path)[1:]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "advantage" in shown and ("checker" in shown) == ("own_team" in command)
+
+
+def tried(command: str, desk: Desk, answers: dict[str, list[str]] | None = None) -> Rehearsal:
+    """The recipe of the command, as it is, and then played with these answers or made-up ones."""
+    words = desk.words(command, Path)[2:]
+    assert cli.main(["try", *words]) == 0
+    played = rehearse(read_config(None, words)[0], answers or {})
+    assert played.errors == {}
+    return played
+
+
+def samples_of(played: Rehearsal, agent: str) -> list[Sample]:
+    found = [sample for group in played.credited.groups for sample in group.samples if sample.agent == agent]
+    return sorted(found, key=lambda sample: (sample.uid.count("/"), sample.uid))
+
+
+@pytest.mark.parametrize("command", run_by("test_a_critic_is_paid_for_what_comes_of_its_critique"))
+def test_a_critic_is_paid_for_what_comes_of_its_critique(command: str, desk: Desk) -> None:
+    problem = tried(command, desk).problem
+    answers = {"solver": ["Answer: x"], "critic": ["Think!"], "reviser": [f"Answer: {problem.answer}", "Answer: x"]}
+    played = tried(command, desk, answers)
+    assert [critic.reward.value for critic in samples_of(played, "critic")] == [1.0, 0.0]
+    assert all("Think!" in reviser.prompt_text for reviser in samples_of(played, "reviser"))
+
+
+@pytest.mark.parametrize("command", run_by("test_workers_have_prompts_and_groups_of_their_own"))
+def test_workers_have_prompts_and_groups_of_their_own(command: str, desk: Desk) -> None:
+    played = tried(command, desk)
+    workers, editors = samples_of(played, "worker"), samples_of(played, "editor")
+    assert len({worker.prompt_text for worker in workers}) == len({worker.group_id for worker in workers}) == 3
+    assert len(workers) == 6 and len(editors) == 2
+    for editor in editors:
+        own = [worker for worker in workers if worker.uid.partition("/")[0] == editor.uid.partition("/")[0]]
+        assert len(own) == 3 and all(worker.shown in editor.prompt_text for worker in own)
+
+
+@pytest.mark.parametrize("command", run_by("test_a_game_ends_when_it_is_won"))
+def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
+    secret = int(tried(command, desk).problem.answer or "")
+    lower = next(n for n in range(10) if n != secret)
+    # guesses of the two games in turns: one is won in its second, the other never
+    guesses = [f"Answer: {n}" for n in (lower, lower, secret, lower, lower, lower)]
+    guessers = samples_of(tried(command, desk, {"guesser": guesses}), "guesser")
+    outcomes = {name: [s.outcome for s in guessers if s.uid.startswith(f"000001.{name}/")] for name in (0, 1)}
+    assert outcomes == {0: [pytest.approx(0.8)] * 2, 1: [0.0] * 4}
+    told = guessers[2].prompt_text
+    assert ("Higher." if lower < secret else "Lower.") in told and guessers[0].shown in told
+
+
+@pytest.mark.parametrize("command", run_by("test_a_reader_reads_what_a_tool_found"))
+def test_a_reader_reads_what_a_tool_found(command: str, desk: Desk) -> None:
+    readers = samples_of(tried(command, desk), "reader")
+    assert len(readers) == 2 and all("Doc 1(Title: " in reader.prompt_text for reader in readers)
 
 
 def test_the_problems_are_in_gsm8k_s_format() -> None:

@@ -161,7 +161,11 @@ def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
 
 
 def test_commands_on_a_run_are_as_they_are_written(
-    first_run: Path, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first_run: Path,
+    runner: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     desk = Desk(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -174,8 +178,12 @@ def test_commands_on_a_run_are_as_they_are_written(
             Path(run).symlink_to(first_run)
         if name == "report":
             (first_run / "report.html").unlink()
-        assert cli.main([name, run, *out]) == 0
-        if name == "report":
+        own = ["rollout.engine=local", "rollout.placement=local", "evaluate.num_problems=4", "evaluate.fixed_inputs=2"]
+        capsys.readouterr()
+        assert cli.main([name, run, *out, *(own if name == "evaluate" else [])]) == 0
+        if name == "evaluate":
+            assert json.loads(capsys.readouterr().out)["num_problems"] == 4
+        elif name == "report":
             assert "<html" in (first_run / "report.html").read_text()[:200]
         else:
             after = load_file(Path(out[0]) / "model.safetensors")

@@ -16,6 +16,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer import cli
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import pack
+from marsrl.trainer.evaluate import command
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import hf_files
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
@@ -127,6 +128,41 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
         assert cli.main(["export", str(run.path), str(tmp_path / "new"), *words]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save_model("qwen3", tmp_path / "in")
+    learner(source).save(tmp_path / "main")
+    run = whole_run(tmp_path, tmp_path / "main")
+    called: list[tuple[object, ...]] = []
+    monkeypatch.setattr(command, "evaluate_alone", lambda *words: called.append(words))
+
+    def evaluated() -> Path:
+        assert cli.main(["evaluate", str(run.path), "evaluate.repeat=2"]) == 0
+        config, settings, *_ = called[-1]
+        weights, given = settings
+        assert config == str(run.config) and given == "evaluate.repeat=2" and weights in capsys.readouterr().err
+        return Path(weights.removeprefix("policies.main.model="))
+
+    first = evaluated()
+    assert first.is_relative_to(run.path / "exported") and "step_3" in first.parent.name
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, first))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert evaluated() == first and (first / "model.safetensors").stat().st_mtime_ns == written
+    (run.checkpoint(3) / "more").write_text("the step was played again")
+    write_manifest(run.checkpoint(3), {})
+    again = evaluated()
+    assert again != first and again.is_dir() and not first.exists()
+    for words, says in [
+        ([str(tmp_path)], "is neither a setting (key.sub=value) nor a run directory"),
+        ([str(run.path), str(run.path)], "expected one run"),
+        ([str(RunDirectory.create(tmp_path, "young", "p").path)], "it has no config.yaml"),
+    ]:
+        assert cli.main(["evaluate", *words]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_path: Path) -> None:

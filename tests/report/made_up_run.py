@@ -138,7 +138,7 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
     """`text` is put into everything that a model, a data file or a config may hold."""
     rng = random.Random(0)
     run = RunDirectory.create(root, "made-up", "test")
-    run.write_config({"run": {"name": "made-up"}, "data": {"train": text}})
+    run.write_config({"run": {"name": "made-up"}, "data": {"train": text}, "agents": {name: {} for name in AGENTS}})
     trace = TraceLog(run.trace)
     start = trace._zero
     with MetricsLog(run, tensorboard=False) as metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,26 @@ def test_one_problem_has_no_interval(tmp_path: Path) -> None:
     compare([str(one), str(other)], str(tmp_path / "page.html"), Console(file=(shown := io.StringIO()), width=200))
     for text in (shown.getvalue(), (tmp_path / "page.html").read_text()):
         assert "+1.000 (one problem, no interval)" in text and "+1.000 to" not in text
+
+
+def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
+    runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("a", "b")]
+    for run, rate in zip(runs, (1e-5, 2e-5), strict=True):
+        settings = {"run": {"seed": 3, "name": run.name}, "policies": {"main": {"optimizer": {"lr": rate}}}}
+        RunDirectory(run).write_config(settings | ({"data": {"train": "<b>x"}} if run.name == "b" else {}))
+    compare([str(run) for run in runs], str(tmp_path / "page.html"), Console(file=(shown := io.StringIO()), width=200))
+    told = shown.getvalue().partition("settings that differ")[2]
+    rows = [re.split(r"\s*│\s*", line)[1:-1] for line in told.splitlines() if line.startswith("│")]
+    assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
+    page = (tmp_path / "page.html").read_text()
+    assert "<th>data.train</th><td>not set</td><td>&lt;b&gt;x</td>" in page and "run.seed" not in page
+
+
+def test_numbers_of_other_problems_than_the_first_run_s_are_marked(tmp_path: Path) -> None:
+    runs = [str(keep(tmp_path / name, draws(0.5, range(num), 0))) for name, num in (("a", 9), ("b", 9), ("c", 30))]
+    for others, num in ((runs[1:2], 0), (runs[2:], 2)):  # alone and system
+        compare([runs[0], *others], str(tmp_path / "page.html"), Console(file=io.StringIO()))
+        assert (tmp_path / "page.html").read_text().count(">other inputs<") == num
 
 
 def test_pairs_know_a_problem_s_ease_which_two_intervals_beside_each_other_do_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from made_up_run import make_group, make_run, make_sample, make_summary
+from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_sample, make_summary
 
+from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.palette import number_text, series_colors
 from marsrl.trainer.report.report import PLANS, write_report
 from marsrl.trainer.report.samples_log import sample_files, write_samples
-from marsrl.trainer.report.summary import save_summary
+from marsrl.trainer.report.summary import AgentEstimate, estimate, save_summary
 from marsrl.trainer.report.trees import trajectories_around
 from marsrl.trainer.runs.directory import RunDirectory
 
@@ -68,7 +71,7 @@ def test_the_timeline_shows_every_lane_and_where_steps_and_stages_begin(tmp_path
 def test_a_page_shows_every_part(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path).path).read_text("utf-8")
     parts = (
-        "LLMEngine",
+        "vLLM 0.0-test on cpu",
         "0123abc",
         "412,345",
         "verifier1 in the loop",
@@ -95,6 +98,55 @@ def test_gradient_norms_of_agents_and_policies_are_on_one_chart(tmp_path: Path) 
     page = write_report(run.path).read_text("utf-8")
     assert all(f"<title>{label}, step 1: {i + 1}</title>" in page for i, label in enumerate(map(norms.label, names)))
     assert "<title>small, step 1: 1</title>" in page
+
+
+def test_an_agent_and_an_activity_have_one_colour_in_every_chart(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path).path).read_text("utf-8")
+    told = re.findall(r'<span><i class="(c\d)"></i>([^<]+)</span>', text)
+    assert {(name, color) for color, name in told if name in AGENTS} == {
+        (name, f"c{place}") for place, name in enumerate(AGENTS)
+    }
+    assert sum(name == "solver" for _, name in told) > 2
+    activities = [(name, color) for color, name in told if name in ("rollout", "step", "credit", "publish")]
+    assert len(activities) == 8 and len(set(activities)) == len({color for _, color in activities}) == 4
+    colors = series_colors(["main/solver", "all", "mean", "small/judge"], ["judge", "solver"])
+    assert colors == {"main/solver": "c1", "all": "c7", "mean": "c2", "small/judge": "c0"}
+
+
+def test_charts_that_stay_at_zero_are_folded_and_labels_are_whole(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    with MetricsLog(run, tensorboard=False) as log:
+        for step in range(1, 4):
+            log.log(
+                step, {"actor/grad_spikes": 0.0, "actor/entropy": 1e-4 * step, "perf/tokens_per_s": 15_000.0 * step}
+            )
+    shown, _, folded = write_report(run.path).read_text("utf-8").partition('<details class="card zeros">')
+    assert "Zero in every step: gradient spikes" in folded and ">Gradient spikes" not in shown
+    assert ">Entropy" in shown and ">Tokens" in shown
+    assert {"0.0001", "0.0002", "0.0003", "20,000", "40,000", "1", "2", "3"} <= set(
+        re.findall(r'<text class="tick[^>]*>([^<]+)</text>', shown)
+    )
+    assert [number_text(value) for value in (0, 0.25, 1e-5, 123456, 2.5e7)] == [
+        "0",
+        "0.25",
+        "1e-05",
+        "123,456",
+        "2.5e+07",
+    ]
+
+
+def test_numbers_of_other_inputs_are_told_from_those_of_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    before, after = make_evaluation(0.55), make_evaluation(0.88)
+    fewer = AgentEstimate(**dict(estimate(9, 36)))
+    other = after.model_copy(update={"agents": {**after.agents, "corrector1": fewer}})
+    for found, num in ((after, 0), (other, 1)):
+        save_summary(run.summary, make_summary(before=before, after=found))
+        assert write_report(run.path).read_text("utf-8").count(">other inputs than before<") == num
+        RunConsole(0, shown := io.StringIO()).results(make_summary(before=before, after=found))
+        starred = [line for line in shown.getvalue().splitlines() if "*" in line]
+        assert len(starred) == 2 * num and ("* on other inputs than before" in shown.getvalue()) == bool(num)
+        assert all("corrector1" in line for line in starred[:-1])
 
 
 def test_evaluations_on_the_way_are_one_chart_with_their_intervals(tmp_path: Path) -> None:

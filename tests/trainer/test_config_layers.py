@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
+from marsrl.rollout.tools.config import IndexSearch, SerpApiScholar, SerpApiSearch
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
@@ -231,6 +232,65 @@ def refusal(path: Path | None, *words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read_config(path, words)
     return str(caught.value)
+
+
+def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here, home = (tmp_path / name for name in ("there", "here", "home"))
+    for folder in (there / "models/one", there / "models/two", here / "models/two", home):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    (there / "own.yaml").write_text(
+        """
+        task: math
+        data: {train: [{path: a.jsonl, count: 1}, {path: ../b.jsonl, count: 2}], eval: ~/held_out.jsonl}
+        policies:
+          main: {model: models/one, reference: start}
+          hub: {model: Qwen/Qwen3-0.6B, reference: models/two}
+        agents: {corrector2: {policy: hub}}
+        tools: {search: {kind: index, corpus: /all/corpus.jsonl, index: index.sqlite}}
+        """
+    )
+    config, _ = read_config(there / "own.yaml")
+    assert isinstance(config.data.train, tuple) and isinstance(config.tools.search, IndexSearch)
+    assert [file.path for file in config.data.train] == [f"{there}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    assert config.data.eval == f"{home}/held_out.jsonl"
+    assert (config.tools.search.corpus, config.tools.search.index) == ("/all/corpus.jsonl", f"{there}/index.sqlite")
+    main, hub = config.policies["main"], config.policies["hub"]
+    assert (main.model, main.reference) == (f"{there}/models/one", "start")
+    assert (hub.model, hub.reference) == (
+        "Qwen/Qwen3-0.6B",
+        f"{there}/models/two",
+    )  # nothing is there, and so it may be a hub's
+    words = [
+        "data.train=c.jsonl",
+        "data.eval=[d.jsonl, {path: e.jsonl}]",
+        "policies.main.model=~/mine",
+        "policies.hub.model=Qwen/Qwen3-0.6B",
+    ]
+    (here / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    config, _ = read_config(there / "own.yaml", words)
+    assert config.data.train == f"{here}/c.jsonl" and isinstance(config.data.eval, tuple)
+    assert [file.path for file in config.data.eval] == [f"{here}/d.jsonl", f"{here}/e.jsonl"]
+    assert config.policies["main"].model == f"{home}/mine"
+    assert config.policies["hub"].model == f"{here}/Qwen/Qwen3-0.6B"
+
+
+def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
+
+    def warned(*words: str) -> list[str]:
+        found = preflight(read_config(path, [*words, "rollout.engines=1"])[0], world_size=1).warnings
+        return [warning for warning in found if warning.startswith("rollout.engine is")]
+
+    assert warned() == ["rollout.engine is vllm, which ignores rollout.local.max_num_seqs"]
+    assert warned("rollout.engine=local") == []  # what the file says of vLLM is for when it decodes
+    word = "rollout.vllm.max_num_seqs=8"
+    ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
+    assert warned("rollout.engine=local", word) == [ignored]
 
 
 def test_an_unknown_key_and_a_wrong_type_name_the_line(tmp_path: Path) -> None:

@@ -199,12 +199,13 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
     trace.save()
     index_once(run.path)
     with closing(connect(index_path(run.path))) as index:
-        lives = measured.life(index, "p0#0")["lives"]
+        lives = measured.life(index, "p0#0", ("judge", "solver"))["lives"]
         seen = queries.spans(index, 4.0, 8.0)
     assert [(each["agent"], each["version"], each["start"], each["end"]) for each in lives] == [
         ("solver", 1, 6.0, 9.0),
         ("judge", 0, 2.0, 9.0),
     ]
+    assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
     assert sorted(span[1:4] for span in seen.spans) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
 
 

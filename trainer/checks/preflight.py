@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import yaml
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -132,6 +133,7 @@ def preflight(
         raise ConfigError(reason)
     check_extra(config)
     warnings += slow_records(config, host)
+    warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     warnings += check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
     return Checked(
@@ -151,6 +153,22 @@ def preflight(
             if found
         },
     )
+
+
+def _of_the_other_engine(config: RunConfig) -> list[str]:
+    """A warning about settings of the engine that does not decode here; those at their default say nothing."""
+    rollout = config.rollout
+    sections: dict[str, Settings] = {"rollout.local": rollout.local}
+    if rollout.engine == "local":
+        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
+        sections["rollout.vllm"] = rollout.vllm
+    ignored = [
+        f"{section}.{key}"
+        for section, given in sections.items()
+        for key in sorted(given.model_fields_set)
+        if getattr(given, key) != type(given).model_fields[key].default
+    ]
+    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:

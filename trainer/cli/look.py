@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from marsrl.trainer.cli.command import AddParser, check_server, command, console, run_directory, takes_settings
@@ -60,7 +61,8 @@ def _evaluate(add: AddParser) -> None:
     parser = command(
         add,
         "evaluate",
-        "Evaluate a team without training it: each agent and the whole team, with 95% intervals.",
+        "Evaluate a team without training it: each agent and the whole team, with 95% intervals.\n\n"
+        "With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint.",
         "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl",
     )
     takes_settings(parser)
@@ -79,12 +81,19 @@ def _evaluate(add: AddParser) -> None:
     )
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.evaluate.command import evaluate_alone
+        from marsrl.trainer.evaluate.command import evaluate_alone, settings_of_run
         from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
         if words.json:
             refuse_file_of_a_run(Path(words.json))
-        evaluate_alone(words.config, words.settings, words.json, words.compare, Path(words.out) if words.out else None)
+        config, settings = words.config, [word for word in words.settings if "=" in word]
+        if runs := [word for word in words.settings if "=" not in word]:
+            if len(runs) > 1 or config is not None:
+                raise ValueError(f"expected one run, and no --config beside it, found {', '.join(runs)}")
+            config, weights = settings_of_run(Path(runs[0]))
+            print("# weights:", *weights, file=sys.stderr)
+            settings = [*weights, *settings]
+        evaluate_alone(config, settings, words.json, words.compare, Path(words.out) if words.out else None)
         return 0
 
     parser.set_defaults(run=run)

@@ -11,9 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.compare.runs import AXES, Compared, Difference, difference, read_compared, rows_of
-from marsrl.trainer.report.charts import NUM_COLORS, curves, visible
+from marsrl.trainer.compare.runs import (
+    AXES,
+    Compared,
+    Difference,
+    difference,
+    read_compared,
+    rows_of,
+    settings_that_differ,
+)
+from marsrl.trainer.report.charts import curves, visible
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.palette import COLORS
 from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.report.summary import Estimate
 from marsrl.trainer.runs.directory import refuse_file_of_a_run, write_atomically
@@ -71,9 +80,11 @@ def page(runs: Sequence[Compared], names: Sequence[str], table: dict[str, list[C
         page_environment(Path(__file__).parent)
         .get_template("compare.html.j2")
         .render(
+            colors=_colors(names),
             name=" and ".join(names) if len(names) == 2 else f"{len(names)} runs",
-            runs=[(name, f"c{i % NUM_COLORS}", run) for i, (name, run) in enumerate(zip(names, runs, strict=True))],
+            runs=names,
             table=table,
+            settings=settings_that_differ(runs),
             columns=COLUMNS,
             meaning=MEANING,
             costs=[(name, *episode_costs(run.last)) for name, run in zip(names, runs, strict=True)],
@@ -89,14 +100,21 @@ def _chart(runs: Sequence[Compared], names: Sequence[str], row: str, axis: str) 
         known = [(x, value) for x, value in found if value is not None and value.mean is not None]
         lines[name] = [(x, value.mean) for x, value in known]
         bands[name] = [(x, value.low, value.high) for x, value in known]
-    return curves(lines, f"{row} over {axis}", bands=bands, axis=axis) if any(lines.values()) else Markup("")
+    if not any(lines.values()):
+        return Markup("")
+    return curves(lines, f"{row} over {axis}", colors=_colors(names), bands=bands, axis=axis)
 
 
 def _reward_chart(runs: Sequence[Compared], names: Sequence[str], axis: str) -> Markup:
     lines = {
         n: [(getattr(place, axis), value) for place, value in run.rewards] for n, run in zip(names, runs, strict=True)
     }
-    return curves(lines, f"reward over {axis}", axis=axis)
+    return curves(lines, f"reward over {axis}", colors=_colors(names), axis=axis)
+
+
+def _colors(names: Sequence[str]) -> dict[str, str]:
+    """A colour a run."""
+    return {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
 
 
 def _names(runs: Sequence[Compared], paths: Sequence[str]) -> list[str]:
@@ -129,6 +147,12 @@ def _show(console: Console, runs: Sequence[Compared], names: Sequence[str], tabl
         for part in parts:
             takes.add_row(_text(f"  {part.name}"), *part.cells)
     console.print(takes)
+    differs = _table("settings that differ", "", *names)
+    for column in differs.columns:
+        column.no_wrap, column.overflow = False, "fold"  # a list of files is long
+    for key, told in settings_that_differ(runs).items():
+        differs.add_row(_text(key), *map(_text, told))
+    console.print(differs if differs.row_count else "no setting differs")
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Said, read_draws
 from marsrl.trainer.evaluate.intervals import bootstrap, ratio
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import Estimate, Evaluation, load_summary
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import OF_THE_START, flat
 
 _NO_PARTS = ("timing_s/total", "timing_s/evaluate")
 AXES = ("step", "tokens", "hours")
@@ -31,12 +34,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run, or one evaluation alone. rewards: the mean of all agents' by place; draws: of the last evaluation."""
+    """One run, or one evaluation alone.
+
+    rewards: the mean of all agents' by place; draws: of the last evaluation; settings: of config.yaml, by dotted key.
+    """
 
     name: str
     evaluations: tuple[tuple[Place, Evaluation], ...]
     rewards: tuple[tuple[Place, float], ...]
     draws: tuple[Draw, ...]
+    settings: Mapping[str, Any]
 
     @property
     def last(self) -> Evaluation:
@@ -78,7 +85,8 @@ def read_compared(path: Path) -> Compared:
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
-        return Compared(path.name or str(path), ((Place(), _evaluation(path)),), (), tuple(read_draws(path)))
+        found_alone = ((Place(), _evaluation(path)),)
+        return Compared(path.name or str(path), found_alone, (), tuple(read_draws(path)), _settings(run.config))
     if not run.config.is_file():
         raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
     places, rewards = {0: Place()}, []
@@ -103,7 +111,14 @@ def read_compared(path: Path) -> Compared:
     if not found:
         raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
     draws = read_draws(run.evaluation(steps[-1])) if steps else []
-    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws))
+    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws), _settings(run.config))
+
+
+def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
+    """What each run has of every setting that is not the same in all of them."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
+    told = {key: [str(run.settings.get(key, "not set")) for run in runs] for key in keys}
+    return {key: values for key, values in told.items() if len(set(values)) > 1}
 
 
 def difference(one: Compared, other: Compared, row: str) -> Difference | None:
@@ -131,6 +146,17 @@ def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[floa
         if said is not None and said.correct is not None and of in ("", draw.of):
             found[draw.question].append(said.correct)
     return found
+
+
+def _settings(config: Path) -> dict[str, Any]:
+    """None where the file is not there."""
+    if not config.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(config.read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config} is no YAML: {error}") from error
+    return flat(found) if isinstance(found, dict) else {}
 
 
 def _evaluation(folder: Path) -> Evaluation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ def read_config(
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
     by key, a list is replaced. `preset: none` inherits nothing. A layer that names an `orchestration` leaves behind the
     agents of layers below which that team does not have, and one that names the `kind` of a section the keys of layers below
-    which that kind does not have. A policy that only a preset names is left out where no
-    agent has it: who gives policies of his own to all agents does not get the preset's beside them.
+    which that kind does not have; one that names `rollout.engine` leaves the other engine's keys behind. A policy that only a
+    preset names is left out where no agent has it: who gives policies of his own to all agents does not get the preset's beside
+    them.
 
     Args:
         path: a YAML file or the name of a shipped preset; None: no file.
@@ -50,10 +53,10 @@ def read_config(
         )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
-    for key in ("task", "orchestration"):
-        _find_own_class(key, merged, origin.layers)
+    _find_paths(merged, origin.layers)
     _leave_out_agents_of_another_team(merged, origin.layers)
     _leave_out_keys_of_another_kind(merged, origin.layers)
+    _leave_out_keys_of_the_other_engine(merged, origin.layers)
     _leave_out_unused_policies(merged, given)
     try:
         return RunConfig.model_validate({**merged, "preset": "none"}, context={"trains": trains}), origin
@@ -140,14 +143,65 @@ def _last(layers: Sequence[Layer], key: str) -> str | None:
     return next((str(value) for value in reversed(values) if value is not None), None)
 
 
-def _find_own_class(key: str, merged: dict[str, Any], layers: Sequence[Layer]) -> None:
-    """`orchestration: my_team.py:MyTeam` is beside the file that says so, or in the working directory where a word does."""
-    name = merged.get(key)
-    givers = [layer for layer in layers if key in layer.settings]
-    if isinstance(name, str) and is_own(name) and givers:
+def _find_paths(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """Make paths of what a run reads absolute: of a user's YAML file relative to it, of a word to the working directory.
+
+    Left as they are: malformed values, for the models to refuse, and the names of models that are nowhere here (Qwen3-8B of
+    `marsrl plan`; Qwen/Qwen3-8B, of which read_shape says how to get it).
+    """
+
+    def found(path: Any, key: str) -> Any:
+        givers = [layer for layer in layers if key in layer.places]
+        if not isinstance(path, str) or not path or not givers or _is_shipped(givers[-1]):
+            return path
         folder = givers[-1].file.parent if givers[-1].file is not None else Path.cwd()
-        path, _, kind = name.rpartition(":")
-        merged[key] = f"{folder / Path(path).expanduser()}:{kind}"
+        return os.path.normpath(folder / Path(path).expanduser())
+
+    for key in ("task", "orchestration"):
+        if isinstance(name := merged.get(key), str) and is_own(name):
+            file, _, kind = name.rpartition(":")
+            merged[key] = f"{found(file, key)}:{kind}"
+    data = merged.get("data")
+    for key in ("train", "eval"):
+        files = data.get(key) if isinstance(data, dict) else None
+        if isinstance(data, dict) and isinstance(files, list):
+            data[key] = [
+                {k: found(value, f"data.{key}") if k == "path" else value for k, value in file.items()}
+                if isinstance(file, dict)
+                else found(file, f"data.{key}")
+                for file in files
+            ]
+        elif isinstance(data, dict) and files is not None:
+            data[key] = found(files, f"data.{key}")
+    for section, keys in (("policies", ("model", "reference")), ("tools", ("corpus", "index"))):
+        below = merged.get(section)
+        for name, settings in below.items() if isinstance(below, dict) else ():
+            for key in keys:
+                path = settings.get(key) if isinstance(settings, dict) else None
+                absolute = found(path, f"{section}.{name}.{key}")
+                is_word = key == "reference" and path in ("none", "start")
+                if isinstance(path, str) and not is_word and not (section == "policies" and _is_a_name(path, absolute)):
+                    settings[key] = absolute
+
+
+def _is_a_name(model: str, path: str) -> bool:
+    """Is `model` no path, as far as can be seen: OWNER/NAME or NAME, and no such directory?"""
+    is_there = os.path.exists(path) or os.path.exists(model)
+    return not is_there and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", str(model)) is not None
+
+
+def _leave_out_keys_of_the_other_engine(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
+    """Take out keys of rollout.vllm that only layers below `rollout.engine: local` give, and the other way round."""
+    rollout = merged.get("rollout")
+    givers = [i for i, layer in enumerate(layers) if "rollout.engine" in layer.places]
+    other = {"vllm": "local", "local": "vllm"}.get(str(rollout.get("engine"))) if isinstance(rollout, dict) else None
+    if other is None or not givers or not isinstance(rollout, dict) or not isinstance(rollout.get(other), dict):
+        return
+    rollout[other] = {
+        key: value
+        for key, value in rollout[other].items()
+        if any(f"rollout.{other}.{key}" in layer.places for layer in layers[givers[-1] :])
+    }
 
 
 def _leave_out_agents_of_another_team(merged: dict[str, Any], layers: Sequence[Layer]) -> None:

@@ -13,10 +13,24 @@ from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import models_given, read_config
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
+from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.lock import RunLock
+
+
+def settings_of_run(run: Path) -> tuple[str, list[str]]:
+    """(the config file, words) with which the run's team is evaluated, as its latest checkpoint has it.
+
+    Raises:
+        ValueError: it is no run, or has no whole checkpoint.
+    """
+    config = RunDirectory(run).config
+    if not config.is_file():
+        raise ValueError(f"{run} is neither a setting (key.sub=value) nor a run directory: it has no config.yaml")
+    models = exported(run)
+    return str(config), [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
 
 
 def evaluate_alone(

@@ -224,7 +224,7 @@ class _MadeUp:
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
         """turn: how often its sample has gone on before."""
         if self.role is Role.ADVISER:
-            return f"Advice number {coin.randrange(100)}."
+            return f"Advice number {coin.randrange(100)}: {problem.question}"
         right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader
 from marsrl.trainer.learner.megatron.hf_files import write_hf
 from marsrl.trainer.learner.megatron.mapping import Unit, part_shape, split, units
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.manifest import NAME as MANIFEST
 from marsrl.trainer.runs.manifest import damage
 
 _LAYERS = "decoder.layers."
@@ -52,6 +55,30 @@ def export(source: str | Path, out: str | Path, policy: str | None = None) -> Ex
         raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what Learner.save wrote")
     shape = read_shape(frame, needs_weights=False)
     return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+
+
+def exported(run: Path) -> dict[str, Path]:
+    """A Hugging Face directory by trained policy, of the run's latest checkpoint: made in its folder exported/, and kept there
+    until there is a later one.
+
+    Raises:
+        ValueError: the run has no whole checkpoint, or it is damaged.
+    """
+    latest = RunDirectory(run).latest_checkpoint()
+    if latest is None:
+        raise ValueError(
+            f"run {run} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
+        )
+    manifest = (latest.path / MANIFEST).read_bytes()  # a step that was played again has other weights
+    kept = run / "exported" / f"{latest.path.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
+    for other in kept.parent.glob("step_*"):
+        if other != kept:
+            shutil.rmtree(other)
+    policies = sorted(path.parent.name for path in latest.path.glob("policies/*/learner.json"))
+    for policy in policies:
+        if not (kept / policy).exists():
+            export(latest.path, kept / policy, policy)
+    return {policy: kept / policy for policy in policies}
 
 
 def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,6 @@
 """The report's pictures as inline SVG: estimates with error bars, curves, stacked bars, a timeline.
 
-Every piece of text goes through Markup.format, which escapes it. Colours are CSS classes (c0..c7), so that the page
-decides about light and dark.
+Every piece of text goes through Markup.format, which escapes it. Colours are those of palette.py.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
+from marsrl.trainer.report.palette import activity_color, number_text, series_colors
 from marsrl.trainer.report.summary import Estimate
 from marsrl.trainer.report.trace import MARKS, Span
 
-NUM_COLORS = 8
 MAX_SPANS = 3000  # a browser draws this many rectangles at once without stutter
 
 Points = Sequence[tuple[float, float | None]]
@@ -22,7 +21,7 @@ Bands = Mapping[str, Sequence[tuple[float, float, float]]]
 """By series: (x, low, high)."""
 
 _WIDTH, _HEIGHT = 480, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 30
+_RIGHT, _TOP, _BOTTOM = 12, 10, 30
 
 
 def visible(text: str) -> str:
@@ -69,21 +68,28 @@ def headline(rows: Sequence[tuple[str, Estimate | None, Estimate | None]]) -> Ma
     return _svg(left + width + 60, row * len(rows) + 24, shapes, "before and after")
 
 
-def curves(series: Mapping[str, Points], label: str, *, bands: Bands | None = None, axis: str = "step") -> Markup:
+def curves(
+    series: Mapping[str, Points],
+    label: str,
+    *,
+    colors: Mapping[str, str] | None = None,
+    bands: Bands | None = None,
+    axis: str = "step",
+) -> Markup:
     """One line a series; a missing value breaks the line. At least one finite value is needed.
 
-    bands: intervals around the lines. axis: what x is; steps are whole numbers.
+    colors: by series; default: in order. bands: intervals around the lines. axis: what x is; steps are whole numbers.
     """
-    bands = bands or {}
+    bands, colors = bands or {}, colors or series_colors(series)
     steps = [step for points in series.values() for step, value in points if value is not None]
     values = [value for points in series.values() for _, value in points if value is not None]
     values += [bound for band in bands.values() for _, *bounds in band for bound in bounds]
     low, high = _padded(min(values), max(values))
-    x_of = _scale(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
+    x_of = _scale(min(steps), max(steps), _left(low, high), _WIDTH - _RIGHT)
     y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     shapes = _axes(min(steps), max(steps), low, high, whole=axis == "step")
-    for index, (name, points) in enumerate(series.items()):
-        color = f"c{index % NUM_COLORS}"
+    for name, points in series.items():
+        color = colors[name]
         if band := bands.get(name):
             outline = [(x, bottom) for x, bottom, _ in band] + [(x, top) for x, _, top in reversed(band)]
             path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in outline)
@@ -107,7 +113,7 @@ def curves(series: Mapping[str, Points], label: str, *, bands: Bands | None = No
 
 
 def stacked(series: Mapping[str, Points], label: str) -> Markup:
-    """A bar a step, cut into the series (seconds); a missing value adds nothing."""
+    """A bar a step, cut into the series: seconds of activities; a missing value adds nothing."""
     by_step: dict[float, dict[str, float]] = {}
     for name, points in series.items():
         for step, value in points:
@@ -115,16 +121,17 @@ def stacked(series: Mapping[str, Points], label: str) -> Markup:
     first, last = min(by_step), max(by_step)
     high = max(sum(parts.values()) for parts in by_step.values()) or 1.0
     y_of = _scale(0.0, high, _HEIGHT - _BOTTOM, _TOP)
-    slot = (_WIDTH - _LEFT - _RIGHT) / (last - first + 1)
+    left = _left(0.0, high)
+    slot = (_WIDTH - left - _RIGHT) / (last - first + 1)
     shapes = _axes(first, last, 0.0, high, slot / 2)
     for step, parts in by_step.items():
         below = 0.0
-        for index, name in enumerate(series):
+        for name in series:
             value = parts.get(name, 0.0)
             if value > 0:
                 top, bottom = y_of(below + value), y_of(below)
-                x, title = _LEFT + (step - first + 0.1) * slot, f"step {step:g}, {name}: {value:.3g} s"
-                shapes.append(_rectangle(x, top, 0.8 * slot, bottom - top, f"c{index % NUM_COLORS}", title))
+                x, title = left + (step - first + 0.1) * slot, f"step {step:g}, {name}: {value:.3g} s"
+                shapes.append(_rectangle(x, top, 0.8 * slot, bottom - top, activity_color(name), title))
                 below += value
     return _svg(_WIDTH, _HEIGHT, shapes, label)
 
@@ -138,17 +145,16 @@ def timeline(spans: Sequence[Span]) -> tuple[Markup, dict[str, str], int]:
     spans = [span for span in spans if not span.lane.startswith(f"{MARKS}/")]
     lanes = list(dict.fromkeys(sorted((span.lane for span in spans), key=lambda lane: (len(lane), lane))))
     lanes.sort(key=lambda lane: lane.partition("/")[0])
-    names = list(dict.fromkeys(span.name for span in spans))
-    colors = {name: f"c{index % NUM_COLORS}" for index, name in enumerate(names)}
+    colors = {span.name: activity_color(span.name) for span in spans}
     shown = sorted(spans, key=lambda span: span.start_s - span.end_s)[:MAX_SPANS]
     row, left, width = 24, 110, 990
     start = min(span.start_s for span in [*spans, *marks])
     end = max(span.end_s for span in [*spans, *marks])
     x_of = _scale(start, end, left, left + width)
     shapes = []
-    for tick in _ticks(start, end, 10):
+    for tick in _ticks(start, end, 5):
         shapes.append(_line(x_of(tick), 0, x_of(tick), row * len(lanes), "grid"))
-        shapes.append(_text(x_of(tick), row * len(lanes) + 16, f"{tick:.4g} s", "tick middle"))
+        shapes.append(_text(x_of(tick), row * len(lanes) + 16, f"{number_text(tick)} s", "tick middle"))
     for index, lane in enumerate(lanes):
         shapes.append(_text(left - 8, row * index + 16, lane, "label end"))
     for span in shown:
@@ -178,24 +184,30 @@ def _axes(
     first: float, last: float, low: float, high: float, inset: float = 0.0, *, whole: bool = True
 ) -> list[Markup]:
     y_of = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
-    x_of = _scale(first, last, _LEFT + inset, _WIDTH - _RIGHT - inset)
+    left = _left(low, high)
+    x_of = _scale(first, last, left + inset, _WIDTH - _RIGHT - inset)
     shapes = []
-    for tick in _ticks(low, high, 4):
-        shapes.append(_line(_LEFT, y_of(tick), _WIDTH - _RIGHT, y_of(tick), "grid"))
-        shapes.append(_text(_LEFT - 6, y_of(tick) + 4, f"{tick:.4g}", "tick end"))
-    for tick in _ticks(first, last, 6):
+    for tick in _ticks(low, high, 3):
+        shapes.append(_line(left, y_of(tick), _WIDTH - _RIGHT, y_of(tick), "grid"))
+        shapes.append(_text(left - 6, y_of(tick) + 4, number_text(tick), "tick end"))
+    for tick in _ticks(first, last, 4):
         if not whole or tick == int(tick):
-            shapes.append(_text(x_of(tick), _HEIGHT - 12, f"{int(tick):,}" if whole else f"{tick:,.6g}", "tick middle"))
+            shapes.append(_text(x_of(tick), _HEIGHT - 12, number_text(tick), "tick middle"))
     return shapes
 
 
+def _left(low: float, high: float) -> float:
+    """Room for the labels of the y axis, which are 11 px high."""
+    return 14 + 7 * max(5, *(len(number_text(tick)) for tick in _ticks(low, high, 3)))
+
+
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers in [low, high]."""
+    """Round numbers in [low, high], `count` to two and a half times as many steps of 1, 2 or 5 apart."""
     if high <= low:
         return [low]
     raw = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = next(magnitude * m for m in (1, 2, 5, 10) if magnitude * m >= raw)
+    step = max(magnitude * m for m in (1, 2, 5) if magnitude * m <= raw * (1 + 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
-from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared
+from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
 from marsrl.trainer.report.warnings_log import append_warning
 
 PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
@@ -173,7 +173,13 @@ class RunConsole:
         table = Table(title=title, title_justify="left", pad_edge=False)
         for heading in ("", "before", "after", "change"):
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-        for name, before, after in compared(summary.before, summary.after):
+        rows = compared(summary.before, summary.after)
+        if any(of_other_inputs(before, after) for _, before, after in rows):
+            table.caption, table.caption_justify = (
+                Text("* on other inputs than before (n): not the same problems"),
+                "left",
+            )
+        for name, before, after in rows:
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
         self._console.print(table)
 
@@ -216,4 +222,4 @@ def _cell(value: Estimate | None) -> str:
 def _change(before: Estimate | None, after: Estimate | None) -> str:
     if before is None or after is None or before.mean is None or after.mean is None:
         return ""
-    return f"{after.mean - before.mean:+.3f}"
+    return f"{after.mean - before.mean:+.3f}" + ("*" if of_other_inputs(before, after) else "")

@@ -19,8 +19,9 @@ from markupsafe import Markup
 
 from marsrl.trainer.report import charts
 from marsrl.trainer.report.metrics import MetricsRow, read_metrics
+from marsrl.trainer.report.palette import activity_color, agents_of, engine_name, series_colors
 from marsrl.trainer.report.samples_log import sample_files
-from marsrl.trainer.report.summary import compared, load_summary
+from marsrl.trainer.report.summary import compared, load_summary, of_other_inputs
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.report.trees import Trajectory, WholeSamples, shorten, trajectories_around
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
@@ -63,6 +64,7 @@ class Chart:
     plan: ChartPlan
     svg: Markup | None  # None: not one finite value was recorded
     legend: tuple[tuple[str, str], ...]  # (series, colour class)
+    is_zero: bool = False  # in every step
 
 
 PLANS = (
@@ -99,6 +101,7 @@ def write_report(directory: str | Path) -> Path:
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
     spans = read_trace(run.trace) if run.trace.exists() else []
     files = sample_files(run)
+    agents = agents_of(run.config)
     rows_of_agents = compared(summary.before, summary.after) if summary else compared(None, None)
     picture, colors, num_left_out = charts.timeline(spans) if spans else (None, {}, 0)
     trajectories: list[tuple[str, list[Trajectory]]] = []
@@ -118,7 +121,7 @@ def write_report(directory: str | Path) -> Path:
             agents=rows_of_agents,
             headline=charts.headline(rows_of_agents) if summary and (summary.before or summary.after) else None,
             last_step=rows[-1].step if rows else None,
-            charts=[each for plan in PLANS if (each := _chart(plan, rows)).svg or not plan.is_optional],
+            charts=[each for plan in PLANS if (each := _chart(plan, rows, agents)).svg or not plan.is_optional],
             num_non_finite=sum(value is None for row in rows for value in row.values.values()),
             timeline=picture,
             span_colors=colors,
@@ -144,10 +147,12 @@ def page_environment(folder: Path) -> Environment:
         finalize=lambda value: charts.visible(value) if type(value) is str else value,
     )
     environment.filters["shorten"] = shorten
+    environment.filters["engine_name"] = engine_name
+    environment.tests["of_other_inputs"] = lambda pair: of_other_inputs(*pair)
     return environment
 
 
-def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:
+def _chart(plan: ChartPlan, rows: Sequence[MetricsRow], agents: Sequence[str]) -> Chart:
     names = dict.fromkeys(name for row in rows for name in row.values)
     on_it = {name: label for name in names if (label := plan.label(name)) is not None}
     series = {
@@ -157,9 +162,15 @@ def _chart(plan: ChartPlan, rows: Sequence[MetricsRow]) -> Chart:
     if not series:
         return Chart(plan, None, ())
     bands = {label: band for name, label in on_it.items() if (band := _band(name, rows))}
-    drawn = charts.stacked(series, plan.title) if plan.is_stacked else charts.curves(series, plan.title, bands=bands)
-    legend = tuple((name, f"c{index % charts.NUM_COLORS}") for index, name in enumerate(series))
-    return Chart(plan, drawn, legend if len(series) > 1 else ())
+    is_zero = all(value == 0 for points in series.values() for _, value in points)
+    if plan.is_stacked:
+        colors = {name: activity_color(name) for name in series}
+        drawn = charts.stacked(series, plan.title)
+    else:
+        colors = series_colors(series, agents)
+        drawn = charts.curves(series, plan.title, colors=colors, bands=bands)
+    is_told = len(series) > 1 or any(name in agents for name in series)
+    return Chart(plan, drawn, tuple(colors.items()) if is_told else (), is_zero)
 
 
 def _band(name: str, rows: Sequence[MetricsRow]) -> list[tuple[int, float, float]]:

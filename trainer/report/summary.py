@@ -201,6 +201,11 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
     return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name == "system")]
 
 
+def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
+    """Were the two measured on different inputs, as those of a Corrector are, which the team's own course decides?"""
+    return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
+
+
 class EngineRecord(Schema):
     """What decoded: the class and version of the real library; sampler: who drew its tokens."""
 

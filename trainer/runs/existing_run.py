@@ -17,7 +17,7 @@ from marsrl.trainer.runs.lock import why_held
 Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Of the problems to train on and to evaluate on, by their setting (tasks/data.fingerprint)."""
 
-_OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
+OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
 
 
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
@@ -53,8 +53,8 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"
         )
-    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_THE_START]
+    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
     if keys:
         told = ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
         lines.append(f"differs from {run.config}: {told}")
@@ -149,9 +149,9 @@ def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
     )
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query
 
 from marsrl.trainer.report.charts import visible
+from marsrl.trainer.report.palette import agents_of
 from marsrl.trainer.report.samples_log import read_sample, sample_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
@@ -82,10 +83,13 @@ def add_answers(app: FastAPI, paths: Sequence[Path]) -> None:
         problem: str | None = None,
         words: str = "",
         before: int | None = None,
+        through: Annotated[str | None, Query(pattern=r"^\d{1,9}\.\d{1,9}$")] = None,
     ) -> Any:
         wanted = queries.Filter(agent, first, last, low, high, tuple(flag or ()), problem, words)
+        step, _, line = (through or "").partition(".")
+        linked = (int(step), int(line)) if through else None
         with runs.index(run) as index:
-            page = queries.Page((), 0, None) if index is None else queries.find(index, wanted, before)
+            page = queries.Page((), 0, None) if index is None else queries.find(index, wanted, before, linked)
         # an id is above what a browser's numbers hold exactly
         next_id = None if page.next_id is None else str(page.next_id)
         return {"rows": [_row(row) for row in page.rows], "num": page.num, "next": next_id}
@@ -103,7 +107,7 @@ def add_answers(app: FastAPI, paths: Sequence[Path]) -> None:
     @app.get("/api/charts")
     def charts(run: int) -> Any:
         with runs.index(run) as index:
-            return [] if index is None else measured.charts(index)
+            return [] if index is None else measured.charts(index, agents_of(RunDirectory(runs.path(run)).config))
 
     @app.get("/api/curves")
     def curves(run: int, name: Annotated[list[str] | None, Query(max_length=_MOST_CURVES)] = None) -> Any:
@@ -113,12 +117,13 @@ def add_answers(app: FastAPI, paths: Sequence[Path]) -> None:
     @app.get("/api/spans")
     def spans(run: int, low: Number = None, high: Number = None) -> Any:
         with runs.index(run) as index:
-            return None if index is None else shown(dataclasses.asdict(queries.spans(index, low, high)))
+            return None if index is None else shown(measured.spans(index, low, high))
 
     @app.get("/api/life")
     def life(run: int, rollout: str) -> Any:
         with runs.index(run) as index:
-            return None if index is None else shown(measured.life(index, rollout))
+            agents = agents_of(RunDirectory(runs.path(run)).config)
+            return None if index is None else shown(measured.life(index, rollout, agents))
 
     @app.get("/api/speed")
     def speed(run: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import statistics
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from marsrl.trainer.report.charts import visible
+from marsrl.trainer.report.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.report.report import PLANS
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.view import queries
@@ -25,20 +27,29 @@ _WATCHED = (  # (prefix, suffix, limit, what it means), of metrics step by step
 )
 
 
-def charts(index: sqlite3.Connection) -> list[dict[str, Any]]:
-    """The report's charts of which the run has metrics, then one for every metric that is on none of them."""
+def charts(index: sqlite3.Connection, agents: Sequence[str]) -> list[dict[str, Any]]:
+    """The report's charts of which the run has metrics, then one for every metric that is on none of them.
+
+    agents: of the run's team, in the order of play. is_zero: all series are, in every step.
+    """
     left = dict.fromkeys(queries.metric_names(index))
     found: list[dict[str, Any]] = []
     shown: set[str] = set()
     for plan in PLANS:
-        series = [{"key": name, "label": visible(label)} for name in left if (label := plan.label(name)) is not None]
-        shown |= {each["key"] for each in series}
+        labels = {name: label for name in left if (label := plan.label(name)) is not None}
+        shown |= labels.keys()
+        own = labels.values()
+        colors = {label: activity_color(label) for label in own} if plan.is_stacked else series_colors(own, agents)
+        series = [{"key": name, "label": visible(label), "color": colors[label]} for name, label in labels.items()]
         if series:
-            found.append({"title": plan.title, "unit": plan.unit, "series": series, "is_main": True})
+            is_zero = all(queries.is_zero(index, name) for name in labels)
+            found.append(
+                {"title": plan.title, "unit": plan.unit, "series": series, "is_main": True, "is_zero": is_zero}
+            )
     for name in left:
         if name not in shown:
-            series = [{"key": name, "label": visible(name)}]
-            found.append({"title": visible(name), "unit": "", "series": series, "is_main": False})
+            series = [{"key": name, "label": visible(name), "color": COLORS[0]}]
+            found.append({"title": visible(name), "unit": "", "series": series, "is_main": False, "is_zero": False})
     return found
 
 
@@ -54,7 +65,13 @@ def thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
     return {"steps": steps, "values": values, "every": every}
 
 
-def life(index: sqlite3.Connection, rollout: str) -> dict[str, Any]:
+def spans(index: sqlite3.Connection, low: float | None, high: float | None) -> dict[str, Any]:
+    """What fits into a picture of these seconds (queries.Spans), and the colour of each activity in it."""
+    found = queries.spans(index, low, high)
+    return dataclasses.asdict(found) | {"colors": {name: activity_color(name) for _, name, *_ in found.spans}}
+
+
+def life(index: sqlite3.Connection, rollout: str, agents: Sequence[str]) -> dict[str, Any]:
     """When each agent's samples of a rollout instance were decoded and trained on, in seconds of the trace.
 
     A sample's life begins where its oldest version was published and ends with the step that it was trained in: tokens carry
@@ -80,7 +97,8 @@ def life(index: sqlite3.Connection, rollout: str) -> dict[str, Any]:
                 "end": last if over is None else over,
             }
         lives[key]["samples"] += 1
-    return {"rollout": rollout, "lives": list(lives.values())}
+    colors = series_colors(dict.fromkeys(row.agent for row in rows), agents)
+    return {"rollout": rollout, "lives": [{**each, "color": colors[each["agent"]]} for each in lives.values()]}
 
 
 def speed(index: sqlite3.Connection, run: RunDirectory) -> dict[str, Any]:

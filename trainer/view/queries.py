@@ -69,8 +69,14 @@ class Page:
     next_id: int | None
 
 
-def find(index: sqlite3.Connection, wanted: Filter, before: int | None = None) -> Page:
-    """The newest samples that pass. before: the `next_id` of the page before.
+def find(
+    index: sqlite3.Connection, wanted: Filter, before: int | None = None, through: tuple[int, int] | None = None
+) -> Page:
+    """The newest samples that pass.
+
+    Args:
+        before: the `next_id` of the page before.
+        through: (step, line) of a sample that the first page begins with, in place of the newest.
 
     Raises:
         ValueError: a flag or an agent that there is not, or words without a letter or digit.
@@ -84,7 +90,11 @@ def find(index: sqlite3.Connection, wanted: Filter, before: int | None = None) -
     conditions, values = _conditions(index, wanted)
     zones = _zones(index, wanted)
     num = None if words or wanted.problem is not None or None in [z[2] for z in zones] else sum(z[1] for z in zones)
-    top = before if before is not None else first_id(zones[0][0] + 1) if zones else 0
+    top = first_id(zones[0][0] + 1) if zones else 0
+    if before is not None:
+        top = before
+    elif through is not None and (linked := _id_at(index, *through)) is not None:
+        top = linked + 1
     rows: list[tuple[object, ...]] = []
     for low, high in _stretches(zones, top, at_once=wanted.problem is not None):
         if time.monotonic() - began > _BUDGET_S:
@@ -192,9 +202,14 @@ def tree(index: sqlite3.Connection, rollout: str) -> list[Row]:
 
 def at(index: sqlite3.Connection, step: int, line: int) -> Row | None:
     """The sample at a line of a step's file."""
-    sql = f"SELECT {_COLUMNS} FROM samples WHERE id >= ? AND id < ? AND id & 16777215 = ?"
-    found = index.execute(sql, (first_id(step), first_id(step + 1), line)).fetchone()
+    found = index.execute(f"SELECT {_COLUMNS} FROM samples WHERE id = ?", (_id_at(index, step, line),)).fetchone()
     return _rows(index, [found])[0] if found else None
+
+
+def _id_at(index: sqlite3.Connection, step: int, line: int) -> int | None:
+    sql = "SELECT id FROM samples WHERE id >= ? AND id < ? AND id & 16777215 = ?"
+    found = index.execute(sql, (first_id(step), first_id(step + 1), line)).fetchone()
+    return found[0] if found else None
 
 
 def _rows(index: sqlite3.Connection, found: Sequence[tuple]) -> tuple[Row, ...]:
@@ -281,6 +296,12 @@ def curve(index: sqlite3.Connection, name: str) -> list[tuple[int, float | None]
     """(step, value) of a metric; None: it was not finite."""
     sql = "SELECT step, value FROM metrics WHERE name = ? ORDER BY step"
     return index.execute(sql, (_number(index, name),)).fetchall()
+
+
+def is_zero(index: sqlite3.Connection, name: str) -> bool:
+    """Is a metric 0 in every step?"""
+    sql = "SELECT 1 FROM metrics WHERE name = ? AND (value IS NULL OR value != 0) LIMIT 1"
+    return index.execute(sql, (_number(index, name),)).fetchone() is None
 
 
 def ages(index: sqlite3.Connection) -> list[tuple[str, int, int]]:

@@ -1,18 +1,32 @@
 // Metrics over steps: smoothed, of several runs over each other, one cursor for all charts.
 
-import { html, useAnswer, useEffect, useMemo, useRef, useState, COLORS, ask, go, number } from "./lib.js";
+import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, tickText } from "./lib.js";
 
 const { uPlot } = window;
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 const FADED = 0.22;
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6]; // steps between ticks
+
+// Room for the longest label of an axis, px.
+const widthOf = (_, labels) => 16 + 7 * Math.max(4, ...(labels ?? []).map((label) => label.length));
+
+// uPlot's own range, but for values that are all the same, which it puts on an axis to 100 or to their double.
+export function rangeOf(_, low, high) {
+  if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
+}
 
 export function Curves({ run, runs, url }) {
   const smoothing = Number(url.get("smooth") ?? 0) || 0;
   const others = url.getAll("with").map(Number).filter((each) => runs[each] && each !== run);
   const wanted = (url.get("find") ?? "").toLowerCase();
   const { data: charts } = useAnswer("charts", { run }, runs[run].last_metrics ?? -1);
-  const visible = (charts ?? []).filter((chart) =>
+  const [unfolds, setUnfolds] = useState(false);
+  const found = (charts ?? []).filter((chart) =>
     wanted ? chart.series.some((each) => each.key.toLowerCase().includes(wanted)) || chart.title.toLowerCase().includes(wanted) : chart.is_main).slice(0, 40);
+  const zeros = wanted ? [] : found.filter((chart) => chart.is_zero);
+  const grid = (shown) => html`<div class="grid">${shown.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} runs=${[run, ...others]} smoothing=${smoothing}
+    tick=${[run, ...others].map((each) => runs[each].last_metrics).join()} />`)}</div>`;
   return html`<main>
     <div class="bar">
       <input type="search" placeholder="any metric" aria-label="any metric" value=${url.get("find") ?? ""} onInput=${(e) => go({ find: e.target.value }, true)} />
@@ -22,8 +36,9 @@ export function Curves({ run, runs, url }) {
       ${others.length > 0 && html`<span class="legend">${[run, ...others].map((each, i) => html`<span><span class=${`dash r${i % 4}`}></span>${runs[each].name}</span>`)}</span>`}
     </div>
     ${charts && !charts.length && html`<p class="muted">No step has been logged yet.</p>`}
-    <div class="grid">${visible.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} runs=${[run, ...others]} smoothing=${smoothing}
-      tick=${[run, ...others].map((each) => runs[each].last_metrics).join()} />`)}</div>
+    ${grid(found.filter((chart) => !zeros.includes(chart)))}
+    ${zeros.length > 0 && html`<details class="zeros" onToggle=${(e) => setUnfolds(e.target.open)}><summary class="muted">Zero in every step: ${zeros.map((chart) => chart.title.toLowerCase()).join(", ")}</summary>
+      ${unfolds && grid(zeros)}</details>`}
   </main>`;
 }
 
@@ -39,7 +54,7 @@ function Chart({ chart, runs, smoothing, tick }) {
   const lines = useMemo(() => curves && linesOf(chart, curves, smoothing), [curves, smoothing]);
   return html`<section class="card"><h3>${chart.title} <span class="muted small">${chart.unit}</span></h3>
     ${lines && html`<${Plot} lines=${lines} onCursor=${setAt} title=${chart.title} />
-      <p class="legend">${lines.series.slice(0, names.length).map((line, i) => html`<span><i class=${COLORS[i % 8]}></i>${chart.series[i].label} <b>${number(valueAt(lines, line, at), 4)}</b></span>`)}
+      <p class="legend">${lines.series.slice(0, names.length).map((line, i) => html`<span><i class=${chart.series[i].color}></i>${chart.series[i].label} <b>${shownValue(valueAt(lines, line, at))}</b></span>`)}
         <span>${at === null ? "" : `step ${lines.steps[at]}`}${lines.every > 1 ? `, each point the mean of ${lines.every} steps` : ""}</span></p>`}
   </section>`;
 }
@@ -53,7 +68,7 @@ function linesOf(chart, curves, smoothing) {
   curves.forEach((run, r) => run.forEach((curve, i) => {
     const raw = new Array(steps.length).fill(undefined);
     curve.steps.forEach((step, k) => { raw[place.get(step)] = curve.values[k]; });
-    series.push({ raw, values: smoothed(raw, smoothing), color: i % 8, dash: DASHES[r % 4] });
+    series.push({ raw, values: smoothed(raw, smoothing), color: chart.series[i].color, dash: DASHES[r % 4] });
     every = Math.max(every, curve.every);
   }));
   return { steps, series, every, isSmooth: smoothing > 0 };
@@ -76,6 +91,8 @@ function valueAt(lines, line, at) {
   return line.values.findLast((value) => value !== null && value !== undefined) ?? null;
 }
 
+const shownValue = (value) => (value === null ? "–" : tickText(Number(value.toPrecision(4))));
+
 // What a class's colour is now: canvas knows no CSS variables.
 function colorOf(name) {
   const probe = document.createElement("span");
@@ -95,10 +112,10 @@ function Plot({ lines, onCursor, title }) {
       const axis = { stroke: muted, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "11px system-ui, sans-serif" };
       const all = lines.isSmooth ? [...lines.series.map((line) => ({ ...line, values: line.raw, alpha: FADED })), ...lines.series] : lines.series;
       const plot = new uPlot({
-        width: place.current.clientWidth, height: 200, legend: { show: false }, scales: { x: { time: false } },
+        width: place.current.clientWidth, height: 200, legend: { show: false }, scales: { x: { time: false }, y: { range: rangeOf } },
         cursor: { sync: { key: "curves" }, drag: { x: true, y: false } },
-        axes: [{ ...axis, size: 30 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 4)) }],
-        series: [{}, ...all.map((line) => ({ stroke: colorOf(`c${line.color}`), width: 1.6, dash: line.dash, alpha: line.alpha ?? 1, spanGaps: false, points: { show: lines.steps.length < 60 } }))],
+        axes: [{ ...axis, size: 30, incrs: WHOLE }, { ...axis, size: widthOf, values: (_, ticks) => ticks.map(tickText) }],
+        series: [{}, ...all.map((line) => ({ stroke: colorOf(line.color), width: 1.6, dash: line.dash, alpha: line.alpha ?? 1, spanGaps: false, points: { show: lines.steps.length < 60 } }))],
         hooks: { setCursor: [(self) => onCursor(self.cursor.idx ?? null)] },
       }, [lines.steps, ...all.map((line) => line.values)], place.current);
       return plot;

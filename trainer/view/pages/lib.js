@@ -79,6 +79,22 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
+// A number beside an axis, whole and short, as report.html has it.
+export function tickText(value) {
+  const size = Math.abs(value);
+  return value === 0 || (size >= 1e-4 && size < 1e6) ? value.toLocaleString("en", { maximumSignificantDigits: 6 }) : value.toExponential(2).replace(/\.?0+e/, "e");
+}
+
+// Round numbers in [low, high], `count` to two and a half times as many steps of 1, 2 or 5 apart.
+export function roundTicks(low, high, count) {
+  if (high <= low) return [low];
+  const raw = (high - low) / count;
+  const magnitude = 10 ** Math.floor(Math.log10(raw));
+  const step = magnitude * [5, 2, 1].find((m) => magnitude * m <= raw * (1 + 1e-9));
+  const first = Math.ceil(low / step - 1e-9);
+  return [...Array(Math.floor(high / step + 1e-9) - first + 1).keys()].map((k) => (first + k) * step);
+}
+
 export const signed = (value) => (value === null ? "–" : `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(2)}`);
 
 export const pillOf = (reward) => (reward === null ? "missing" : reward >= 1 ? "good" : reward <= 0 ? "bad" : "half");

@@ -1,6 +1,6 @@
 // Who was busy when, the life of one problem in it, how stale samples were, and the speed beside the plan's.
 
-import { html, useAnswer, useEffect, useRef, useState, COLORS, go, note, number } from "./lib.js";
+import { html, useAnswer, useEffect, useRef, useState, go, note, number, roundTicks, tickText } from "./lib.js";
 
 const ROW = 22;
 
@@ -71,16 +71,16 @@ function Timeline({ found, life }) {
       onPointerUp=${() => { if (drag && Math.abs(x(drag[0]) - x(drag[1])) > 6) zoom(Math.min(...drag), Math.max(...drag)); setDrag(null); }}>
     <svg class="timeline" width=${width} height=${height} role="img" aria-label="timeline">
       ${lives.map((each, i) => { const [a, b] = clipped(each.start, each.end); return b >= a && html`<text x="0" y=${ROW * i + 15}>${fits(each.agent)}</text>
-        <rect class=${`hot ${COLORS[i % 8]}`} x=${a} y=${ROW * i + 3} width=${Math.max(2, b - a)} height=${ROW - 6}><title>${each.samples} samples of ${each.agent}: from version ${each.version} on, trained in step ${each.step}</title></rect>`; })}
+        <rect class=${`hot ${each.color}`} x=${a} y=${ROW * i + 3} width=${Math.max(2, b - a)} height=${ROW - 6}><title>${each.samples} samples of ${each.agent}: from version ${each.version} on, trained in step ${each.step}</title></rect>`; })}
       ${lanes.map((lane, i) => html`<text x="0" y=${ROW * (i + lives.length) + 15}>${fits(lane)}</text>
         <line class="rule" x1="0" x2=${width} y1=${ROW * (i + lives.length)} y2=${ROW * (i + lives.length)} />`)}
-      ${work.map((span) => { const [a, b] = clipped(span[2], span[3]); return html`<rect class=${COLORS[names.indexOf(span[1]) % 8]} x=${a} y=${ROW * (lanes.indexOf(span[0]) + lives.length) + 3}
+      ${work.map((span) => { const [a, b] = clipped(span[2], span[3]); return html`<rect class=${found.colors[span[1]]} x=${a} y=${ROW * (lanes.indexOf(span[0]) + lives.length) + 3}
         width=${Math.max(0.7, b - a)} height=${ROW - 6} onPointerEnter=${() => setAbout(span)} />`; })}
       ${marks.map((mark) => mark[2] >= low && mark[2] <= high && html`<line class=${`mark ${mark[0].slice(5)}`} x1=${x(mark[2])} x2=${x(mark[2])} y1="0" y2=${height - 20}><title>${mark[1]}</title></line>`)}
-      ${(width < 600 ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]).map((share) => html`<text x=${x(low + share * (high - low)) - (share === 1 ? 50 : 0)} y=${height - 6}>${number(low + share * (high - low), 5)} s</text>`)}
+      ${roundTicks(low, high, width < 600 ? 2 : 4).map((tick) => html`<text class="middle" x=${x(tick)} y=${height - 6}>${tickText(tick)} s</text>`)}
       ${drag && html`<rect class="drag" x=${Math.min(x(drag[0]), x(drag[1]))} width=${Math.abs(x(drag[0]) - x(drag[1]))} y="0" height=${height} opacity="0.2" />`}
     </svg></div>
-    <p class="legend">${names.slice(0, 24).map((name, i) => html`<span><i class=${COLORS[i % 8]}></i>${name.slice(0, 80)}</span>`)}</p>
+    <p class="legend">${names.slice(0, 24).map((name) => html`<span><i class=${found.colors[name]}></i>${name.slice(0, 80)}</span>`)}</p>
     <p class="small muted">${about ? `${about[1].slice(0, 80)} on ${about[0].slice(0, 40)}: ${number(about[2], 6)} to ${number(about[3], 6)} s (${number(about[3] - about[2], 3)} s) ${Object.entries(about[4]).map(([key, value]) => `${key} ${value}`).join(", ").slice(0, 300)}`
       : "A full line: a step begins; a dashed one: a stage. Drag over the lanes to zoom in; point at a span to read it."}</p>`;
 }

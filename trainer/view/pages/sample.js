@@ -1,6 +1,6 @@
 // One sample: the tree that it stands in, what it read and wrote, what it was worth.
 
-import { html, useAnswer, useEffect, useState, COLORS, Long, go, note, number, pillOf, signed, state } from "./lib.js";
+import { html, useAnswer, useEffect, useRef, useState, COLORS, Long, go, note, number, pillOf, signed, state } from "./lib.js";
 import { COLORINGS, Coloring, Tokens } from "./tokens.js";
 
 export function Sample({ run, step, line, url }) {
@@ -68,6 +68,8 @@ function Tree({ rows, place }) {
   const chip = (row) => html`<button class=${`chip ${pillOf(row.reward)} ${`${row.step}.${row.line}` === place ? "here" : ""}`}
     aria-label=${`${row.agent}, reward ${row.reward}`} title=${`${row.uid}: reward ${row.reward === null ? "missing" : number(row.reward)}, step ${row.step}`}
     onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${row.verdict === null ? (row.reward === null ? "?" : number(row.reward, 2)) : row.verdict ? "✓" : "✗"}</button>`;
+  const self = useRef(null);
+  useEffect(() => self.current?.querySelector(".chip.here")?.scrollIntoView({ block: "nearest" }), [place]);
   const lines = [];
   const walk = (parent, depth) => {
     const groups = below.get(parent);
@@ -79,7 +81,7 @@ function Tree({ rows, place }) {
     }
   };
   walk(null, 0);
-  return html`<div class="tree">${lines}</div>`;
+  return html`<div class="tree" ref=${self}>${lines}</div>`;
 }
 
 function Segments({ segments }) {

@@ -9,7 +9,10 @@ export function Samples({ run, about, url }) {
   const wanted = { run };
   for (const field of FIELDS) wanted[field] = field === "flag" ? url.getAll("flag") : url.get(field);
   const key = JSON.stringify(wanted);
-  const { data, error } = useAnswer("samples", wanted, about.samples > 0 ? 1 : 0);
+  const linked = /^\d{1,9}\.\d{1,9}$/.test(url.get("sample") ?? "") ? url.get("sample") : null;
+  const [through, setThrough] = useState({ key, place: linked }); // the list begins with the sample of the link that was opened
+  const begin = through.key === key ? through.place : null;
+  const { data, error } = useAnswer("samples", { ...wanted, through: begin }, about.samples > 0 ? 1 : 0);
   const [more, setMore] = useState({ key, rows: [], next: undefined });
   const [fresh, setFresh] = useState(about.samples);
   const own = more.key === key ? more : { rows: [], next: undefined };
@@ -23,7 +26,13 @@ export function Samples({ run, about, url }) {
     if (data && rows.length === 0 && next) load(); // what hardly anything passes comes page by page
   }, [key, data, own.next]);
   useEffect(() => setFresh(about.samples), [key]);
-  const place = /^\d+\.\d+$/.test(url.get("sample") ?? "") ? url.get("sample") : null;
+  const place = linked;
+  const isOpen = useRef(place !== null);
+  useEffect(() => {
+    if (isOpen.current || !rows.length || innerWidth <= 760) return; // narrow screens show the list or a sample
+    isOpen.current = true;
+    go({ sample: `${rows[0].step}.${rows[0].line}` }, true);
+  }, [rows.length]);
   const [step, line] = (place ?? "").split(".").map(Number);
   const at = rows.findIndex((row) => `${row.step}.${row.line}` === place);
   useEffect(() => {
@@ -43,6 +52,7 @@ export function Samples({ run, about, url }) {
       <p class="muted count">${data ? counted(data, rows, next) : "…"}
         ${about.samples > fresh && html` <button class="more" onClick=${() => go({}, true) || location.reload()}>new samples</button>`}</p>
       ${error && note(error)}
+      ${begin && html`<button class="more" onClick=${() => setThrough({ key, place: null })}>newer ones</button>`}
       ${rows.map((row) => html`<${Item} key=${`${row.step}.${row.line}`} row=${row} isHere=${`${row.step}.${row.line}` === place} />`)}
       ${data && rows.length === 0 && !next && html`<p class="muted">${about.samples ? "No sample passes this filter." : "No sample has been logged yet."}</p>`}
       ${next && html`<button class="more" onClick=${load}>older ones</button>`}

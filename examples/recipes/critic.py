@@ -1,0 +1,28 @@
+"""A critic without an answer of its own: its reward is what comes of its critique."""
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Message
+
+CRITICISE = "\n\nSay in two sentences what is wrong or missing here. Do not solve it yourself."
+
+
+class Critic(Orchestration):
+    """One solves, one criticises, one solves again with both before its eyes."""
+
+    agents = (AgentSpec("solver"), AgentSpec("critic", Role.ADVISER), AgentSpec("reviser", Role.CORRECTOR))
+
+    def follow(self, episode):
+        asks = [episode.ask("solver")]
+        for agent in ("critic", "reviser"):
+            said = [episode.said(ask) for ask in asks]
+            if None in said:
+                break
+            asks.append(episode.ask(agent, *said))
+        return asks
+
+    def messages(self, episode, ask):
+        if ask.agent != "critic":
+            return super().messages(episode, ask)
+        (solution,) = episode.inputs(ask)
+        return [Message("user", f"{episode.problem.question}\n\n{solution.shown}{CRITICISE}")]

@@ -1,0 +1,32 @@
+"""Workers that solve side by side, each with advice of its own, and an editor who reads them all."""
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.types import Message
+
+ADVICE = ("Estimate first.", "Go step by step.", "Check your result in another way.")
+
+
+class Workers(Orchestration):
+    """Those who fail are left out; the editor's answer counts."""
+
+    agents = (AgentSpec("worker"), AgentSpec("editor"))
+
+    def workers(self, episode):
+        # a group each: workers are compared with those of the other episodes who had the same advice
+        return [episode.ask("worker", index=i, group=f"worker{i}") for i in range(len(ADVICE))]
+
+    def follow(self, episode):
+        asks = self.workers(episode)
+        said = [sample for ask in asks if (sample := episode.said(ask))]
+        if said and all(episode.is_over(ask) for ask in asks):
+            asks.append(episode.ask("editor", *said))
+        return asks
+
+    def messages(self, episode, ask):
+        (*before, last) = self.prompt(ask.agent, Role.SOLVER, episode)
+        if ask.agent == "worker":
+            more = ADVICE[self.workers(episode).index(ask)]
+        else:
+            more = "\n\n".join(["Others wrote:", *(sample.shown for sample in episode.inputs(ask))])
+        return [*before, Message(last.role, f"{last.content}\n\n{more}")]
