@@ -116,7 +116,13 @@ class Child:
         self._name = f"the side {' '.join(map(str, arguments))}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            cwd=tempfile.gettempdir(),  # Ray's workers import from it: in a checkout transformers takes our kernels/ for its own
         )
         self._answer("start")
 
