@@ -53,7 +53,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the node of an op keeps for its backward.
+    """The autograd node of an op, and what it keeps for the backward.
 
     num_tensors: the leading arguments that are tensors, or None. Those that require a gradient get one; all are saved.
     num_outputs: the results of Kernels.forward that the caller sees. saves_outputs: the backward reads them as well.

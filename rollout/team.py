@@ -138,7 +138,7 @@ class Team:
 
     @property
     def _is_own(self) -> bool:
-        """Whether the team is a user's."""
+        """True for a user's team, False for one that ships."""
         return not type(self.orchestration).__module__.startswith("marsrl.")
 
     def continuation(self, episode: Episode, sample: Sample) -> IntArray | None:

@@ -154,7 +154,7 @@ class Orchestration:
 
     @classmethod
     def reward_rule(cls, agent: AgentSpec) -> str:
-        """What `reward` pays an agent for, in words for people: of a rule of the team's own the first line of its docstring."""
+        """The agent's reward rule in words; for a team that overrides `reward`, the first line of its docstring."""
         if cls.reward is not Orchestration.reward:
             return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
         if agent.advises:
@@ -231,7 +231,7 @@ class Orchestration:
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
 
     def is_readable(self, sample: Sample) -> bool:
-        """Whether this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always finds a
+        """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always finds a
         verdict, whether its form is valid."""
         if self._is_compat(sample.agent):
             return self._prompts[sample.agent].compat.is_valid(sample.text)

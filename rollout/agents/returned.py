@@ -1,5 +1,7 @@
-"""What a team's own code returned, in the types of the data contract. Each function raises TypeError or ValueError, which say
-what was found and what was expected; Team turns that into an error of the sample or of the episode."""
+"""Checks of the values that a user's team returns, one function a method; each gives the value in the types of the data contract.
+
+They raise TypeError or ValueError with what was found and what was expected; Team makes it an error of the sample or episode.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _PACKAGE = Path(marsrl.rollout.__file__).parent.parent
 
 
 def asks(found: object) -> list[Ask | ToolCall]:
-    """Of `follow`."""
+    """The value of `follow`."""
     if isinstance(found, Iterable):
         each = list(found)
         if all(isinstance(one, Ask | ToolCall) for one in each):
@@ -29,19 +31,19 @@ def asks(found: object) -> list[Ask | ToolCall]:
 
 
 def messages(found: object) -> tuple[Message, ...]:
-    """Of `messages`: Message objects, or dicts as OpenAI's API has them."""
+    """The value of `messages`: Message objects, or dicts as OpenAI's API has them."""
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise TypeError(f"expected a list of messages, found {_shown(found)}")
     return tuple(map(_message, found))
 
 
 def continuation(found: object) -> str | tuple[Message, ...] | None:
-    """Of `continuation`: text, messages, or None as long as it waits."""
+    """The value of `continuation`: text, messages, or None as long as it waits."""
     return found if found is None or isinstance(found, str) else messages(found)
 
 
 def parsed(found: object, sample: Sample) -> Sample:
-    """Of `parse`: the sample that was given, with other words about it alone."""
+    """The value of `parse`: the sample that was given, with other words about it alone."""
     if not isinstance(found, Sample) or found.uid != sample.uid or found.token_ids is not sample.token_ids:
         raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
     _expect("shown", found.shown, str)
@@ -52,7 +54,7 @@ def parsed(found: object, sample: Sample) -> Sample:
 
 
 def reward(found: object) -> Reward:
-    """Of `reward`: a Reward, or a number, whose part within [0, 1] says how right the sample is."""
+    """The value of `reward`: a Reward, or a number, whose part within [0, 1] says how right the sample is."""
     if isinstance(found, Real):
         value = _number("the reward", found)
         return Reward(value, min(max(value, 0.0), 1.0) if value == value else value)
@@ -66,7 +68,7 @@ def reward(found: object) -> Reward:
 
 
 def numbers(found: object) -> dict[str, float]:
-    """Of `metrics` and `outcomes`: numbers by name."""
+    """The value of `metrics` and `outcomes`: numbers by name."""
     if not isinstance(found, Mapping):
         raise TypeError(f"expected a dict of numbers, found {_shown(found)}")
     for name in found:
@@ -75,13 +77,13 @@ def numbers(found: object) -> dict[str, float]:
 
 
 def sample_or_none(found: object) -> Sample | None:
-    """Of `outcome` and `alone`."""
+    """The value of `outcome` and `alone`."""
     _expect("the outcome", found, Sample, None)
     return found  # type: ignore[return-value]
 
 
 def uids(found: object) -> Collection[str]:
-    """Of `redrawn`."""
+    """The value of `redrawn`."""
     if isinstance(found, Collection) and not isinstance(found, str) and all(isinstance(uid, str) for uid in found):
         return found
     raise TypeError(f"expected uids of samples, found {_shown(found)}")

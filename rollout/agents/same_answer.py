@@ -71,7 +71,7 @@ def answer_key(answer: str) -> str:
 
 
 def same_answer(reference: str, answer: str) -> bool:
-    """Whether an answer is the reference. sympy may hang on hostile input or take all memory: the caller bounds both.
+    """True where an answer is the reference. sympy may hang on hostile input or take all memory: the caller bounds both.
 
     Raises:
         ValueError: the reference is mathematics that math-verify cannot read.

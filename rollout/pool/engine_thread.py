@@ -49,7 +49,7 @@ class EngineThread:
         self._engine = self.call(make)
 
     def call(self, function: Callable[[], Returned]) -> Returned:
-        """What the function returns in the engine's thread, once nothing is decoded there."""
+        """Runs the function in the engine's thread, once nothing is decoded there; returns its result."""
         return self._executor.submit(function).result()
 
     def submit(self, requests: Sequence[DecodeRequest], version: int) -> None:

@@ -32,7 +32,7 @@ _CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there
 
 
 class EngineActor:
-    """What runs in the actor's process: an engine in a thread of its own, and threads of Ray's that hand over messages."""
+    """The actor's process: an engine in a thread of its own, and threads of Ray's that hand over messages."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec

@@ -29,7 +29,7 @@ _MEMORY_BYTES = 4 << 30  # of address space: a tower of powers must not take the
 
 
 def math_judge() -> Callable[[Problem, str], bool]:
-    """Whether an answer is the problem's reference (same_answer)."""
+    """Judges an answer by the problem's reference (same_answer)."""
     return lambda problem, answer: same_answer(problem.answer or "", answer)
 
 

@@ -72,7 +72,7 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """Whether all samples of a rollout instance are trained in one step: their credit needs them all, or the outcome."""
+        """True where all samples of a rollout instance are trained in one step: their credit needs them all, or the outcome."""
         advisers = any(spec.advises for spec in find_orchestration(self.orchestration).agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or advisers
 

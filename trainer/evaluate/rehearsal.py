@@ -99,7 +99,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
 
 
 def reward_rules(config: RunConfig) -> list[str]:
-    """What each agent is paid for, a line an agent."""
+    """The reward rule of each agent, a line an agent."""
     kind = find_orchestration(config.orchestration)
     if config.credit.reward_scheme == "outcome":
         return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]

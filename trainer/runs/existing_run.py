@@ -15,7 +15,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 Fingerprints = Mapping[str, Mapping[str, int | str]]
-"""Of the problems to train on and to evaluate on, by their setting (tasks/data.fingerprint)."""
+"""Fingerprints of the problems to train on and to evaluate on, by their setting (tasks/data.fingerprint)."""
 
 OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
 
@@ -115,7 +115,7 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
-    """Where the problems are not those that the run began with: they are drawn by their places, and evaluations are compared."""
+    """Problems that differ from those that the run began with: they are drawn by their places, and evaluations are compared."""
     try:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:
