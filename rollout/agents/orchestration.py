@@ -231,8 +231,8 @@ class Orchestration:
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
 
     def is_readable(self, sample: Sample) -> bool:
-        """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always finds a
-        verdict, whether its form is valid."""
+        """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always
+        finds a verdict, where its form is valid."""
         if self._is_compat(sample.agent):
             return self._prompts[sample.agent].compat.is_valid(sample.text)
         if self.spec(sample.agent).advises:
