@@ -9,9 +9,9 @@ import pytest
 from made_up_run import make_group, make_sample
 
 from marsrl.rollout.types import MISSING, Reward
-from marsrl.trainer.report.grad_spikes import WINDOW, GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.report.metrics import NON_FINITE, MetricsLog, read_metrics
+from marsrl.trainer.report.step_metrics import WINDOW, GradSpikes
 from marsrl.trainer.report.summary import wilson_interval
 from marsrl.trainer.runs.directory import RunDirectory
 

@@ -16,11 +16,11 @@ from marsrl.trainer.data.credit import Credited, drmas_metrics
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
-from marsrl.trainer.report.grad_spikes import GradSpikes
 from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.report.step_metrics import GradSpikes
 from marsrl.trainer.report.token_log import choose_samples, token_record, with_trained, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory
 
