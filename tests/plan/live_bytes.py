@@ -6,14 +6,20 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# Run in the thread that calls them. gloo queues every other operation of c10d for a thread of its own.
+POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation makes until it is freed; `peak` is the most alive at once.
 
-    Tensors that were there before are not counted: pass their bytes to whoever adds up.
+    Tensors that were there before are not counted: pass their bytes to whoever adds up. Collectives run on copies that are not
+    counted either: gloo's thread lets go of a collective's tensors some time after whoever waited for it goes on, so that the
+    peak would depend on how the two threads happen to run.
     """
 
     def __init__(self) -> None:
@@ -40,6 +46,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if func.namespace == "c10d" and func.overloadpacket.__name__ not in POINT_TO_POINT:
+            return _on_copies(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -60,6 +68,18 @@ class LiveBytes(TorchDispatchMode):
         self.live += to - size[0]
         self.peak = max(self.peak, self.live)
         size[0] = to
+
+
+@torch.no_grad()
+def _on_copies(collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The collective, run to its end. Its first argument is what it writes, in every operation of c10d."""
+    copies = tree_map_only(torch.Tensor, torch.clone, args)
+    result = collective(*copies, **kwargs)
+    work = result[-1] if isinstance(result, tuple) else result
+    dist.Work.unbox(work).wait()
+    for tensor, copy in zip(tree_leaves(args[0]), tree_leaves(copies[0]), strict=True):
+        tensor.copy_(copy)
+    return (args[0], work) if isinstance(result, tuple) else work
 
 
 class CudaBytes:
