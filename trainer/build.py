@@ -51,6 +51,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.checked_engines import CheckedEngines
@@ -71,6 +72,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
+        stack.enter_context(handlers_restored())
         layout = resolve(next(iter(config.trained_policies.values())).layout)
         parallel.start(layout, config.run.seed)
         stack.callback(parallel.stop)

@@ -88,16 +88,20 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
             run = checked.config.run
             if is_first and words.dry_run:
-                lines = [*outlook(checked.config, origin.name, checked.data), *first_update_line(checked.config)]
+                lines = [
+                    *outlook(checked.config, origin.name, checked.fingerprints()),
+                    *first_update_line(checked.config),
+                ]
             elif is_first:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
                 lock = RunLock(directory)  # held until this function returns
                 if lock.warning is not None:
                     print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
+                fingerprints = checked.fingerprints()
                 if run.resume != "off" and directory.existed:
-                    lines = resume_lines(directory, checked.config, checked.data)
+                    lines = resume_lines(directory, checked.config, fingerprints)
                 directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
-                directory.keep_data(checked.data)
+                directory.keep_data(fingerprints)
     except (ConfigError, ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line
 
@@ -128,6 +132,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         with open_run(checked, directory) as opened:
             train(opened)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has ended: this one is ending
         if is_first:
             assert directory is not None
             say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")

@@ -66,8 +66,7 @@ def answer_key(answer: str) -> str:
     numbers go by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}).
     """
     text = _plain(answer)
-    number = _number(text)
-    return text.casefold() if number is None else str(number)
+    return _key(text, _number(text))
 
 
 def same_answer(reference: str, answer: str) -> bool:
@@ -76,17 +75,22 @@ def same_answer(reference: str, answer: str) -> bool:
     Raises:
         ValueError: the reference is mathematics that math-verify cannot read.
     """
-    if answer_key(reference) == answer_key(answer):
-        return True
     wanted, said = _plain(reference), _plain(answer)
+    numbers = _number(wanted), _number(said)
+    if _key(wanted, numbers[0]) == _key(said, numbers[1]):
+        return True
     if choice := _CHOICE.fullmatch(wanted):
         chosen = _CHOSEN.fullmatch(said)
         return chosen is not None and (chosen[1] or chosen[2]).upper() == (choice[1] or choice[2])
-    if _is_text(wanted) or (_number(wanted) is not None and _number(said) is not None):
+    if _is_text(wanted) or None not in numbers:
         return False
     if (quantity := _quantity(wanted)) and (other := _quantity(said)):
         return quantity[1:] == other[1:] and same_answer(quantity[0], other[0])
     return _same_mathematics(reference, answer)
+
+
+def _key(text: str, number: Fraction | None) -> str:
+    return text.casefold() if number is None else str(number)
 
 
 def _plain(text: str) -> str:

@@ -144,13 +144,18 @@ def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
     return {"problems": len(problems), "sum": told.hexdigest()}
 
 
+def one_spaced(text: str) -> str:
+    """The text with one space for each run of white space, none at its ends: equal for texts that differ in it alone."""
+    return " ".join(text.split())
+
+
 def find_repeats(problems: Sequence[Problem]) -> Repeats:
     """Questions that stand several times in one file or dataset."""
     seen: dict[str, dict[str, Problem]] = {}
     num_same, first = 0, None
     for problem in problems:
-        answers = seen.setdefault(" ".join(problem.question.split()), {})
-        answer = " ".join((problem.answer or "").split())
+        answers = seen.setdefault(one_spaced(problem.question), {})
+        answer = one_spaced(problem.answer or "")
         if answer in answers:
             num_same += 1
         elif answers and first is None:

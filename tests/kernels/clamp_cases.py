@@ -37,27 +37,32 @@ CASES: dict[str, tuple[PolicyObjective, float, dict[str, float], tuple[float, fl
 }  # fmt: skip
 
 
+def one_token(logprob: float, advantage: float, objective: PolicyObjective, **inputs: Any) -> tuple[float, float, Any]:
+    """Loss and slope of a single token, and the whole result."""
+    logprobs = torch.tensor([logprob], requires_grad=True)
+    result = policy_loss(
+        logprobs,
+        torch.zeros(1),
+        objective=objective,
+        advantages=torch.tensor([advantage]),
+        cu_seqlens=torch.tensor([0, 1]),
+        normaliser=1.0,
+        **inputs,
+    )
+    result.loss.backward()
+    assert logprobs.grad is not None
+    return result.loss.item(), logprobs.grad.item(), result
+
+
 def check_clamp(name: str, implementation: str) -> None:
     objective, advantage, given, expected = CASES[name]
-    logprobs = torch.tensor([-1.0], requires_grad=True)
     inputs: dict[str, Any] = {f"{key}_logprobs": torch.tensor([float(value)]) for key, value in given.items()}
 
     def run(**more: Any) -> tuple[float, float, float]:
-        logprobs.grad = None
         with forced(implementation):
-            found = policy_loss(
-                logprobs,
-                torch.zeros(1),
-                objective=objective,
-                advantages=torch.tensor([advantage]),
-                cu_seqlens=torch.tensor([0, 1]),
-                normaliser=1.0,
-                **inputs,
-                **more,
-            )
-        found.loss.backward()
-        assert logprobs.grad is not None and torch.equal(logprobs.grad, found.coefficient)
-        return found.loss.item(), logprobs.grad.item(), found.agent_sums["clamped_tokens"].item()
+            loss, slope, found = one_token(-1.0, advantage, objective, **inputs, **more)
+        assert slope == found.coefficient.item()
+        return loss, slope, found.agent_sums["clamped_tokens"].item()
 
     assert run() == pytest.approx(expected, rel=1e-5)
     assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # what is masked is counted as that alone

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from clamp_cases import CASES, check_clamp
+from clamp_cases import CASES, check_clamp, one_token
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
 
 from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate, token_marks
@@ -19,19 +19,7 @@ def test_every_objective_equals_its_definition(name):
 
 def one(logp, advantage, objective, **given):
     """Loss and slope of a single token whose old log-prob is log 1/2."""
-    logprobs = torch.tensor([logp], requires_grad=True)
-    given = {"old_logprobs": torch.tensor([math.log(0.5)]), **given}
-    result = policy_loss(
-        logprobs,
-        torch.zeros(1),
-        objective=objective,
-        advantages=torch.tensor([advantage]),
-        cu_seqlens=torch.tensor([0, 1]),
-        normaliser=1.0,
-        **given,
-    )
-    result.loss.backward()
-    return result.loss.item(), logprobs.grad.item(), result
+    return one_token(logp, advantage, objective, **{"old_logprobs": torch.tensor([math.log(0.5)]), **given})
 
 
 def test_the_clip_stops_the_gradient_only_where_the_ratio_left_in_the_direction_of_the_advantage():

@@ -11,7 +11,7 @@ import pytest
 from rank_pair import RankPair
 
 from marsrl.trainer.runs import stop
-from marsrl.trainer.runs.stop import StopSignals
+from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -36,6 +36,21 @@ def test_one_ctrl_c_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> 
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
     assert signals.is_asked
+
+
+def test_the_way_out_of_a_stopped_run_is_undisturbed_and_ends_with_the_handlers_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stop, "_SAME_S", 1e9)
+    signals, before = StopSignals(), [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Stopped), handlers_restored():
+        try:
+            with signals.noted():
+                os.kill(os.getpid(), signal.SIGINT)
+                raise Stopped
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # the same Ctrl-C, by torchrun
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_all_ranks_stop_where_rank_0_does_and_nobody_waits(two_ranks: RankPair) -> None:

@@ -61,9 +61,11 @@ class Checked:
     warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
     eval_sets: tuple[HeldOut, ...] = ()  # of data.eval, where that is a list
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
-    data: Mapping[str, Mapping[str, int | str]] = field(
-        default_factory=dict
-    )  # fingerprints of the problems, by their setting
+    problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by their setting
+
+    def fingerprints(self) -> dict[str, dict[str, int | str]]:
+        """Of the problems, by their setting."""
+        return {key: fingerprint(found) for key, found in self.problems.items()}
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
@@ -147,8 +149,8 @@ def preflight(
         warnings=tuple(warnings),
         eval_sets=problems.sets,
         curators=curators,
-        data={
-            key: fingerprint(found)
+        problems={
+            key: found
             for key, found in zip(sources(config.task), (problems.train, problems.held_out), strict=True)
             if found
         },

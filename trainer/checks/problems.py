@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.tasks.data import find_repeats, read_problems
+from marsrl.rollout.tasks.data import find_repeats, one_spaced, read_problems
 from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.protocol import EVALUATION_SET
@@ -63,8 +63,8 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
 
 def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> tuple[str, ...]:
     """A warning where questions to evaluate on are trained on as well; ConfigError where all of them are."""
-    trained = {" ".join(problem.question.split()) for problem in train}
-    both = [problem for problem in held_out if " ".join(problem.question.split()) in trained]
+    trained = {one_spaced(problem.question) for problem in train}
+    both = [problem for problem in held_out if one_spaced(problem.question) in trained]
     if not both:
         return ()
     said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are among {of_train} too, first {both[0].id}"

@@ -19,6 +19,17 @@ class Stopped(KeyboardInterrupt):
     """The run was asked to stop, on all ranks; a checkpoint has its last finished step, where there is one."""
 
 
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """After the body SIGINT and SIGTERM are handled as before it. Main thread only."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 def end_now() -> None:
     """Ends this process as a second Ctrl-C does, saving nothing; for any thread."""
     _ends_now.set()
@@ -37,7 +48,8 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """In the body they are noted. Main thread only."""
+        """In the body they are noted, and after an error from it, so that the second half of a Ctrl-C does not disturb the way
+        out; handlers_restored ends that. Main thread only."""
         before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         yield
         for each, handler in before.items():
